@@ -1,0 +1,33 @@
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+ARGS ?=
+
+.PHONY: run test test-fast lint bench clean
+
+run: $(VENV)/ready
+	$(PY) -m bench.charlm $(ARGS)
+
+test: lint
+	$(PY) -m pytest $(ARGS)
+
+test-fast: lint
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+lint: $(VENV)/ready
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(VENV)/ready
+	$(PY) -m bench.run $(ARGS)
+
+# One local environment for everything, made anew when the pins change.
+$(VENV)/ready: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -r requirements.txt
+	$(PY) -m pip install --quiet --no-deps -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,147 @@
+"""The machine's floor for a case: no implementation of it can be faster than this.
+
+    floor = max(its GEMMs, each at the best rate measured at its own shape,
+                its bytes at the copy bandwidth measured at its own size)
+
+The GEMMs are those of the forward pass and of the gradients, the recurrent ones at the size of one
+step, the others over all K*B rows. The bytes are the data, the parameters and the gradients, and one
+write and one read of what the backward pass needs of each step. Elementwise work counts as nothing,
+so a fraction of 1 is out of reach.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from .cases import Case
+
+GATES = {"lstm": 4, "lnlstm": 4, "gru": 3}
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """``count`` products [rows, inner] x [inner, columns], each ``copies`` at a time."""
+
+    rows: int
+    inner: int
+    columns: int
+    count: int = 1
+    copies: int = 1
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.inner * self.columns * self.count * self.copies
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds, FLOPs, bytes and the rates they were measured at (per second)."""
+
+    seconds: float
+    gemm_seconds: float
+    copy_seconds: float
+    flops: float
+    bytes: float
+    step_rate: float  # FLOP/s of the GEMMs of one step
+    batched_rate: float  # FLOP/s of the GEMMs over all rows
+    bandwidth: float
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def gemms(case: Case) -> tuple[list[Gemm], list[Gemm]]:
+    """(per step, over all steps): the matrix products of a case's forward and backward pass."""
+    rows, gates = case.steps * case.batch, GATES[case.kind] * case.hidden
+    step, batched = [], []
+
+    def weight(inner: int, columns: int) -> Gemm:
+        if case.per_sequence:
+            return Gemm(columns, case.steps, inner, copies=case.batch)
+        return Gemm(columns, rows, inner)
+
+    for layer in range(case.layers):
+        inputs = case.hidden if layer else case.inputs
+        step.append(Gemm(case.batch, case.hidden, gates, case.steps))
+        step.append(Gemm(case.batch, gates, case.hidden, case.steps))
+        batched += [Gemm(rows, inputs, gates), weight(inputs, gates), weight(case.hidden, gates)]
+        if layer:  # the first layer's input needs no gradient
+            batched.append(Gemm(rows, gates, inputs))
+    batched += [Gemm(rows, case.hidden, case.inputs), Gemm(rows, case.inputs, case.hidden)]
+    batched.append(weight(case.hidden, case.inputs))
+    return step, batched
+
+
+def least_bytes(case: Case, parameters: int) -> float:
+    """Bytes that any implementation moves: see the top of the file."""
+    rows = case.steps * case.batch
+    data = 3 * rows * case.inputs  # x and y read, out written
+    carries = 1 if case.kind == "gru" else 2
+    saved = rows * case.layers * case.hidden * (GATES[case.kind] + carries)
+    gradients = parameters * (case.batch if case.per_sequence else 1)
+    return 4.0 * (data + 2 * saved + parameters + gradients)
+
+
+def floor(case: Case, parameters: int) -> Floor:
+    """Measures the rates at the case's shapes (takes about a second)."""
+    step, batched = gemms(case)
+    step_seconds = sum(_gemm_seconds(gemm) for gemm in step)
+    batched_seconds = sum(_gemm_seconds(gemm) for gemm in batched)
+    moved = least_bytes(case, parameters)
+    copied = _copy_seconds(moved)
+    return Floor(
+        seconds=max(step_seconds + batched_seconds, copied),
+        gemm_seconds=step_seconds + batched_seconds,
+        copy_seconds=copied,
+        flops=sum(gemm.flops for gemm in step + batched),
+        bytes=moved,
+        step_rate=sum(gemm.flops for gemm in step) / step_seconds,
+        batched_rate=sum(gemm.flops for gemm in batched) / batched_seconds,
+        bandwidth=moved / copied,
+    )
+
+
+def _gemm_seconds(gemm: Gemm) -> float:
+    """The best of several ways to compute it; 32 side by side show the rate without the calls."""
+    ways: list[float] = []
+    a, b = torch.randn(gemm.rows, gemm.inner), torch.randn(gemm.inner, gemm.columns)
+    b_turned = b.t().contiguous().t()
+    copies = gemm.copies if gemm.copies > 1 else 32 if gemm.count > 1 else 1
+    if copies > 1:
+        many = a.expand(copies, -1, -1).contiguous()
+        weights = b.expand(copies, -1, -1)
+        weights = weights.contiguous() if gemm.copies > 1 else weights
+        out = torch.empty(copies, gemm.rows, gemm.columns)
+        scale = gemm.copies / copies
+        ways.append(scale * seconds(lambda: torch.bmm(many, weights, out=out)))
+    if gemm.copies == 1:
+        c = torch.empty(gemm.rows, gemm.columns)
+        ways.append(seconds(lambda: torch.mm(a, b, out=c)))
+        ways.append(seconds(lambda: torch.mm(a, b_turned, out=c)))
+    return gemm.count * min(ways)
+
+
+def _copy_seconds(moved: float) -> float:
+    source = torch.zeros(max(int(moved / 8), 1))  # a copy reads and writes each float
+    target = torch.empty_like(source)
+    return seconds(lambda: target.copy_(source))
+
+
+def seconds(call: Callable[[], object], least: float = 0.03) -> float:
+    """Seconds of a call: the median of several bursts, ``least`` seconds in all at the least."""
+    call()
+    start = time.perf_counter()
+    call()
+    burst = max(1, int(least / 5 / max(time.perf_counter() - start, 1e-7)))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(burst):
+            call()
+        times.append((time.perf_counter() - start) / burst)
+    return statistics.median(times)

@@ -1,0 +1,126 @@
+"""One process for one peer in one case: it answers commands over a pipe.
+
+Processes of their own keep the peers apart: a cold compile is cold, one library's spinning threads
+and freed memory do not show in another's figures. Waiting for a command costs no CPU time, so the
+parent can let the peers take turns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.util
+import os
+import statistics
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from .cases import Case, build
+from .peers import PEERS, Call, Skip
+
+M_MMAP_THRESHOLD = -3  # in glibc's malloc.h
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
+
+
+def serve(pipe: Connection, case: Case, peer: str, cache: str) -> None:
+    """Answers "start", "result", "memory" and ("time", seconds) until "stop" or the pipe closes.
+
+    An answer is ("ok", value), ("skip", reason) or ("error", text). ``cache`` is an empty folder
+    for everything that compilers keep on disk.
+    """
+    for name in CACHES:
+        os.environ[name] = os.path.join(cache, name.lower())
+    call: Call | None = None
+    while True:
+        try:
+            command, *arguments = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if command == "stop":
+            return
+        try:
+            if command == "start":
+                call, answer = _start(case, peer)
+            else:
+                assert call is not None, "start comes first"
+                answer = {"result": _result, "memory": peak_memory, "time": _time}[command](
+                    call, *arguments
+                )
+            pipe.send(("ok", answer))
+        except Skip as reason:
+            pipe.send(("skip", str(reason)))
+        except KeyboardInterrupt:
+            return
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            pipe.send(("error", f"{type(error).__name__}: {lines[0][:200]}"))
+
+
+def _start(case: Case, peer: str) -> tuple[Call, dict[str, float]]:
+    """The call, after its first run; how long that took, and how long it takes once warm."""
+    problem = build(case)
+    make = next(p.make for p in PEERS if p.name == peer)
+    if peer == "jax" and importlib.util.find_spec("jax"):
+        import jax.numpy  # noqa: F401  (imports are no part of a compile)
+    start = time.perf_counter()
+    call = make(problem)
+    call()
+    first = time.perf_counter() - start
+    call()
+    return call, {"first_s": first, "warm_s": statistics.median(_time(call, 0.1))}
+
+
+def _result(call: Call) -> tuple[Any, dict[str, Any]]:
+    def numpy(value: Any) -> Any:
+        return value.detach().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+    value, grads = call()
+    return numpy(value), {name: numpy(grad) for name, grad in grads.items()}
+
+
+def _time(call: Call, seconds: float) -> list[float]:
+    """Seconds of each call for about ``seconds``, at least one, after one that does not count."""
+    call()
+    times: list[float] = []
+    gc.collect()
+    gc.disable()
+    try:
+        ends = time.perf_counter() + seconds
+        while not times or time.perf_counter() < ends:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+    return times
+
+
+def peak_memory(call: Call) -> int | None:
+    """Bytes by which a warm call raises the process's resident memory; None without Linux's /proc.
+
+    Comes last: it changes how the process allocates.
+    """
+    if not os.path.exists("/proc/self/clear_refs"):
+        return None
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)  # freed tensors go back, or their reuse would not show
+    call()
+    gc.collect()
+    libc.malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the high-water mark starts again from here
+    before = _status("VmRSS")
+    kept = call()
+    peak = _status("VmHWM")
+    del kept
+    return max(peak - before, 0)
+
+
+def _status(name: str) -> int:
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith(name + ":"))
+    return 1024 * int(line.split()[1])

@@ -1,0 +1,197 @@
+"""Every torch-private name this package uses, with the reason and the versions it was read in.
+
+Nothing else in the package imports a private torch module. Read in torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# FakeTensorMode: shapes and dtypes without data; public only through torch.compile and export.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+# make_fx: the ATen graph of a Python function, through vmap and vjp. "Experimental" since 1.11.
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+# Pytrees of any nesting, with key paths for error messages. torch has no public pytree
+# module; this one has kept its signature since 2.3 and is what torch.func uses.
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+
+__all__ = [
+    "UNTRACEABLE",
+    "FakeTensorMode",
+    "TreeSpec",
+    "decompositions",
+    "holds_for",
+    "inside_functorch",
+    "keystr",
+    "make_fx",
+    "symbolic_steps",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+# What tracing raises when Python needs the value of a tensor (`if`, `.item()`, boolean index).
+UNTRACEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+
+aten = torch.ops.aten
+
+
+@cache
+def decompositions(*, views: bool) -> dict[Any, Callable[..., Any]]:
+    """Inductor's table of decompositions into core operations, for the traces of a step.
+
+    Without those whose parts the engine wants whole (one node of the reverse loop each), and with
+    matrix-vector products as matrix products, so that there is one kind of GEMM to hoist.
+    ``views`` also turns ``split`` and ``unbind`` into single slices; while autograd is still to
+    come they stay, since the gradient of a split is one ``cat``.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = dict(select_decomp_table())
+    for op in (
+        aten.sigmoid_backward,
+        aten.tanh_backward,
+        aten.embedding_dense_backward,
+        aten.threshold_backward,
+        aten.stack,
+    ):
+        for overload in op.overloads():
+            table.pop(getattr(op, overload), None)
+
+    def mv(matrix: Tensor, vector: Tensor) -> Tensor:
+        return torch.mm(vector.unsqueeze(0), matrix.t()).squeeze(0)
+
+    def dot(a: Tensor, b: Tensor) -> Tensor:
+        return torch.mm(a.unsqueeze(0), b.unsqueeze(1)).reshape(())
+
+    def addmv(
+        bias: Tensor, matrix: Tensor, vector: Tensor, beta: Any = 1, alpha: Any = 1
+    ) -> Tensor:
+        return beta * bias + alpha * mv(matrix, vector)
+
+    def addmm(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        product = torch.mm(a, b)
+        product = product if alpha == 1 else product * alpha
+        return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
+
+    def baddbmm(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        product = torch.bmm(a, b)
+        product = product if alpha == 1 else product * alpha
+        return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
+
+    table[aten.mv.default] = mv
+    table[aten.dot.default] = dot
+    table[aten.addmv.default] = addmv
+    table[aten.addmm.default] = addmm
+    table[aten.baddbmm.default] = baddbmm
+    if views:
+        table[aten.split.Tensor] = lambda x, size, dim=0: _slices(
+            x, [min(size, x.shape[dim] - at) for at in range(0, x.shape[dim], size)], dim
+        )
+        table[aten.split_with_sizes.default] = lambda x, sizes, dim=0: _slices(x, sizes, dim)
+        table[aten.unbind.int] = lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])]
+    return table
+
+
+def _slices(x: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [aten.slice.Tensor(x, dim, a, a + n) for a, n in zip(starts, sizes, strict=True)]
+
+
+def symbolic_steps() -> tuple[FakeTensorMode, Any]:
+    """A fake tensor mode and, in it, a number of steps K that is a symbol (above 1)."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    probe = mode.from_tensor(torch.empty(64, 0), symbolic_context=context)
+    return mode, probe.shape[0]
+
+
+def holds_for(steps: Any, value: int) -> bool:
+    """Whether what was traced with the symbol ``steps`` is also right for ``value``."""
+    env = steps.node.shape_env
+    symbol = steps.node.expr
+    if not symbol.free_symbols:  # it was specialised while tracing
+        return int(symbol) == value
+    if symbol in env.replacements:
+        return False
+    return all(guard.expr.subs(symbol, value) != False for guard in env.guards)  # noqa: E712
+
+
+def while_loop(
+    again: Callable[..., Tensor],
+    body: Callable[..., tuple[Tensor, ...]],
+    carried: tuple[Tensor, ...],
+    read: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """torch's while_loop operator itself, without the Dynamo trace around its public front."""
+    from torch._higher_order_ops.while_loop import while_loop_op
+
+    return while_loop_op(again, body, carried, read)
+
+
+def make_program_graph(
+    function: Callable[..., Any], examples: Sequence[Tensor], mode: FakeTensorMode
+) -> torch.fx.GraphModule:
+    """The graph of a program in the operations that Inductor lowers."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    with mode:
+        return make_fx(function, decomposition_table=select_decomp_table())(*examples)
+
+
+def inductor_compile(
+    graph: torch.fx.GraphModule, examples: Sequence[Tensor], mode: FakeTensorMode
+) -> Callable[..., list[Tensor]]:
+    """The graph compiled by Inductor, with its C++ wrapper on a CPU.
+
+    ``torch.compile`` would trace the graph again through Dynamo, guard it at every call and make
+    it functional, which the loops that write in place do not survive; compile_fx_inner is the
+    step of torch.compile after all of those. The wrapper in C++ runs a loop without Python.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    on_cpu = all(e.device.type == "cpu" for e in examples)
+    with mode, tracing(TracingContext(mode)), torch._inductor.config.patch(cpp_wrapper=on_cpu):
+        compiled = compile_fx_inner(graph, list(examples), cpp_wrapper=on_cpu)
+
+    def run(*args: Tensor) -> list[Tensor]:
+        return list(compiled([arg.contiguous() for arg in args]))
+
+    return run
+
+
+def inside_functorch() -> bool:
+    """Whether a ``torch.func`` transform (vmap, grad, ...) is active around this call."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

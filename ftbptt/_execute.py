@@ -1,0 +1,211 @@
+"""A plan and a backend -> a segment that runs, in chunks of steps.
+
+Long segments run chunk by chunk, so that what only lives inside a chunk (projected inputs, the
+gradients of the gates) does not grow with K, and stays in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ._compat import symbolic_steps
+from .compiler.distribute import DistributedLoop, MapBlock, ScanBlock
+from .compiler.graphs import Node, nbytes, value_of
+from .compiler.plan import Plan
+from .compiler.program import RunScan, run_loop
+
+Function = Callable[..., list[Tensor]]
+# What lives only inside a chunk should stay in a CPU's outer cache.
+_CHUNK_BYTES = 8 << 20
+_LEAST_STEPS = 16
+
+
+class Backend(Protocol):
+    """How a program runs: each scan block by ``run_scan``, each function through ``build``."""
+
+    name: str
+    run_scan: RunScan
+
+    def build(self, function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
+        """The function made ready to run on tensors like the fake examples."""
+        ...
+
+
+class Executable:
+    """Runs segments of one plan on one backend; each function is built when first needed."""
+
+    def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
+        self.plan, self.backend, self.count_compile = plan, backend, count_compile
+        self.functions: dict[Any, Function] = {}
+        self.chunk = _steps_per_chunk(plan)
+
+    def run(self, groups: dict[str, list[Tensor]], *, graded: bool) -> list[Tensor]:
+        """``[*grads, *state, loss, *out]``, or without the gradients if not ``graded``."""
+        plan, s = self.plan, self.plan.signature
+        given = [*groups["params"], *groups["buffers"], *plan.captures, *groups["initial_state"]]
+        prepared: list[Tensor] = []
+        if plan.preparation is not None:
+            prepared = self._call("prepare", plan.preparation.prepare, given)
+        invariants = [*given, *prepared]
+        x = [*groups["x"], *groups["reset"], *groups["mask"]]
+        carries = self._parts(groups["state"])
+        steps = x[0].shape[0]
+        bounds = _chunks(steps, self.chunk)
+
+        loop = plan.forward if graded else plan.evaluate
+        outs: list[list[Tensor]] = []
+        saved: list[list[Tensor]] = []
+        for a, b in bounds:
+            own = [t[a:b] for t in x] if len(bounds) > 1 else x
+            result = self._loop("forward" if graded else "evaluate", loop, invariants, own, carries)
+            carries = result[: len(carries)]
+            outs.append(result[len(carries) : len(carries) + plan.loops.outs])
+            saved.append(result[len(carries) + plan.loops.outs :])
+        out = [torch.cat(own) if len(own) > 1 else own[0] for own in zip(*outs, strict=True)]
+        key, graphs = plan.loss.graphs_for(steps)
+        rest = [*groups["y"], *groups["mask"]]
+        graph = graphs.joint if graded else graphs.value
+        name = ("loss", graded, key)
+        loss, *d_outs = self._call(name, graph, [*out, *rest], time=True)
+        state = self._packed(carries)
+        if not graded:
+            return [*state, loss, *out]
+        grads = self._reverse(bounds, invariants, x, saved, d_outs)
+        return [*self._finish(given, grads), *state, loss, *out]
+
+    def _reverse(
+        self,
+        bounds: list[tuple[int, int]],
+        invariants: list[Tensor],
+        x: list[Tensor],
+        saved: list[list[Tensor]],
+        d_outs: list[Tensor],
+    ) -> list[Tensor]:
+        """The gradient of each trained invariant, summed over the chunks, the last first."""
+        loop = self.plan.reverse
+        d_carries = [
+            torch.zeros(value_of(node).shape, dtype=value_of(node).dtype, device=x[0].device)
+            for node in loop.loop.carries
+        ]
+        sums: list[Tensor] = []
+        for a, b in reversed(bounds):
+            whole = len(bounds) == 1
+            own = [*x, *d_outs] if whole else [t[a:b] for t in (*x, *d_outs)]
+            sequences = [*own[: len(x)], *saved.pop(), *own[len(x) :]]
+            result = self._loop("reverse", loop, invariants, sequences, d_carries)
+            d_carries, chunk_sums = result[: len(d_carries)], result[len(d_carries) :]
+            sums = [p + q for p, q in zip(sums, chunk_sums, strict=True)] if sums else chunk_sums
+        return sums
+
+    def _finish(self, given: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        """From the invariants' gradients to those of the parameters, zero where there is none."""
+        plan, s = self.plan, self.plan.signature
+        by_index = dict(zip(plan.loops.trained_invariants, grads, strict=True))
+        preparation = plan.preparation
+        if preparation is not None:
+            d_prepared = [by_index[len(given) + i] for i in preparation.graded]
+            more = self._call("finish", preparation.finish, [*given, *d_prepared])
+            for i, grad in zip(preparation.trained, more, strict=True):
+                by_index[i] = by_index[i] + grad
+        axes = [level.size for level in reversed(s.levels)]
+        return [
+            by_index[i].contiguous()
+            if i in by_index
+            else torch.zeros((*axes, *leaf.shape), dtype=leaf.dtype, device=leaf.device)
+            for i, leaf in enumerate(s.params)
+        ]
+
+    def _parts(self, state: list[Tensor]) -> list[Tensor]:
+        """The parts of the state, each with the axis of every level of vmap."""
+        s, parts = self.plan.signature, []
+        shared = 1 if s.shared is not None else 0
+        for leaf, info, packing in zip(state, s.state, self.plan.packings, strict=True):
+            for i, level in enumerate(reversed(s.levels)):
+                if not info.batched[len(s.levels) - 1 - i]:
+                    leaf = leaf.unsqueeze(i).expand(*leaf.shape[:i], level.size, *leaf.shape[i:])
+            if s.shared is not None and not info.shared:
+                i = len(s.levels)
+                leaf = leaf.unsqueeze(i).expand(*leaf.shape[:i], s.shared.size, *leaf.shape[i:])
+            parts += packing.unpack(leaf.detach(), len(s.levels) + shared)
+        return [part.contiguous() for part in parts]
+
+    def _packed(self, parts: list[Tensor]) -> list[Tensor]:
+        s, leaves, rest = self.plan.signature, [], list(parts)
+        axes = len(s.levels) + (1 if s.shared is not None else 0)
+        for packing in self.plan.packings:
+            leaves.append(packing.pack(rest[: packing.count], axes))
+            rest = rest[packing.count :]
+        return leaves
+
+    def _loop(
+        self,
+        name: str,
+        distributed: DistributedLoop,
+        invariants: list[Tensor],
+        sequences: list[Tensor],
+        carries: list[Tensor],
+    ) -> list[Tensor]:
+        """One chunk of a loop: ``[*final carries, *stacked, *sums]``."""
+        n_inv, n_seq = len(invariants), len(sequences)
+        if name not in self.functions:
+
+            def function(*args: Tensor) -> list[Tensor]:
+                own = args[:n_inv], args[n_inv : n_inv + n_seq], args[n_inv + n_seq :]
+                steps = own[1][0].shape[0]
+                finals, stacked, sums = run_loop(distributed, self.backend.run_scan, *own, steps)
+                return [*finals, *stacked, *sums]
+
+            self._build(name, function, [*invariants, *sequences, *carries], n_inv, n_inv + n_seq)
+        return self.functions[name](*invariants, *sequences, *carries)
+
+    def _call(
+        self, name: Any, graph: Function, args: Sequence[Tensor], *, time: bool = False
+    ) -> list[Tensor]:
+        if name not in self.functions:
+            self._build(name, graph, args, 0, len(args) if time and name[2] is None else 0)
+        return self.functions[name](*args)
+
+    def _build(
+        self, name: Any, function: Function, args: Sequence[Tensor], first: int, last: int
+    ) -> None:
+        """Builds a function for tensors like ``args``; axis 0 of args[first:last] is a symbol."""
+        mode, steps = symbolic_steps()
+        with mode:
+            examples = [
+                torch.empty(
+                    (steps, *a.shape[1:]) if first <= i < last else a.shape,
+                    dtype=a.dtype,
+                    device=a.device,
+                )
+                for i, a in enumerate(args)
+            ]
+        self.functions[name] = self.backend.build(function, examples, mode)
+        self.count_compile()
+
+
+def _chunks(steps: int, chunk: int) -> list[tuple[int, int]]:
+    """Bounds of nearly equal chunks of at most about ``chunk`` steps."""
+    count = max(1, -(-steps // chunk))
+    edges = [steps * i // count for i in range(count + 1)]
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def _steps_per_chunk(plan: Plan) -> int:
+    per_step = max(_passing_bytes(plan.forward), _passing_bytes(plan.reverse))
+    return max(_LEAST_STEPS, _CHUNK_BYTES // max(per_step, 1))
+
+
+def _passing_bytes(distributed: DistributedLoop) -> int:
+    """Bytes a step that live only inside a chunk: what blocks hand to each other."""
+    kept: set[Node] = {*distributed.loop.stacked, *distributed.loop.sequences}
+    made: set[Node] = set()
+    for block in distributed.blocks:
+        if isinstance(block, MapBlock):
+            made |= set(block.outputs)
+        elif isinstance(block, ScanBlock):
+            made |= set(block.emits)
+    return sum(nbytes(node) for node in made - kept)

@@ -1,0 +1,56 @@
+"""The loss of a segment: what the caller's ``loss(out, y)`` returns, averaged over the valid steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tree = Any
+Loss = Callable[[Tree, Tree], Tensor]
+
+
+def segment_loss(loss: Loss, out: Tree, y: Tree, mask: Tensor | None, time_dim: int) -> Tensor:
+    """segment_loss : loss, out[K, ...], y[K, ...], mask[K] or [K, B] or None -> scalar
+
+    A scalar loss is returned as it is. A loss per step, ``[K]`` or ``[K, B]``, is averaged over
+    the steps where ``mask`` is true; no valid step at all gives 0. ``time_dim`` is where time is
+    in a 2-d loss.
+    """
+    value = loss(out, y)
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"loss: expected loss(out, y) to return a tensor, found {type(value).__name__}."
+        )
+    if not value.dtype.is_floating_point:
+        raise TypeError(
+            f"loss: expected loss(out, y) to return a real floating point tensor, found "
+            f"{value.dtype}. Convert it inside the loss."
+        )
+    if value.dim() == 0:
+        if mask is not None:
+            raise ValueError(
+                "mask: a scalar loss cannot be masked, since it has already mixed the steps. "
+                "Return one value per step and row, [K] or [K, B] (reduction='none'), and the "
+                "engine averages over the valid ones."
+            )
+        return value
+    if value.dim() > 2:
+        raise ValueError(
+            f"loss: expected a scalar, or one value per step and row of shape [K] or [K, B], "
+            f"found shape {list(value.shape)}. Reduce the last axes inside the loss."
+        )
+    if mask is None:
+        return value.mean()
+    if mask.dim() > value.dim():
+        raise ValueError(
+            f"loss: mask is {list(mask.shape)}, one value per step and row, but loss(out, y) has "
+            f"shape {list(value.shape)}: it has already mixed the rows. Return [K, B]."
+        )
+    if mask.dim() < value.dim():
+        mask = mask.unsqueeze(1 - time_dim)
+    valid = mask.expand_as(value)
+    total = torch.where(valid, value, torch.zeros_like(value)).sum()
+    return total / valid.sum().clamp(min=1).to(value.dtype)

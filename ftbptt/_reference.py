@@ -1,0 +1,87 @@
+"""What ``train_segment`` means, in eager torch: a plain loop with autograd.
+
+This is the oracle of the tests and the eager baseline of the bench. It shares no code with the
+compiler: only the reading of ``step`` and the averaging of a loss per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ._layout import Layout, broadcast_rows
+from ._loss import Loss, segment_loss
+from ._output import SegmentOutput
+from ._step import Step, StepFunction, as_step
+
+Tree = Any
+
+
+def reference_segment(
+    step: nn.Module | StepFunction | Step,
+    loss: Loss,
+    params: Tree,
+    state: Tree,
+    x: Tree,
+    y: Tree,
+    *,
+    reset: Tensor | None = None,
+    mask: Tensor | None = None,
+    time_dim: int | None = None,
+    initial_state: Tree | Callable[[Tree], Tree] | None = None,
+) -> SegmentOutput:
+    """reference_segment : params, state, x[K, ...], y[K, ...] -> SegmentOutput(grads, state, loss, out)
+
+    The eager loop that defines ``train_segment``. Arguments as there. Any step that runs in eager
+    torch runs here; nothing is compiled.
+
+    >>> cell, x, h = nn.GRUCell(3, 5), torch.randn(7, 2, 3), torch.zeros(2, 5)
+    >>> loss = lambda out, y: (out - y).square().mean()
+    >>> result = reference_segment(cell, loss, dict(cell.named_parameters()), h, x, torch.ones(7, 2, 5))
+    >>> result.state.shape
+    torch.Size([2, 5])
+    """
+    step = as_step(step)
+    layout = Layout.of(step, time_dim, x)
+    x, y = layout.time_first(x), layout.time_first(y)
+    steps = tree_leaves(x)[0].shape[0]
+    reset_t, mask_t = layout.rows_time_first(reset), layout.rows_time_first(mask)
+
+    leaves, spec = tree_flatten(params)
+    trained = [i for i, p in enumerate(leaves) if p.is_floating_point() or p.is_complex()]
+    leaves = [p.detach().requires_grad_(i in trained) for i, p in enumerate(leaves)]
+    params = tree_unflatten(leaves, spec)
+    buffers = step.buffers()
+
+    state = tree_map(torch.Tensor.detach, state)
+    initial = initial_state(params) if callable(initial_state) else initial_state
+    outs = []
+    for t in range(steps):
+        x_t = tree_map(lambda leaf, t=t: leaf[t], x)
+        if reset_t is not None:
+            start = initial if initial is not None else tree_map(torch.zeros_like, state)
+            state = broadcast_rows(torch.where, reset_t[t], start, state, step.row_axis)
+        out_t, after = step.apply(params, buffers, x_t, state)
+        if mask_t is not None:
+            after = broadcast_rows(torch.where, mask_t[t], after, state, step.row_axis)
+        outs.append(out_t)
+        state = after
+
+    out = tree_map(lambda *steps: torch.stack(steps), *outs)
+    value = segment_loss(loss, layout.time_back(out), layout.time_back(y), mask, layout.time_dim)
+    wanted = [leaves[i] for i in trained]
+    grads = list(map(torch.zeros_like, leaves))
+    if value.requires_grad:
+        found = torch.autograd.grad(value, wanted, allow_unused=True)
+        for i, grad in zip(trained, found, strict=True):
+            grads[i] = grads[i] if grad is None else grad
+    return SegmentOutput(
+        tree_unflatten([g.detach() for g in grads], spec),
+        tree_map(torch.Tensor.detach, state),
+        value.detach(),
+        tree_map(torch.Tensor.detach, layout.time_back(out)),
+    )

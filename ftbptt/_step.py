@@ -1,0 +1,201 @@
+"""From what the user has (a module, a torch cell, a function) to one time step.
+
+A :class:`Step` is a pure function of one time step, ``apply(params, buffers, x_t, state) ->
+(out_t, state)``, with what the engine must know of it: its module, where time lies in its data,
+where the rows of the batch lie in its state, and its zero state if it is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ._compat import tree_map
+
+Tree = Any
+StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One time step of a recurrent model, and the layout of its data.
+
+    Built by :func:`as_step`; ``make_train_segment`` calls that for you.
+    """
+
+    function: StepFunction | None
+    module: nn.Module | None = None
+    call_module: Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]] | None = None
+    batch_first: bool = False  # batched data is [B, K, ...] unless time_dim says otherwise
+    state_batch_dim: int | None = None  # the axis of the rows in the state leaves, if told
+    zero_state: Callable[[Tree], Tree] | None = None
+
+    @property
+    def name(self) -> str:
+        if self.module is not None:
+            return type(self.module).__name__
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def row_axis(self, leaf: Tensor) -> int:
+        """The axis of the batch's rows in a state leaf."""
+        if self.state_batch_dim is not None:
+            return self.state_batch_dim
+        return 1 if leaf.dim() == 3 and self.module is not None and _layers(self.module) else 0
+
+    def parameter_names(self) -> list[str] | None:
+        """The keys that ``params`` must have, or None for a plain function."""
+        if self.module is None:
+            return None
+        return [name for name, _ in self.module.named_parameters()]
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's buffers: constants of a segment, read anew at each call."""
+        return {} if self.module is None else dict(self.module.named_buffers())
+
+    def apply(self, params: Tree, buffers: dict[str, Tensor], x_t: Tree, state: Tree) -> Any:
+        if self.module is None:
+            assert self.function is not None
+            return self.function(params, x_t, state)
+        if self.call_module is None:
+            return functional_call(self.module, {**buffers, **params}, (x_t, state))
+        caller = _Caller(self.module, self.call_module)
+        renamed = {f"module.{name}": value for name, value in {**buffers, **params}.items()}
+        return functional_call(caller, renamed, (x_t, state))
+
+
+class _Caller(nn.Module):
+    """Calls a module in another way than ``module(x_t, state)`` under ``functional_call``."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.call = call
+
+    def forward(self, x_t: Tree, state: Tree) -> Any:
+        return self.call(self.module, x_t, state)
+
+
+def as_step(
+    step: nn.Module | StepFunction | Step,
+    *,
+    sequence: bool = False,
+    batch_first: bool | None = None,
+    state_batch_dim: int | None = None,
+) -> Step:
+    """as_step : module or function -> Step
+
+    - a function ``step(params, x_t, state) -> (out_t, state)``;
+    - a module called ``module(x_t, state) -> (out_t, state)``;
+    - torch's ``nn.RNNCell``, ``nn.GRUCell``, ``nn.LSTMCell`` (``out_t`` is the new ``h``) and
+      ``nn.RNN``, ``nn.GRU``, ``nn.LSTM``, with the state they use in torch;
+    - with ``sequence=True``, a module that takes a chunk, ``module(x[K, ...], state) ->
+      (out[K, ...], state)``: it is called on chunks of one step.
+
+    ``batch_first`` says that the chunk is ``[B, K, ...]`` (default: what the recurrent modules
+    inside say); ``state_batch_dim`` is the axis of the rows in a state leaf, which ``reset`` and
+    ``mask`` of shape ``[K, B]`` need (default: 1 for the ``[L, B, H]`` leaves of torch's recurrent
+    layers, else 0).
+
+    Raises TypeError for what is none of these and ValueError for a bidirectional layer.
+
+    >>> as_step(nn.LSTMCell(3, 5)).name
+    'LSTMCell'
+    """
+    if isinstance(step, Step):
+        return step
+    if isinstance(step, type) or not callable(step):
+        raise TypeError(
+            f"step: expected a module, or a function step(params, x_t, state) -> (out_t, state), "
+            f"found {step!r}."
+        )
+    if not isinstance(step, nn.Module):
+        if sequence:
+            raise TypeError(
+                "as_step(sequence=True) needs an nn.Module; for a function, call it on a chunk of "
+                "one step yourself: step(params, x_t, state)."
+            )
+        return Step(step, state_batch_dim=state_batch_dim)
+    layers = _layers(step)
+    for layer in layers:
+        if layer.bidirectional:
+            raise ValueError(
+                f"step: {type(layer).__name__}(bidirectional=True) cannot be trained by TBPTT: "
+                "its backward direction reads the sequence from the end, which a segment of K "
+                "steps does not hold, so no state can be carried to the next segment. Use "
+                "bidirectional=False, or train on whole sequences with autograd."
+            )
+    if batch_first is None:
+        batch_first = any(layer.batch_first for layer in layers)
+    if isinstance(step, nn.RNNCellBase):
+        call = _call_lstm_cell if isinstance(step, nn.LSTMCell) else _call_cell
+        return Step(None, step, call, zero_state=_zero_cell_state(step))
+    if isinstance(step, nn.RNNBase):
+        return Step(
+            None, step, _call_chunk(batch_first), batch_first, None, _zero_layer_state(step)
+        )
+    if sequence:
+        return Step(None, step, _call_chunk(batch_first), batch_first, state_batch_dim)
+    return Step(None, step, state_batch_dim=state_batch_dim)
+
+
+def _call_cell(cell: nn.Module, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = cell(x_t, h)
+    return h, h
+
+
+def _call_lstm_cell(cell: nn.Module, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+    h, c = cell(x_t, tuple(state))
+    return h, type(state)((h, c)) if type(state) in (tuple, list) else (h, c)
+
+
+def _call_chunk(batch_first: bool) -> Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]]:
+    def call(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+        # An unbatched chunk is [K, D] whatever batch_first says, as in torch.
+        def axis(leaf: Tensor) -> int:
+            return 1 if batch_first and leaf.dim() >= 1 and _is_batched(module, leaf) else 0
+
+        out, state = module(tree_map(lambda leaf: leaf.unsqueeze(axis(leaf)), x_t), state)
+        out_axis = max(axis(leaf) for leaf in _tensors(x_t))
+        return tree_map(lambda leaf: leaf.squeeze(out_axis), out), state
+
+    return call
+
+
+def _layers(module: nn.Module) -> list[nn.RNNBase]:
+    return [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+
+
+def _tensors(tree: Tree) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
+    return found
+
+
+def _is_batched(module: nn.Module, x_t: Tensor) -> bool:
+    """Whether one step of the data has rows: torch's own layers also take [D] and then [K, D]."""
+    return x_t.dim() >= 2 or not isinstance(module, nn.RNNBase)
+
+
+def _zero_cell_state(cell: nn.RNNCellBase) -> Callable[[Tree], Tree]:
+    def zero_state(x_t: Tensor) -> Tree:
+        h = x_t.new_zeros((*x_t.shape[:-1], cell.hidden_size))
+        return (h, torch.zeros_like(h)) if isinstance(cell, nn.LSTMCell) else h
+
+    return zero_state
+
+
+def _zero_layer_state(layer: nn.RNNBase) -> Callable[[Tree], Tree]:
+    def zero_state(x_t: Tensor) -> Tree:
+        rows = x_t.shape[:-1]
+        hidden = layer.proj_size or layer.hidden_size
+        h = x_t.new_zeros((layer.num_layers, *rows, hidden))
+        if isinstance(layer, nn.LSTM):
+            return h, x_t.new_zeros((layer.num_layers, *rows, layer.hidden_size))
+        return h
+
+    return zero_state

@@ -1,0 +1,47 @@
+"""The eager backend: the blocks as they are, operation by operation. For debugging and fallback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compiler.distribute import ScanBlock
+
+
+def run_scan(
+    block: ScanBlock,
+    invariants: list[Tensor],
+    sequences: list[Tensor],
+    carries: list[Tensor],
+    steps: int,
+    reverse: bool,
+) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
+    """A scan block as a Python loop over its graph."""
+    order = range(steps - 1, -1, -1) if reverse else range(steps)
+    states = [list(carries)]
+    emits: list[list[Tensor]] = []
+    for t in order:
+        result = block.module(*invariants, *(s[t] for s in sequences), *states[-1])
+        states.append(result[: len(carries)])
+        emits.append(result[len(carries) :])
+    finals = [final.clone() for final in states[-1]]
+    if reverse:
+        states.reverse()
+        emits.reverse()
+    histories = [
+        torch.stack([state[i] for state in states]) if kept else None
+        for i, kept in enumerate(block.history)
+    ]
+    return finals, histories, [torch.stack(values) for values in zip(*emits, strict=True)]
+
+
+class EagerBackend:
+    """Runs everything as it is; also what ``auto`` falls back to."""
+
+    name = "eager"
+    run_scan = staticmethod(run_scan)
+
+    def build(self, function: Any, examples: Any, mode: Any) -> Any:
+        return function

@@ -1,0 +1,112 @@
+"""Small tools on FX graphs of ATen operations, shared by the passes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, fx
+
+Node = fx.Node
+aten = torch.ops.aten
+
+# Operations that only look at their input in another shape.
+VIEWS = {
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default,
+    aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.squeeze.default, aten.expand.default, aten.select.int,
+    aten.slice.Tensor, aten.alias.default, aten.detach.default, aten.lift_fresh.default,
+}  # fmt: skip
+
+# Elementwise operations so cheap that doing them twice costs less than keeping their result.
+CHEAP = {
+    getattr(getattr(aten, name), overload)
+    for name in (
+        "add", "sub", "mul", "neg", "where", "eq", "ne", "lt", "le", "gt", "ge", "relu",
+        "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not",
+        "clone", "full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "rsub", "abs",
+        "maximum", "minimum", "_to_copy", "clamp", "clamp_min", "clamp_max", "threshold_backward",
+        "sign", "empty", "arange",
+    )
+    for overload in getattr(aten, name).overloads()
+    if "out" not in overload
+} | {torch.ops.prims.convert_element_type.default}  # fmt: skip
+
+GEMMS = {aten.mm.default, aten.bmm.default, aten.convolution.default}
+
+
+def is_random(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+def value_of(node: Node) -> Tensor:
+    """The fake tensor that stands for the node's value at one step."""
+    return node.meta["val"]
+
+
+def nbytes(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def is_tuple(node: Node) -> bool:
+    """Whether the node is an operation with several results, read through getitem."""
+    return not isinstance(node.meta.get("val"), Tensor)
+
+
+def is_getitem(node: Node) -> bool:
+    return node.target is operator.getitem
+
+
+def gemm_flops(node: Node) -> int:
+    """Multiply-adds times two of a GEMM node at one step."""
+    if node.target not in (aten.mm.default, aten.bmm.default):
+        return 0
+    a, b = (value_of(arg) for arg in node.args[:2])
+    return 2 * a.numel() * b.shape[-1]
+
+
+def inputs_of(node: Node) -> list[Node]:
+    return node.all_input_nodes
+
+
+def reachable_from(sources: Iterable[Node], nodes: Iterable[Node]) -> set[Node]:
+    """The sources and every node that depends on one of them; ``nodes`` in graph order."""
+    found = set(sources)
+    for node in nodes:
+        if any(arg in found for arg in inputs_of(node)):
+            found.add(node)
+    return found
+
+
+def needed_for(targets: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
+    """The targets and every node they depend on, not looking behind ``stop``."""
+    stopped, found, stack = set(stop), set(), list(targets)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            if node not in stopped:
+                stack.extend(inputs_of(node))
+    return found
+
+
+def extract(
+    inputs: Sequence[Node], outputs: Sequence[Node], owner: Sequence[Node] | fx.Graph
+) -> fx.GraphModule:
+    """The part of a graph that computes ``outputs`` from ``inputs``, as ``(*inputs) -> [*outputs]``."""
+    needed = needed_for(outputs, stop=inputs)
+    order = list(owner.nodes) if isinstance(owner, fx.Graph) else owner
+    graph, copies = fx.Graph(), {}
+    for i, node in enumerate(inputs):
+        copies[node] = graph.placeholder(f"in_{i}")
+        copies[node].meta = dict(node.meta)
+    for node in order:
+        if node in needed and node not in copies:
+            if node.op == "placeholder":
+                raise AssertionError(f"{node} is needed but not an input of the block")
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[node] for node in outputs])
+    return fx.GraphModule({}, graph)

@@ -1,0 +1,120 @@
+"""step + loss + the signature of a call -> Plan: all that is known before any number is.
+
+A plan is made once per signature (structure, shapes but for K, dtypes, devices, levels of vmap)
+and holds for every K. It is what ``explain`` prints and what a backend runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .._compat import FakeTensorMode, TreeSpec, tree_unflatten
+from .adjoint import Loop, LoopPair, make_loops
+from .distribute import DistributedLoop, distribute
+from .loss import LossTracer
+from .prepare import Preparation, make_preparation, split_invariants
+from .restart import with_reset_and_mask
+from .signature import Leaf, Recipe, Signature, vmapped, with_level_axes
+from .stacked import Packing, split_stacked_state
+from .trace import trace_function, trace_step
+
+
+@dataclass
+class Plan:
+    """The blocks of a segment's loops, and how the caller's leaves become their inputs.
+
+    Invariants of the loops: ``[*params, *buffers, *captures, *initial, *prepared]``; sequences:
+    ``[*x, *reset, *mask]``; carries: the parts of the state.
+    """
+
+    signature: Signature
+    captures: list[Tensor]
+    out_spec: TreeSpec
+    packings: list[Packing]
+    preparation: Preparation | None
+    loops: LoopPair
+    forward: DistributedLoop
+    evaluate: DistributedLoop
+    reverse: DistributedLoop
+    loss: LossTracer
+
+
+def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str]) -> Plan:
+    """make_plan : what was asked for, what it is called with -> Plan
+
+    Calls the caller's step once, the loss a few times, all on fake tensors.
+    """
+    s, step = signature, recipe.step
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        params, buffers, state, inputs = (
+            [leaf.example() for leaf in group] for group in (s.params, s.buffers, s.state, s.x)
+        )
+    base = trace_step(
+        step,
+        mode,
+        tree_unflatten(params, s.specs[0]),
+        dict(zip(buffer_names, buffers, strict=True)),
+        tree_unflatten(inputs, s.specs[2]),
+        tree_unflatten(state, s.specs[1]),
+    )
+    row_axes = [step.row_axis(leaf) for leaf in state]
+    n_fixed = len(params) + len(buffers) + len(base.captures)
+    module, packings = split_stacked_state(base.module, n_fixed + len(inputs), row_axes)
+
+    unbatched = (False,) * len(s.levels)
+    captures = [Leaf(tuple(c.shape), c.dtype, c.device, unbatched) for c in base.captures]
+    given = [*s.params, *s.buffers, *captures, *s.initial]
+    sequences = [*s.x, *(leaf for leaf in (s.reset, s.mask) if leaf is not None)]
+    stepped = with_reset_and_mask(recipe, s, module, packings, row_axes, n_fixed)
+    with mode:
+        parts = [p for leaf, how in zip(state, packings, strict=True) for p in how.unpack(leaf)]
+        examples = [*(leaf.example() for leaf in (*given, *sequences)), *parts]
+        if s.shared is not None:
+            flags = [leaf.shared for leaf in (*given, *sequences)] + [True] * len(parts)
+            stepped = vmapped(stepped, [s.shared], [flags])
+            examples = with_level_axes(examples, [s.shared], [flags])
+    graph = trace_function(stepped, examples, mode, views=False)
+    prepare, graph = split_invariants(graph, len(given))
+
+    levels = range(len(s.levels))
+    flags = [[leaf.batched[i] for leaf in given] for i in levels]
+    preparation = None
+    if prepare is not None:
+        preparation = make_preparation(prepare, s.levels, flags, examples[: len(given)], mode)
+        flags = [[*own, *more] for own, more in zip(flags, preparation.batched, strict=True)]
+    outs = [node.meta["val"] for node in graph.graph.output_node().args[0]][: base.outs]
+    loss = LossTracer(recipe, s, base.out_spec, outs)
+    n_invariants = len(graph.graph.find_nodes(op="placeholder")) - len(sequences) - len(parts)
+    loops = make_loops(
+        graph,
+        (n_invariants, len(sequences), len(parts)),
+        loss.graded,
+        s.levels,
+        [
+            [*flags[i], *(leaf.batched[i] for leaf in sequences), *([True] * len(parts))]
+            for i in levels
+        ],
+        mode,
+        recompute=recipe.recompute,
+    )
+    full = loops.forward
+    evaluate = Loop(
+        full.graph, full.invariants, full.sequences, full.carries, full.next_carries,
+        full.stacked[: base.outs], [], reverse=False,
+    )  # fmt: skip
+    return Plan(
+        signature=s,
+        captures=base.captures,
+        out_spec=base.out_spec,
+        packings=packings,
+        preparation=preparation,
+        loops=loops,
+        forward=distribute(full),
+        evaluate=distribute(evaluate),
+        reverse=distribute(loops.reverse),
+        loss=loss,
+    )

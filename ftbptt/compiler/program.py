@@ -1,0 +1,152 @@
+"""Blocks -> functions on whole tensors: what a backend runs, or compiles.
+
+A program works on a chunk of K consecutive steps. Its functions are plain torch on tensors with
+time as axis 0, pure, and hold for any K, so a compiler can trace them with K as a symbol:
+
+    prepare(*given)                                  -> [*prepared]            once per segment
+    forward(*invariants, *state, *x)                 -> [*state, *out, *saved]
+    reverse(*invariants, *x, *saved, *d_out, *d_state) -> [*d_invariants, *d_state]
+    finish(*given, *d_prepared)                      -> [*d_given]             once per segment
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .distribute import DistributedLoop, MapBlock, ScanBlock, ShiftBlock
+from .graphs import Node
+
+# A scan block as a callable: (block, invariants, sequences [K, ...], carries, steps, reverse) ->
+# (final carries, histories [K + 1, ...] or None for each carry, emits [K, ...]). Index t of a
+# history is the carry before step t in a forward loop; in a reverse loop index t + 1 is the carry
+# that comes into step t. This is the whole interface of a backend.
+RunScan = Callable[
+    [ScanBlock, list[Tensor], list[Tensor], list[Tensor], Any, bool],
+    tuple[list[Tensor], list[Tensor | None], list[Tensor]],
+]
+
+
+@dataclass
+class _Values:
+    """The values of a running loop: invariants, and sequences with the steps in front."""
+
+    invariant: dict[Node, Tensor]
+    sequence: dict[Node, Tensor]
+    final: dict[Node, Tensor]
+
+
+def run_loop(
+    distributed: DistributedLoop,
+    run_scan: RunScan,
+    invariants: Sequence[Tensor],
+    sequences: Sequence[Tensor],
+    carries: Sequence[Tensor],
+    steps: Any,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """run_loop : a loop's inputs -> (final carries, stacked values [K, ...], summed values)"""
+    loop = distributed.loop
+    values = _Values(
+        dict(zip(loop.invariants, invariants, strict=True)),
+        dict(zip(loop.sequences, sequences, strict=True)),
+        {},
+    )
+    start = dict(zip(loop.carries, carries, strict=True))
+    if distributed.hoisted is not None:
+        work = distributed.hoisted(*invariants)
+        values.invariant.update(zip(distributed.hoisted_nodes, work, strict=True))
+    for block in distributed.blocks:
+        if isinstance(block, MapBlock):
+            _run_map(block, values, steps)
+        elif isinstance(block, ShiftBlock):
+            _run_shift(block, values, start[block.carry], loop.reverse, steps)
+        else:
+            _run_recurrence(block, run_scan, values, start, steps, loop.reverse)
+
+    def sequence(node: Node) -> Tensor:
+        if node not in values.sequence:  # the same at every step
+            value = _invariant(node, values)
+            values.sequence[node] = value.expand(steps, *value.shape)
+        return values.sequence[node]
+
+    def invariant(node: Node) -> Tensor:
+        return _invariant(node, values)
+
+    @cache
+    def total(node: Node) -> Tensor:
+        return sequence(node).sum(0)
+
+    finals = [values.final[carry] for carry in loop.carries]
+    stacked = [sequence(node) for node in loop.stacked]
+    sums = [term.evaluate(sequence, total, invariant, steps) for term in distributed.sums]
+    return finals, stacked, sums
+
+
+def _invariant(node: Node, values: _Values) -> Tensor:
+    """An invariant that no block made: a view of a parameter, or a constant."""
+    if node not in values.invariant:
+
+        def operand(arg: Any) -> Any:
+            return _invariant(arg, values) if isinstance(arg, Node) else arg
+
+        args = torch.fx.node.map_arg(node.args, operand)
+        kwargs = torch.fx.node.map_arg(node.kwargs, operand)
+        values.invariant[node] = node.target(*args, **kwargs)
+    return values.invariant[node]
+
+
+def _run_map(block: MapBlock, values: _Values, steps: Any) -> None:
+    invariants = [values.invariant[node] for node in block.invariants]
+    sequences = [values.sequence[node] for node in block.sequences]
+    dims = (None,) * len(invariants) + (0,) * len(sequences)
+    if not sequences:  # random numbers need something to be batched over
+        sequences, dims = [torch.empty(steps, 0)], (*dims, 0)
+        function: Callable[..., Any] = lambda *args: block.module(*args[:-1])  # noqa: E731
+    else:
+        function = block.module
+    results = torch.func.vmap(function, dims, randomness="different")(*invariants, *sequences)
+    values.sequence.update(zip(block.outputs, results, strict=True))
+
+
+def _run_shift(
+    block: ShiftBlock, values: _Values, start: Tensor, reverse: bool, steps: Any
+) -> None:
+    source = values.sequence.get(block.source)
+    if source is None:
+        value = _invariant(block.source, values)
+        source = value.expand(steps, *value.shape)
+    if reverse:
+        values.sequence[block.carry] = torch.cat([source[1:], start.unsqueeze(0)])
+        values.final[block.carry] = source[0].clone()
+    else:
+        values.sequence[block.carry] = torch.cat([start.unsqueeze(0), source[:-1]])
+        values.final[block.carry] = source[-1].clone()
+
+
+def _run_recurrence(
+    block: ScanBlock,
+    run_scan: RunScan,
+    values: _Values,
+    start: dict[Node, Tensor],
+    steps: Any,
+    reverse: bool,
+) -> None:
+    invariants = [values.invariant[node] for node in block.invariants]
+    sequences = [values.sequence[node] for node in block.sequences]
+    carries = [start[carry] for carry in block.carries]
+    finals, histories, emits = run_scan(block, invariants, sequences, carries, steps, reverse)
+    values.sequence.update(zip(block.emits, emits, strict=True))
+    for carry, after, final, history in zip(
+        block.carries, block.next_carries, finals, histories, strict=True
+    ):
+        values.final[carry] = final
+        if history is not None:
+            before, behind = history[:-1], history[1:]
+            values.sequence[carry] = behind if reverse else before
+            if after is not carry:
+                values.sequence[after] = before if reverse else behind

@@ -1,0 +1,78 @@
+"""The step with restarts and padding: ``reset`` and ``mask`` as part of the graph of one step.
+
+Both become a ``where`` on each part of the state, which the loop fuses with its other elementwise
+work: rows restart independently and no kernel is added per reset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from .._compat import tree_flatten, tree_unflatten
+from .._layout import broadcast_rows
+from .signature import Recipe, Signature
+from .stacked import Packing
+
+
+def with_reset_and_mask(
+    recipe: Recipe,
+    s: Signature,
+    module: fx.GraphModule,
+    packings: list[Packing],
+    row_axes: list[int],
+    n_fixed: int,
+) -> Callable[..., list[Tensor]]:
+    """with_reset_and_mask : step graph -> function
+
+    ``(*fixed, *initial, *x_t, *reset, *mask, *parts) -> [*out_t, *parts]``; ``fixed`` are the
+    parameters, buffers and captures.
+    """
+    n_params, n_initial, n_x = len(s.params), len(s.initial), len(s.x)
+
+    def initial_parts(
+        params: Sequence[Tensor], given: Sequence[Tensor], parts: list[Tensor]
+    ) -> list[Tensor]:
+        leaves = list(given)
+        if callable(recipe.initial_state):
+            tree = recipe.initial_state(tree_unflatten(list(params), s.specs[0]))
+            leaves, spec = tree_flatten(tree)
+            if spec != s.specs[1]:
+                raise TypeError(
+                    "initial_state: expected the structure of the state, found another one.\n"
+                    f"  state:         {s.specs[1]}\n  initial_state: {spec}"
+                )
+        elif not n_initial:
+            return [torch.zeros_like(part) for part in parts]
+        found = []
+        for leaf, own, packing in zip(leaves, s.state, packings, strict=True):
+            found += packing.unpack(leaf.to(own.dtype).expand(own.shape))
+        return found
+
+    def choose(flags: Tensor, yes: list[Tensor], no: list[Tensor]) -> list[Tensor]:
+        chosen: list[Tensor] = []
+        for packing, axis in zip(packings, row_axes, strict=True):
+            stacked = packing.dim is not None and not packing.sizes
+            own_axis = axis - 1 if stacked and packing.dim < axis else axis
+            for _ in range(packing.count):
+                pair = yes[len(chosen)], no[len(chosen)]
+                chosen.append(broadcast_rows(torch.where, flags, *pair, lambda _, a=own_axis: a))
+        return chosen
+
+    def run(*args: Tensor) -> list[Tensor]:
+        fixed, rest = args[:n_fixed], list(args[n_fixed:])
+        initial, x, rest = rest[:n_initial], rest[n_initial:][:n_x], rest[n_initial + n_x :]
+        reset = rest.pop(0) if s.reset is not None else None
+        mask = rest.pop(0) if s.mask is not None else None
+        parts: list[Tensor] = rest
+        if reset is not None:
+            parts = choose(reset, initial_parts(fixed[:n_params], initial, parts), parts)
+        result = module(*fixed, *x, *parts)
+        outs, after = result[: len(result) - len(parts)], result[len(result) - len(parts) :]
+        if mask is not None:
+            after = choose(mask, after, parts)
+        return [*outs, *after]
+
+    return run

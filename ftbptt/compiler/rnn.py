@@ -1,0 +1,119 @@
+"""torch's recurrent layers and cells as plain tensor operations, while a step is traced.
+
+``aten::lstm`` and its kin are opaque: they cannot be vmapped, split or differentiated by parts.
+Under :class:`PlainRecurrence` a call of them runs the equations of their documentation instead
+(docs of ``nn.LSTM``, ``nn.GRU``, ``nn.RNN``), the same on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def _lstm_cell(
+    x: Tensor, state: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Any = None,
+    b_hh: Any = None, w_hr: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    h, c = state
+    i, f, g, o = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    return (h if w_hr is None else F.linear(h, w_hr)), c
+
+
+def _gru_cell(
+    x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+) -> Tensor:
+    r_x, z_x, n_x = F.linear(x, w_ih, b_ih).chunk(3, -1)
+    r_h, z_h, n_h = F.linear(h, w_hh, b_hh).chunk(3, -1)
+    r, z = (r_x + r_h).sigmoid(), (z_x + z_h).sigmoid()
+    n = (n_x + r * n_h).tanh()
+    return n + z * (h - n)
+
+
+def _elman_cell(nonlinearity: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def cell(
+        x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+    ) -> Tensor:
+        return nonlinearity(F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh))
+
+    return cell
+
+
+def _layers(cell: Callable[..., Any]) -> Callable[..., Any]:
+    """A stack of ``cell`` over a chunk, with the signature of ``torch.lstm`` or ``torch.gru``."""
+
+    def run(
+        x: Tensor, hx: Any, weights: Any, has_biases: Any, num_layers: Any, dropout: Any = None,
+        train: Any = None, bidirectional: Any = False, batch_first: Any = False,
+    ) -> Any:  # fmt: skip
+        if isinstance(hx, Tensor) and isinstance(weights, (tuple, list)) is False:
+            raise TypeError(
+                "step: a PackedSequence has no single step. Give padded data with reset= and "
+                "mask= instead."
+            )
+        lstm = not isinstance(hx, Tensor)
+        per_layer = len(weights) // num_layers
+        steps = list(x.unbind(1 if batch_first else 0))
+        finals = []
+        for layer in range(num_layers):
+            state = tuple(leaf[layer] for leaf in hx) if lstm else hx[layer]
+            own = list(weights[layer * per_layer : (layer + 1) * per_layer])
+            if lstm and not has_biases:
+                own[2:2] = [None, None]
+            for t, value in enumerate(steps):
+                state = cell(value, state, *own)
+                steps[t] = state[0] if lstm else state
+            if train and dropout and layer < num_layers - 1:
+                steps = [F.dropout(value, dropout) for value in steps]
+            finals.append(state)
+        out = torch.stack(steps, 1 if batch_first else 0)
+        if lstm:
+            return out, torch.stack([h for h, _ in finals]), torch.stack([c for _, c in finals])
+        return out, torch.stack(finals)
+
+    return run
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Dropout with its noise made from nothing but a shape, so that it needs no carried value."""
+    if not train or p == 0:
+        return x
+    if p == 1:
+        return x * 0
+    keep = torch.rand(x.shape, device=x.device) >= p
+    return x * keep * (1 / (1 - p))
+
+
+_elman_tanh, _elman_relu = _elman_cell(torch.tanh), _elman_cell(torch.relu)
+_PLAIN: dict[Any, Callable[..., Any]] = {
+    torch.lstm: _layers(_lstm_cell),
+    torch.gru: _layers(_gru_cell),
+    torch.rnn_tanh: _layers(_elman_tanh),
+    torch.rnn_relu: _layers(_elman_relu),
+    torch.lstm_cell: _lstm_cell,
+    torch.gru_cell: _gru_cell,
+    torch.rnn_tanh_cell: _elman_tanh,
+    torch.rnn_relu_cell: _elman_relu,
+    torch.dropout: _dropout,
+}
+
+
+class PlainRecurrence(TorchFunctionMode):
+    """Within it, torch's recurrent layers and dropout run as the plain operations above."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # The mode is off inside this method; _layers calls dropout, so it is put back on.
+        plain = _PLAIN.get(func)
+        if plain is None:
+            return func(*args, **(kwargs or {}))
+        with self:
+            return plain(*args, **(kwargs or {}))

@@ -1,0 +1,100 @@
+"""What a plan depends on: the caller's functions, and the structure and leaves of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import TreeSpec
+from .._loss import Loss
+from .._step import Step
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of ``vmap`` around the segment; a batched tensor has the new axis in front."""
+
+    size: int
+    randomness: str
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of a call, without its vmap axes and, for a sequence, without its time axis.
+
+    ``batched`` says for each level of vmap, the innermost first, whether the leaf has its axis.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    batched: tuple[bool, ...]
+    shared: bool = False  # has the axis of ``in_dims``
+
+    def example(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a plan depends on: leaves and structure of the arguments. K is not in it."""
+
+    specs: tuple[TreeSpec, TreeSpec, TreeSpec, TreeSpec | None]  # params, state, x, y (or no y)
+    params: tuple[Leaf, ...]
+    buffers: tuple[Leaf, ...]
+    initial: tuple[Leaf, ...]  # a given initial state, not one computed from the parameters
+    state: tuple[Leaf, ...]
+    x: tuple[Leaf, ...]
+    y: tuple[Leaf, ...]
+    reset: Leaf | None
+    mask: Leaf | None
+    levels: tuple[Level, ...]
+    shared: Level | None  # the batch axis of in_dims, inside which gradients are averaged
+    time_dim: int
+    context: tuple[Any, ...] = ()  # autocast and the like: what else changes a trace
+
+
+@dataclass
+class Recipe:
+    """What the caller asked for, apart from the data: the arguments of make_train_segment."""
+
+    step: Step
+    loss: Loss
+    initial_state: Tree | Callable[[Tree], Tree] | None
+    recompute: bool
+
+
+def vmapped(
+    function: Callable[..., Any],
+    levels: Sequence[Level],
+    batched: Sequence[Sequence[bool]],
+    dim: int = 0,
+    out_dims: Any = 0,
+) -> Callable[..., Any]:
+    """``function`` under each level of vmap, the first innermost; ``batched`` flags its arguments."""
+    for level, flags in zip(levels, batched, strict=True):
+        dims = tuple(dim if flag else None for flag in flags)
+        function = torch.func.vmap(function, dims, out_dims, randomness=level.randomness)
+    return function
+
+
+def with_level_axes(
+    values: Sequence[Tensor], levels: Sequence[Level], batched: Sequence[Sequence[bool]]
+) -> list[Tensor]:
+    """Fake examples with the axes that each level of vmap adds in front."""
+    values = list(values)
+    for level, flags in zip(levels, batched, strict=True):
+        for i, flag in enumerate(flags):
+            if flag:
+                values[i] = values[i].new_empty((level.size, *values[i].shape))
+    return values
+
+
+def differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,121 @@
+"""Stacked state split into its parts: ``nn.LSTM``'s ``[L, B, H]``, or ``cat([h, c])``.
+
+A state leaf that the step only reads by ``select`` (or ``split``) and writes by ``stack`` (or
+``cat``) along the same axis is several states in one tensor. Carried as a whole it would tie all
+layers into one recurrence; carried as parts, loop distribution takes the layers apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from .graphs import Node, aten, is_getitem, value_of
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the parts of one state leaf lie in it: whole (``dim`` None), stacked or concatenated."""
+
+    dim: int | None = None
+    sizes: tuple[int, ...] = ()  # along dim; empty for a stack of ``count`` slices
+    count: int = 1
+
+    def unpack(self, leaf: Tensor, batch_axes: int = 0) -> list[Tensor]:
+        """The parts of a leaf that has ``batch_axes`` more axes in front."""
+        if self.dim is None:
+            return [leaf]
+        dim = self.dim + batch_axes
+        return list(leaf.split(self.sizes, dim) if self.sizes else leaf.unbind(dim))
+
+    def pack(self, parts: Sequence[Tensor], batch_axes: int = 0) -> Tensor:
+        if self.dim is None:
+            return parts[0]
+        dim = self.dim + batch_axes
+        return torch.cat(list(parts), dim) if self.sizes else torch.stack(list(parts), dim)
+
+
+def split_stacked_state(
+    module: fx.GraphModule, first_state: int, row_axes: Sequence[int]
+) -> tuple[fx.GraphModule, list[Packing]]:
+    """split_stacked_state : step graph -> step graph on the parts, one Packing per state leaf
+
+    The state leaves are the inputs from ``first_state`` on and the last outputs. A leaf is never
+    split along the axis of its rows.
+    """
+    graph = module.graph
+    leaves = graph.find_nodes(op="placeholder")[first_state:]
+    output = graph.output_node()
+    values = list(output.args[0])
+    outs, afters = values[: len(values) - len(leaves)], values[len(values) - len(leaves) :]
+    packings, parts_after = [], []
+    for leaf, after, row_axis in zip(leaves, afters, row_axes, strict=True):
+        packing = _packing(leaf, after)
+        if packing.dim == row_axis or (packing.dim is not None and not _only_parts(leaf, packing)):
+            packing = Packing()
+        packings.append(packing)
+        parts_after.extend([after] if packing.dim is None else after.args[0])
+    output.args = ([*outs, *parts_after],)
+    for leaf, packing in zip(leaves, packings, strict=True):
+        if packing.dim is None:
+            continue
+        with graph.inserting_before(leaf):
+            parts = [graph.placeholder(f"{leaf.name}_{i}") for i in range(packing.count)]
+        for part, fake in zip(parts, packing.unpack(value_of(leaf)), strict=True):
+            part.meta["val"] = fake
+        for reader, part in _readers(leaf, packing, parts):
+            reader.replace_all_uses_with(part)
+        graph.eliminate_dead_code()
+        graph.erase_node(leaf)
+    module.recompile()
+    return module, packings
+
+
+def _packing(leaf: Node, after: Node) -> Packing:
+    if after.target is aten.stack.default:
+        dim = after.args[1] if len(after.args) > 1 else 0
+        return Packing(dim % value_of(leaf).dim(), (), len(after.args[0]))
+    if after.target is aten.cat.default:
+        dim = (after.args[1] if len(after.args) > 1 else 0) % value_of(leaf).dim()
+        sizes = tuple(value_of(part).shape[dim] for part in after.args[0])
+        return Packing(dim, sizes, len(sizes))
+    return Packing()
+
+
+def _readers(leaf: Node, packing: Packing, parts: Sequence[Node]) -> list[tuple[Node, Node]]:
+    """Each node that reads one whole part of the leaf, with that part."""
+    found = []
+    starts = [sum(packing.sizes[:i]) for i in range(len(packing.sizes))]
+    rank, length = value_of(leaf).dim(), value_of(leaf).shape[packing.dim]
+    for user in list(leaf.users):
+        args = [*user.args[1:]]
+        if not packing.sizes and user.target is aten.select.int and args[0] % rank == packing.dim:
+            found.append((user, parts[args[1] % packing.count]))
+        elif not packing.sizes and user.target is aten.unbind.int:
+            if (args[0] if args else 0) % rank == packing.dim:
+                found += [(item, parts[item.args[1]]) for item in user.users]
+        elif packing.sizes and user.target in (aten.split.Tensor, aten.split_with_sizes.default):
+            pieces = [piece.shape[packing.dim] for piece in user.meta["val"]]
+            if (args[1] if len(args) > 1 else 0) % rank == packing.dim and tuple(
+                pieces
+            ) == packing.sizes:
+                found += [(item, parts[item.args[1]]) for item in user.users if is_getitem(item)]
+        elif packing.sizes and user.target is aten.slice.Tensor and len(args) >= 3:
+            start, end = args[1] or 0, min(args[2], length)
+            if args[0] % rank == packing.dim and start in starts and len(args) == 3:
+                part = starts.index(start)
+                if end - start == packing.sizes[part]:
+                    found.append((user, parts[part]))
+    return found
+
+
+def _only_parts(leaf: Node, packing: Packing) -> bool:
+    """Whether everything that reads the leaf reads whole parts of it."""
+    readers = {reader for reader, _ in _readers(leaf, packing, [leaf] * packing.count)}
+    return all(
+        user in readers or (user.users and all(item in readers for item in user.users))
+        for user in leaf.users
+    )

@@ -1,0 +1,140 @@
+"""The sum of a value over the steps, as few operations on whole sequences.
+
+A parameter's gradient is a sum over the steps of what each step contributes. Summation is pushed
+through everything linear, so that ``sum_t A_t @ B_t`` becomes one GEMM over the K steps and the
+rows together: never K small ones, never K contributions in memory that are summed afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .graphs import VIEWS, Node, aten
+
+Values = Callable[[Node], Tensor]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A sum over the steps: of ``node`` itself, or ``kind`` applied to other values.
+
+    ``kind`` is ``sum`` (add up the sequence), ``times_steps`` (an invariant, K times), ``gemm``
+    (one GEMM over all steps and rows), ``scatter`` (one scatter of all steps' rows), or ``apply``
+    (the node's own operation on the sums of its arguments).
+    """
+
+    kind: str
+    node: Node
+    operands: tuple[Any, ...] = ()
+
+    def leaves(self) -> Iterator[Node]:
+        """The values that must exist at every step."""
+        if self.kind == "sum":
+            yield self.node
+        elif self.kind in ("gemm", "scatter"):
+            yield from (operand for operand in self.operands if isinstance(operand, Node))
+        for operand in self.operands:
+            if isinstance(operand, Term):
+                yield from operand.leaves()
+
+    def evaluate(self, sequence: Values, total: Values, invariant: Values, steps: Any) -> Tensor:
+        """The value, from each leaf's sequence ``[K, ...]``, its total, and each invariant."""
+        if self.kind == "sum":
+            return total(self.node)
+        if self.kind == "times_steps":
+            return invariant(self.node) * steps
+        if self.kind == "gemm":
+            return _gemm(*(sequence(operand) for operand in self.operands))
+        if self.kind == "scatter":
+            values = [sequence(a) if isinstance(a, Node) else a for a in self.operands]
+            return self.node.target(*values)
+
+        def value(operand: Any) -> Any:
+            if isinstance(operand, Term):
+                return operand.evaluate(sequence, total, invariant, steps)
+            return invariant(operand) if isinstance(operand, Node) else operand
+
+        return self.node.target(*map(value, self.operands), **self.node.kwargs)
+
+
+def _gemm(a: Tensor, b: Tensor) -> Tensor:
+    """``sum_t a[t] @ b[t]`` for ``[K, (n,) M, R]`` and ``[K, (n,) R, N]``, as one (batched) GEMM."""
+    a = a.movedim(0, -2)  # [(n,) M, K, R]
+    b = b.movedim(0, -3)  # [(n,) K, R, N]
+    return torch.matmul(a.flatten(-2), b.flatten(-3, -2))
+
+
+_LINEAR_VIEWS = VIEWS - {aten.lift_fresh.default}
+
+
+def time_sum(node: Node, varying: set[Node]) -> Term:
+    """time_sum : a node of the step -> the sum of its value over the steps"""
+
+    def pushed(*operands: Any) -> Term:
+        return Term("apply", node, operands)
+
+    def into(arg: Any) -> Any:
+        return time_sum(arg, varying) if isinstance(arg, Node) else arg
+
+    if node not in varying:
+        return Term("times_steps", node)
+    target, args = node.target, node.args
+    if node.op != "call_function":
+        return Term("sum", node)
+    if target is aten.permute.default and args[0].target in (aten.mm.default, aten.bmm.default):
+        swapped = _swapped_gemm(args[0], args[1], varying)
+        if swapped is not None:
+            return swapped
+    if target in _LINEAR_VIEWS or target is aten.sum.dim_IntList or target is aten.neg.default:
+        return pushed(into(args[0]), *args[1:])
+    if target in (aten.add.Tensor, aten.sub.Tensor):
+        if all(isinstance(a, Node) for a in args[:2]):
+            return pushed(into(args[0]), into(args[1]))
+        return Term("sum", node)
+    if target in (aten.mul.Tensor, aten.div.Tensor, aten.mm.default, aten.bmm.default):
+        a_varies, b_varies = args[0] in varying, args[1] in varying
+        if a_varies and not b_varies:
+            return pushed(into(args[0]), args[1])
+        if b_varies and not a_varies and target is not aten.div.Tensor:
+            return pushed(args[0], into(args[1]))
+        if a_varies and b_varies and target in (aten.mm.default, aten.bmm.default):
+            return Term("gemm", node, (args[0], args[1]))
+        return Term("sum", node)
+    if target in (aten.slice_scatter.default, aten.select_scatter.default):
+        return pushed(into(args[0]), into(args[1]), *args[2:])
+    if target is aten.embedding_dense_backward.default and not args[4]:
+        if args[0] in varying and args[1] in varying:
+            return Term("scatter", node, tuple(args))
+    return Term("sum", node)
+
+
+def _swapped_gemm(product: Node, dims: Sequence[int], varying: set[Node]) -> Term | None:
+    """``(a @ b)^T = b^T @ a^T``: the gradient of a weight comes out contiguous."""
+    rank = product.meta["val"].dim()
+    if list(dims) != [*range(rank - 2), rank - 1, rank - 2] or len(product.users) > 1:
+        return None
+    a, b = product.args[:2]
+    if a not in varying or b not in varying:
+        return None
+    flipped = (_transposed(b, dims), _transposed(a, dims))
+    varying.update(flipped)
+    return Term("gemm", product, flipped)
+
+
+def _transposed(node: Node, dims: Sequence[int]) -> Node:
+    """A node of the graph that is ``node`` transposed; made if there is none."""
+    if node.target is aten.permute.default and list(node.args[1]) == list(dims):
+        return node.args[0]
+    graph = node.graph
+    for user in node.users:
+        if user.target is aten.permute.default and list(user.args[1]) == list(dims):
+            return user
+    with graph.inserting_after(node):
+        flipped = graph.call_function(aten.permute.default, (node, list(dims)))
+    flipped.meta["val"] = node.meta["val"].permute(dims)
+    return flipped

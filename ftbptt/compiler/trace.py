@@ -1,0 +1,264 @@
+"""step -> StepGraph: one time step as a graph of ATen operations, traced once with fake tensors.
+
+Nothing is computed. A step that needs the value of a tensor in Python (a data-dependent branch,
+``.item()``) or changes something outside itself cannot become a graph; it gets an error that
+names the line of the step and the way out.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .._compat import (
+    UNTRACEABLE,
+    FakeTensorMode,
+    TreeSpec,
+    decompositions,
+    keystr,
+    make_fx,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
+from .._step import Step
+from .rnn import PlainRecurrence
+
+Tree = Any
+_OWN = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """``module(*params, *buffers, *x_t, *state) -> [*out_t, *state]``, on flat lists of tensors.
+
+    ``captures`` are tensors that the step closes over: they follow the buffers as inputs.
+    """
+
+    module: fx.GraphModule
+    captures: list[Tensor]
+    out_spec: TreeSpec
+    outs: int
+
+
+def trace_function(
+    function: Callable[..., Any],
+    examples: Sequence[Tensor],
+    mode: FakeTensorMode,
+    *,
+    views: bool = True,
+) -> fx.GraphModule:
+    """The graph of ``function(*examples)``, in core operations."""
+    with mode, torch.enable_grad():
+        module = make_fx(function, decomposition_table=decompositions(views=views))(*examples)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def trace_step(
+    step: Step,
+    mode: FakeTensorMode,
+    params: Tree,
+    buffers: dict[str, Tensor],
+    x_t: Tree,
+    state: Tree,
+) -> StepGraph:
+    """trace_step : step, fake params, buffers, x_t and state -> StepGraph
+
+    Raises TypeError or ValueError if the step does not return ``(out_t, state)`` with the state as
+    it was given, RuntimeError if it cannot be traced.
+    """
+    groups = (params, buffers, x_t, state)
+    flat, specs = zip(*(tree_flatten(group) for group in groups), strict=True)
+    names = [f"{name}{keystr(path)}" for name, group in zip(("params", "buffers", "x", "state"), groups, strict=True)
+             for path, _ in tree_flatten_with_path(group)[0]]  # fmt: skip
+    sizes = [len(leaves) for leaves in flat]
+    out_spec: list[TreeSpec] = []
+
+    def run(*leaves: Tensor) -> list[Tensor]:
+        trees, start = [], 0
+        for size, spec in zip(sizes, specs, strict=True):
+            trees.append(tree_unflatten(list(leaves[start : start + size]), spec))
+            start += size
+        with PlainRecurrence():
+            result = step.apply(*trees)
+        out, after = _checked_pair(result, state)
+        out_leaves, spec = tree_flatten(out)
+        out_spec[:] = [spec]
+        return [*out_leaves, *tree_flatten(after)[0]]
+
+    examples = [leaf for leaves in flat for leaf in leaves]
+    with own_words("step", step), _unchanged_attributes(step):
+        module = trace_function(torch.func.functionalize(run), examples, mode, views=False)
+    _forbid_input_mutation(step, module, names)
+    captures = _lift_captures(module, after=sizes[0] + sizes[1])
+    outs = len(module.graph.output_node().args[0]) - sizes[3]
+    return StepGraph(module, captures, out_spec[0], outs)
+
+
+def _checked_pair(result: Any, state: Tree) -> tuple[Tree, Tree]:
+    if not (isinstance(result, (tuple, list)) and len(result) == 2):
+        found = f"a {type(result).__name__}"
+        if isinstance(result, (tuple, list)):
+            found += f" of {len(result)}"
+        raise TypeError(
+            f"step: expected (out_t, state), found {found}. Return the output and the next state "
+            "as a pair; a step without output returns its state twice."
+        )
+    out, after = result
+    for path, leaf in tree_flatten_with_path(out)[0]:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"step: expected tensors in out_t, found {type(leaf).__name__} at out{keystr(path)}."
+            )
+    before_leaves, before_spec = tree_flatten_with_path(state)
+    after_leaves, after_spec = tree_flatten_with_path(after)
+    if before_spec != after_spec:
+        raise TypeError(
+            "step: the state must keep its structure, so that it can be carried.\n"
+            f"  went in:  {_outline(state)}\n  came out: {_outline(after)}\n"
+            "Return the next state in the structure of the state that was given."
+        )
+    for (path, a), (_, b) in zip(before_leaves, after_leaves, strict=True):
+        if not isinstance(b, Tensor):
+            raise TypeError(
+                f"step: state{keystr(path)} came out as {type(b).__name__}, not a tensor."
+            )
+        if a.dtype != b.dtype:
+            raise TypeError(
+                f"step: state{keystr(path)} went in as {a.dtype} and came out as {b.dtype}. The "
+                f"carried state must keep its dtype: give it in as {b.dtype}, or return "
+                f"`.to({a.dtype})`."
+            )
+        if a.shape != b.shape:
+            raise ValueError(
+                f"step: state{keystr(path)} went in with shape {list(a.shape)} and came out with "
+                f"{list(b.shape)}. The carried state must keep its shape: give it in with the "
+                "shape that the step returns."
+            )
+    return out, after
+
+
+def _outline(tree: Tree) -> str:
+    leaves, spec = tree_flatten(tree)
+    return str(tree_unflatten([_Named(leaf) for leaf in leaves], spec))
+
+
+class _Named:
+    def __init__(self, leaf: Any) -> None:
+        self.text = str(list(leaf.shape)) if isinstance(leaf, Tensor) else type(leaf).__name__
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+@contextmanager
+def own_words(argument: str, function: Any) -> Iterator[None]:
+    """Turns what tracing says of a value-dependent function into its line and a remedy."""
+    name = getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
+    try:
+        yield
+    except Exception as error:
+        dependent = isinstance(error, UNTRACEABLE) or "tracing tensor" in str(error)
+        where = _user_line(error)
+        if dependent:
+            raise RuntimeError(
+                f"{argument} {name} cannot be compiled: it needs the value of a tensor in Python "
+                f"(an `if` or `while` on a tensor, `.item()`, int(tensor), a boolean index)\n"
+                f"  {where}\n"
+                "Only one branch could be traced, so none is. Write it with torch.where, or "
+                "multiply by the condition; for restarts and padding use reset= and mask=."
+            ) from error
+        if not str(error).startswith(f"{argument}: "):
+            error.add_note(f"while {argument} {name} was traced\n  {where}")
+        raise
+
+
+def _user_line(error: BaseException) -> str:
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_OWN) and not frame.filename.startswith("<")
+    ]
+    if not frames:
+        return "(no line of the step is on the stack)"
+    last = frames[-1]
+    text = linecache.getline(last.filename, last.lineno or 0).strip()
+    return f'File "{last.filename}", line {last.lineno}, in {last.name}\n    {text}'
+
+
+@contextmanager
+def _unchanged_attributes(step: Step) -> Iterator[None]:
+    """A step is a pure function: what it stores on its module would be a stale fake tensor."""
+    modules = dict(step.module.named_modules()) if step.module is not None else {}
+    before = {name: dict(vars(module)) for name, module in modules.items()}
+    changed = []
+    try:
+        yield
+    finally:
+        for name, module in modules.items():
+            own, was = vars(module), before[name]
+            for key in own.keys() | was.keys():
+                # functional_call refreshes the weight lists of torch's recurrent layers itself.
+                if own.get(key) is not was.get(key) and not key.startswith("_flat_weight"):
+                    changed.append(f"{name}.{key}" if name else key)
+                    own[key] = was.get(key)
+    if changed:
+        raise RuntimeError(
+            f"step {step.name} changes its own attribute {min(changed)!r}. A step is a pure "
+            "function: take what it keeps from the state and return it in the next state."
+        )
+
+
+def _forbid_input_mutation(step: Step, module: fx.GraphModule, names: list[str]) -> None:
+    """functionalize writes a mutated input back with copy_: find which one that is."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        if node.args[0] in placeholders:
+            name = names[placeholders.index(node.args[0])]
+            if name.startswith("buffers["):
+                raise RuntimeError(
+                    f"step {step.name} changes its buffer {name[len('buffers') :].strip('[]')} in place "
+                    "(BatchNorm in train mode does). Buffers are constants of a segment: call "
+                    "module.eval(), or carry the value in the state and return it."
+                )
+            raise RuntimeError(
+                f"step {step.name} changes {name} in place. A step is a pure function: work on a "
+                "clone, or return the new value."
+            )
+        if node.args[0].op == "get_attr":
+            raise RuntimeError(
+                f"step {step.name} changes in place a tensor that is not among its arguments. "
+                "Carry it in the state and return it."
+            )
+
+
+def _lift_captures(module: fx.GraphModule, after: int) -> list[Tensor]:
+    """Makes tensors that the step closes over inputs, right after the first ``after`` inputs."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    nodes = module.graph.find_nodes(op="get_attr")
+    values = [getattr(module, node.target) for node in nodes]
+    for value in values:
+        if value.requires_grad:
+            kind = "an nn.Parameter" if isinstance(value, nn.Parameter) else "a tensor"
+            raise ValueError(
+                f"step: uses {kind} of shape {list(value.shape)} that requires grad but is not in "
+                "params, so it would get no gradient. Pass it in params (for a module use "
+                "torch.func.functional_call, or give the module itself as step), or detach it."
+            )
+    for i, node in enumerate(nodes):
+        with module.graph.inserting_before(placeholders[after]):
+            lifted = module.graph.placeholder(f"captured_{i}")
+            lifted.meta = dict(node.meta)
+        node.replace_all_uses_with(lifted)
+        module.graph.erase_node(node)
+    module.recompile()
+    return values

@@ -1,0 +1,1 @@
+"""Tests of ftbptt: one table of cells (`cells.py`), one oracle (`oracle.py`), crossed with everything."""

@@ -1,0 +1,27 @@
+"""The one table of cells that every test crosses with its own question."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from . import cells_gated, cells_memory, cells_structure, cells_torch
+from .problem import TABLE, Draw, Problem
+
+__all__ = ["CELLS", "NOT_BFLOAT16", "WITH_ROWS", "problem"]
+
+_modules = (cells_torch, cells_gated, cells_memory, cells_structure)  # they fill the table
+CELLS: list[str] = list(TABLE)
+# torch has no bfloat16 complex numbers.
+NOT_BFLOAT16 = frozenset({"lru_complex"})
+
+
+@cache
+def problem(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Problem:
+    """The cell's problem; the seed fixes weights, state and data. Tests must not change it."""
+    made = TABLE[name](Draw(seed))
+    return made if dtype == torch.float64 else made.to(dtype)
+
+
+WITH_ROWS: list[str] = [name for name in CELLS if problem(name).rows is not None]
