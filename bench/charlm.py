@@ -3,10 +3,10 @@
     python -m bench.charlm                        Python's standard library, about two minutes
     python -m bench.charlm --text BOOK --minutes 10
 
-The engine gives the gradients of one segment; a stock ``torch.optim`` optimizer uses them; the state
-goes from segment to segment. At the end: held-out bits per character against count models, a sampled
-passage, a loss curve, and the time of one segment compiled and eager. Ctrl-C at any time leaves the
-model and the curve as they are then.
+The engine gives the gradients of one segment; a stock ``torch.optim`` optimizer uses them; the
+state goes from segment to segment. At the end: held-out bits per character against count models, a
+sampled passage, a loss curve, and the time of one segment compiled and eager. Ctrl-C at any time
+leaves the model and the curve as they are then.
 """
 
 from __future__ import annotations
@@ -159,15 +159,16 @@ def run(options: argparse.Namespace) -> None:
     unknown = float((codes == 0).float().mean())
     print(
         f"text: {source}, {len(text):,} characters, the last {HELD_OUT:.0%} held out; "
-        f"{len(vocabulary)} symbols, one of them for any rarer character ({unknown:.4%} of the text)"
+        f"{len(vocabulary)} symbols, one of them for every rarer character ({unknown:.4%} of it)"
     )
     torch.manual_seed(options.seed)
     model = CharLM(len(vocabulary), options.hidden, options.layers).to(options.device)
     train_segment = make_train_segment(as_step(model, sequence=True), loss, backend=options.backend)
     count = sum(p.numel() for p in model.parameters())
     print(
-        f"model: embedding, LSTM {options.layers} x {options.hidden}, readout ({count:,} parameters);"
-        f" {options.batch} streams, segments of {options.segment} steps, on {options.device}"
+        f"model: embedding, LSTM {options.layers} x {options.hidden}, readout ({count:,} "
+        f"parameters); {options.batch} streams, segments of {options.segment} steps, on "
+        f"{options.device}"
     )
 
     curve = Curve()

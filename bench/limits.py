@@ -4,14 +4,13 @@
                 its bytes at the copy bandwidth measured at its own size)
 
 The GEMMs are those of the forward pass and of the gradients, the recurrent ones at the size of one
-step, the others over all K*B rows. The bytes are the data, the parameters and the gradients, and one
-write and one read of what the backward pass needs of each step. Elementwise work counts as nothing,
-so a fraction of 1 is out of reach.
+step, the others over all K*B rows. The bytes are the data, the parameters and the gradients, and
+one write and one read of what the backward pass needs of each step. Elementwise work counts as
+nothing, so a fraction of 1 is out of reach.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -132,16 +131,14 @@ def _copy_seconds(moved: float) -> float:
     return seconds(lambda: target.copy_(source))
 
 
-def seconds(call: Callable[[], object], least: float = 0.03) -> float:
-    """Seconds of a call: the median of several bursts, ``least`` seconds in all at the least."""
-    call()
-    start = time.perf_counter()
-    call()
-    burst = max(1, int(least / 5 / max(time.perf_counter() - start, 1e-7)))
-    times = []
-    for _ in range(5):
+def seconds(call: Callable[[], object], bursts: int = 30, least: float = 1e-3) -> float:
+    """Seconds of a call: the best of several bursts, each ``least`` seconds long at the least."""
+
+    def burst(calls: int) -> float:
         start = time.perf_counter()
-        for _ in range(burst):
+        for _ in range(calls):
             call()
-        times.append((time.perf_counter() - start) / burst)
-    return statistics.median(times)
+        return (time.perf_counter() - start) / calls
+
+    calls = max(1, int(least / min(burst(1) for _ in range(5))))
+    return min(burst(calls) for _ in range(bursts))

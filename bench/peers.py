@@ -34,7 +34,7 @@ def engine(problem: Problem, recompute: bool = False) -> Call:
     import ftbptt
 
     train_segment = ftbptt.make_train_segment(problem.model, loss, recompute=recompute)
-    segment = train_segment
+    segment: Callable[..., Any] = train_segment
     if problem.case.per_sequence:
         segment = torch.func.vmap(train_segment, in_dims=(None, 0, 0, 0))
     params = problem.params
@@ -86,7 +86,7 @@ def eager(problem: Problem) -> Call:
 
 
 def torch_func(problem: Problem) -> Call:
-    """``torch.func.grad`` over the functional loop, with ``torch.func.vmap`` where rows are apart."""
+    """``torch.func.grad`` over the functional loop, under ``vmap`` where the rows are apart."""
 
     def value(params: Any, state: Any, x: Tensor, y: Tensor) -> Tensor:
         return unroll(problem, x, y, state, params)
@@ -121,7 +121,7 @@ def unrolled_compile(problem: Problem) -> Call:
 def library(problem: Problem) -> Call:
     """``nn.LSTM`` or ``nn.GRU`` over the whole chunk, then the readout."""
     case = problem.case
-    layers: dict[str, type[nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU}
+    layers: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
     if case.kind not in layers or case.per_sequence:
         raise Skip("torch has no such layer" if case.kind not in layers else "has no vmap")
     layer = layers[case.kind](case.inputs, case.hidden, case.layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -44,3 +45,31 @@ def save_figure(figure: Figure, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(temporary, format="png")
     os.replace(temporary, path)
+
+
+def plot_bars(path: Path, results: Mapping[str, Any]) -> None:
+    """How many times faster than the eager loop, a group of bars for each case."""
+    cases = list(results["cases"].values())
+    labels: dict[str, str] = {}
+    for case in cases:
+        labels |= {name: row["label"] for name, row in case["peers"].items()}
+    height = 0.8 / max(len(labels), 1)
+    figure = Figure(figsize=(9, 1.2 + 1.15 * len(cases)), dpi=120)
+    axes = figure.subplots()
+    for place, (name, label) in enumerate(labels.items()):
+        rows = [(group, case["peers"].get(name, {})) for group, case in enumerate(cases)]
+        bars = [(group + place * height, row["ratio"]) for group, row in rows if "ratio" in row]
+        colour = COLOURS[place % len(COLOURS)]
+        drawn = axes.barh([y for y, _ in bars], [x for _, x in bars], height, color=colour)
+        drawn.set_label(label)
+        axes.bar_label(drawn, fmt="%.1f", padding=2, fontsize=7)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yticks([group + 0.4 - height / 2 for group in range(len(cases))])
+    axes.set_yticklabels([case["title"] for case in cases], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.08)
+    axes.set_xlabel("times faster than the eager autograd loop (log scale)")
+    axes.set_title(f"One segment, forward and backward, float32\n{results['machine']['cpu']}")
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    save_figure(figure, path)

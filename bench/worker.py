@@ -13,6 +13,7 @@ import importlib.util
 import os
 import statistics
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -47,15 +48,13 @@ def serve(pipe: Connection, case: Case, peer: str, cache: str) -> None:
                 call, answer = _start(case, peer)
             else:
                 assert call is not None, "start comes first"
-                answer = {"result": _result, "memory": peak_memory, "time": _time}[command](
-                    call, *arguments
-                )
+                answer = COMMANDS[command](call, *arguments)
             pipe.send(("ok", answer))
         except Skip as reason:
             pipe.send(("skip", str(reason)))
         except KeyboardInterrupt:
             return
-        except Exception as error:
+        except Exception as error:  # the parent reports it beside the others
             lines = str(error).strip().splitlines() or [""]
             pipe.send(("error", f"{type(error).__name__}: {lines[0][:200]}"))
 
@@ -118,6 +117,13 @@ def peak_memory(call: Call) -> int | None:
     peak = _status("VmHWM")
     del kept
     return max(peak - before, 0)
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "result": _result,
+    "memory": peak_memory,
+    "time": _time,
+}
 
 
 def _status(name: str) -> int:

@@ -5,20 +5,21 @@ Errors name the argument, the path of the leaf in it, what was found and what wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._compat import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_leaves
-from ._step import Step
-from .compiler.signature import Leaf, Level, Signature
+from ._compat import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from ._layout import Layout, SharedLayout
+from .compiler.signature import Leaf, Level, Recipe, Signature
 
 Tree = Any
+InDims = tuple[None, int | None, int, int | None]
 GROUPS = ("params", "buffers", "initial_state", "state", "x", "y", "reset", "mask")
-SEQUENCES = ("x", "y", "reset", "mask")
+IS_SEQUENCE = (False, False, False, False, True, True, True, True)
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,16 @@ class Call:
     without any batch axis, ``batched`` which levels of vmap each leaf has.
     """
 
-    specs: tuple[TreeSpec, TreeSpec, TreeSpec, TreeSpec | None]
+    specs: tuple[TreeSpec, TreeSpec, TreeSpec, TreeSpec | None]  # params, state, x, y
     counts: tuple[int, ...]
     buffer_names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     shared: Level | None
     shared_flags: tuple[bool, ...]
     time_dim: int
+    context: tuple[Any, ...] = ()
     levels: tuple[Level, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
-    context: tuple[Any, ...] = ()
 
     def under_vmap(self, level: Level, flags: Sequence[bool]) -> Call:
         before = self.batched or ((),) * len(flags)
@@ -47,44 +48,151 @@ class Call:
 
     def is_sequence(self) -> list[bool]:
         """For each tensor, whether its axis 0 is time."""
-        return [g in SEQUENCES for g, n in zip(GROUPS, self.counts, strict=True) for _ in range(n)]
+        return [own for own, n in zip(IS_SEQUENCE, self.counts, strict=True) for _ in range(n)]
 
-    def groups(self, tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    def groups(self, values: Sequence[Any]) -> dict[str, list[Any]]:
         found, start = {}, 0
         for name, count in zip(GROUPS, self.counts, strict=True):
-            found[name] = list(tensors[start : start + count])
+            found[name] = list(values[start : start + count])
             start += count
         return found
 
+    def key(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """What a plan is cached by; as the signature, but quick to make."""
+        kinds = tuple((t.dtype, t.device) for t in tensors)
+        return (self.specs, self.counts, self.shapes, kinds, self.shared, self.shared_flags,
+                self.time_dim, self.context, self.levels, self.batched)  # fmt: skip
+
     def signature(self, tensors: Sequence[Tensor]) -> Signature:
-        unbatched = (False,) * len(self.levels)
-        leaves = [
-            Leaf(shape, t.dtype, t.device, self.batched[i] if self.levels else unbatched, shared)
-            for i, (shape, t, shared) in enumerate(
-                zip(self.shapes, tensors, self.shared_flags, strict=True)
-            )
-        ]
-        g: dict[str, Any] = self.groups(leaves)  # type: ignore[arg-type]
+        batched = self.batched or ((),) * len(tensors)
+        leaves = map(Leaf, self.shapes, *zip(*((t.dtype, t.device) for t in tensors), strict=True),
+                     batched, self.shared_flags)  # fmt: skip
+        g = self.groups(list(leaves))
         return Signature(
             self.specs, tuple(g["params"]), tuple(g["buffers"]), tuple(g["initial_state"]),
             tuple(g["state"]), tuple(g["x"]), tuple(g["y"]),
             g["reset"][0] if g["reset"] else None, g["mask"][0] if g["mask"] else None,
-            self.levels, self.shared, self.time_dim, self.context,
+            self.levels, self.shared, self.time_dim,
         )  # fmt: skip
 
 
-def check_tensors(argument: str, tree: Tree) -> None:
-    for path, leaf in tree_flatten_with_path(tree)[0]:
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"{argument}{keystr(path)}: expected a tensor, found {type(leaf).__name__}. "
-                f"Every leaf of {argument} must be a tensor: torch.as_tensor(value), or keep what "
-                "is not data out of it."
-            )
+class Argument:
+    """One argument of the caller, flattened; every leaf of it a tensor."""
+
+    def __init__(self, name: str, tree: Tree) -> None:
+        self.name, self.tree = name, tree
+        self.leaves, self.spec = tree_flatten(tree)
+        for i, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"{self.path(i)}: expected a tensor, found {type(leaf).__name__}. Every leaf of "
+                    f"{name} must be a tensor: torch.as_tensor(value), or keep what is not data "
+                    "out of it."
+                )
+
+    def path(self, i: int) -> str:
+        """The name of the i-th leaf, for a message."""
+        return f"{self.name}{keystr(tree_flatten_with_path(self.tree)[0][i][0])}"
 
 
-def check_params(step: Step, params: Tree) -> None:
-    check_tensors("params", params)
+def lay_out(
+    recipe: Recipe, time_dim: int | None, in_dims: InDims | None, params: Tree, state: Tree,
+    x: Tree, y: Tree, reset: Tensor | None, mask: Tensor | None,
+) -> tuple[Call, list[Tensor], Layout]:  # fmt: skip
+    """lay_out : the caller's arguments -> (Call, flat detached tensors with time in front, Layout)
+
+    Raises TypeError for structure and dtype, ValueError for shapes and lengths.
+    """
+    step = recipe.step
+    given = Argument("params", params)
+    _check_parameter_names(recipe, params)
+    xs, ys = Argument("x", x), Argument("y", () if y is None else y)
+    state_dim, x_dim, y_dim = in_dims[1:] if in_dims is not None else (None, None, None)
+    layout = Layout.of(step, time_dim, x, batch_axes=0 if in_dims is None else 1)
+    steps = _check_lengths(xs, ys, layout.time_dim, x_dim, y_dim)
+    shared = None
+    if in_dims is not None and x_dim is not None:
+        layout = SharedLayout(layout.time_dim, state_dim, x_dim, y_dim)
+        x_leaves = [layout.sequence_first(leaf, x_dim) for leaf in xs.leaves]
+        y_leaves = [layout.sequence_first(leaf, y_dim) for leaf in ys.leaves]
+        reset, mask = (r if r is None else layout.rows_first(r) for r in (reset, mask))
+        shared = Level(x_leaves[0].shape[1], "different")
+    else:
+        x_leaves, y_leaves = layout.time_first(xs.leaves), layout.time_first(ys.leaves)
+        reset, mask = layout.rows_time_first(reset), layout.rows_time_first(mask)
+
+    start = recipe.initial_state
+    initial = Argument("initial_state", () if start is None or callable(start) else start)
+    if state is None:
+        first = tree_unflatten([leaf[0, 0] if shared else leaf[0] for leaf in x_leaves], xs.spec)
+        state, learned = _initial_state(recipe, params, first)
+        if learned:  # a restart before the first step lets the gradient through
+            reset = _restart_at_start(reset, steps, x_leaves[0], shared)
+        state_dim = None
+    elif initial.leaves and Argument("state", state).spec != initial.spec:
+        raise TypeError(
+            "initial_state: expected the structure of the state, found another one.\n"
+            f"  state:         {Argument('state', state).spec}\n  initial_state: {initial.spec}"
+        )
+    states = Argument("state", state)
+    if state_dim is not None:
+        states.leaves = [leaf.movedim(state_dim, 0) for leaf in states.leaves]
+    buffers = step.buffers()
+    rows = [Argument("reset", () if reset is None else reset),
+            Argument("mask", () if mask is None else mask)]  # fmt: skip
+    for flags in rows:
+        _check_rows(flags, steps, states, recipe, shared)
+    args = [given, Argument("buffers", buffers), initial, states, xs, ys, *rows]
+    _check_devices(args)
+
+    groups = [*(a.leaves for a in args[:4]), x_leaves, y_leaves, *(a.leaves for a in rows)]
+    has_axis = (False, False, False, state_dim is not None, True, y_dim is not None, True, True)
+    tensors, shapes, flags_of = [], [], []
+    for leaves, is_sequence, axis in zip(groups, IS_SEQUENCE, has_axis, strict=True):
+        axis = axis and shared is not None
+        for leaf in leaves:
+            tensors.append(leaf.detach())
+            shapes.append(tuple(leaf.shape[is_sequence + axis :]))
+            flags_of.append(axis)
+    call = Call(
+        specs=(given.spec, states.spec, xs.spec, None if y is None else ys.spec),
+        counts=tuple(map(len, groups)),
+        buffer_names=tuple(buffers),
+        shapes=tuple(shapes),
+        shared=shared,
+        shared_flags=tuple(flags_of),
+        time_dim=layout.time_dim,
+        context=_autocast_context(x_leaves[0].device.type),
+    )
+    return call, tensors, layout
+
+
+def _initial_state(recipe: Recipe, params: Tree, x_t: Tree) -> tuple[Tree, bool]:
+    """The state that ``state=None`` means, and whether it is computed from the parameters."""
+    initial, step = recipe.initial_state, recipe.step
+    if callable(initial):
+        return initial(params), True
+    if initial is not None:
+        return initial, False
+    if step.zero_state is None:
+        raise TypeError(
+            f"state: None is known only for torch's own cells and layers, but the step is "
+            f"{step.name}. Pass the state, or make_train_segment(initial_state=...)."
+        )
+    return step.zero_state(x_t), False
+
+
+def _restart_at_start(reset: Tensor | None, steps: int, x: Tensor, shared: Level | None) -> Tensor:
+    first = torch.arange(steps, device=x.device) == 0
+    rank = max(1 if shared is None else 2, 0 if reset is None else reset.dim())
+    first = first.reshape(-1, *(1,) * (rank - 1))
+    if reset is not None:
+        return reset | first
+    return first if shared is None else first.expand(steps, shared.size)
+
+
+def _check_parameter_names(recipe: Recipe, params: Tree) -> None:
+    step = recipe.step
     names = step.parameter_names()
     if names is None:
         return
@@ -93,103 +201,97 @@ def check_params(step: Step, params: Tree) -> None:
             f"params: expected a dict of {step.name}'s parameters by name, found "
             f"{type(params).__name__}. Pass dict(module.named_parameters())."
         )
-    known = {*names, *step.buffers()}
     if missing := [name for name in names if name not in params]:
         raise TypeError(
             f"params: {missing[0]!r} is missing, a parameter of {step.name}. Pass "
             "dict(module.named_parameters()); to freeze one, pass it and leave it out of the "
             "optimizer."
         )
-    if unknown := [name for name in params if name not in known]:
-        raise TypeError(
-            f"params: {unknown[0]!r} is not a parameter of {step.name}, which has "
-            f"{', '.join(map(repr, names))}."
-        )
+    if len(params) > len(names):
+        known = {*names, *step.buffers()}
+        if unknown := [name for name in params if name not in known]:
+            raise TypeError(
+                f"params: {unknown[0]!r} is not a parameter of {step.name}, which has "
+                f"{', '.join(map(repr, names))}."
+            )
 
 
-def check_lengths(
-    x: Tree, y: Tree, time_dim: int, x_dim: int | None = None, y_dim: int | None = None
+def _check_lengths(
+    xs: Argument, ys: Argument, time_dim: int, x_dim: int | None, y_dim: int | None
 ) -> int:
     """The number of steps K, the same in every leaf of x and y.
 
     ``x_dim`` and ``y_dim`` are axes that ``time_dim`` does not count (``in_dims``).
     """
     steps: int | None = None
-    first = ""
-    for argument, tree, dim in (("x", x, x_dim), ("y", y, y_dim)):
-        for path, leaf in tree_flatten_with_path(tree)[0]:
-            name = f"{argument}{keystr(path)}"
+    for argument, dim in ((xs, x_dim), (ys, y_dim)):
+        for i, leaf in enumerate(argument.leaves):
             shape = list(leaf.shape)
             if dim is not None and -len(shape) <= dim < len(shape):
                 del shape[dim]
             if len(shape) <= time_dim:
                 raise ValueError(
-                    f"{name}: expected time on axis {time_dim}, found shape {list(leaf.shape)}."
+                    f"{argument.path(i)}: expected time on axis {time_dim}, found shape "
+                    f"{list(leaf.shape)}."
                 )
             own = shape[time_dim]
-            if steps is None:
-                steps, first = own, name
-            elif own != steps:
+            if steps is not None and own != steps:
                 raise ValueError(
-                    f"{name}: has {own} steps on axis {time_dim}, but {first} has {steps}. x and y "
-                    "must have the same length; nothing is cut silently."
+                    f"{argument.path(i)}: has {own} steps on axis {time_dim}, but {xs.path(0)} has "
+                    f"{steps}. x and y must have the same length; nothing is cut silently."
                 )
-    if steps is None:
-        raise TypeError("x: expected at least one tensor, with time on its first axis; found none.")
+            steps = own
+        if steps is None:
+            raise TypeError(
+                "x: expected at least one tensor, with time on its first axis; found none."
+            )
     if steps == 0:
         raise ValueError("x: has 0 steps; a segment needs at least one. Skip an empty segment.")
+    assert steps is not None
     return steps
 
 
-def check_rows(
-    argument: str, rows: Tensor, steps: int, state: Tree, row_axis: Callable[[Tensor], int]
+def _check_rows(
+    argument: Argument, steps: int, states: Argument, recipe: Recipe, shared: Level | None
 ) -> None:
     """``reset`` and ``mask``, with time in front: bool, [K] or [K, B]."""
-    if not isinstance(rows, Tensor) or rows.dtype != torch.bool:
-        found = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-        raise TypeError(f"{argument}: expected a bool tensor [K] or [K, B], found {found}.")
-    if rows.dim() not in (1, 2):
-        raise ValueError(f"{argument}: expected [K] or [K, B], found shape {list(rows.shape)}.")
-    if rows.shape[0] != steps:
-        raise ValueError(f"{argument}: has {rows.shape[0]} steps, but x has {steps}.")
-    if rows.dim() == 2:
-        for path, leaf in tree_flatten_with_path(state)[0]:
-            axis = row_axis(leaf)
+    for flags in argument.leaves:
+        name = argument.name
+        if flags.dtype != torch.bool:
+            raise TypeError(f"{name}: expected a bool tensor [K] or [K, B], found {flags.dtype}.")
+        own = list(flags.shape) if shared is None else [flags.shape[0], *flags.shape[2:]]
+        if len(own) not in (1, 2):
+            raise ValueError(f"{name}: expected [K] or [K, B], found shape {list(flags.shape)}.")
+        if own[0] != steps:
+            raise ValueError(f"{name}: has {own[0]} steps, but x has {steps}.")
+        if len(own) == 1 or shared is not None:
+            continue
+        for i, leaf in enumerate(states.leaves):
+            axis = recipe.step.row_axis(leaf)
             found = leaf.shape[axis] if leaf.dim() > axis else None
-            if found != rows.shape[1]:
+            if found != own[1]:
                 raise ValueError(
-                    f"{argument}: has {rows.shape[1]} rows, but state{keystr(path)} of shape "
+                    f"{name}: has {own[1]} rows, but {states.path(i)} of shape "
                     f"{list(leaf.shape)} has {found or 'none'} on axis {axis}. Give one bool per "
-                    f"row of the batch, or [K] for all rows; if the rows of the state lie on "
+                    "row of the batch, or [K] for all rows; if the rows of the state lie on "
                     "another axis, say so with as_step(..., state_batch_dim=)."
                 )
 
 
-def check_devices(groups: Sequence[tuple[str, Tree]]) -> None:
-    first: tuple[str, torch.device] | None = None
-    for argument, tree in groups:
-        for path, leaf in tree_flatten_with_path(tree)[0]:
-            if first is None:
-                first = f"{argument}{keystr(path)}", leaf.device
-            elif leaf.device != first[1]:
+def _check_devices(arguments: Sequence[Argument]) -> None:
+    device = arguments[GROUPS.index("x")].leaves[0].device
+    for argument in arguments:
+        for i, leaf in enumerate(argument.leaves):
+            if leaf.device != device:
+                x = arguments[GROUPS.index("x")].path(0)
                 raise ValueError(
-                    f"{argument}{keystr(path)}: is on {leaf.device}, but {first[0]} is on "
-                    f"{first[1]}. Move everything to one device."
+                    f"{argument.path(i)}: is on {leaf.device}, but {x} is on {device}. Move "
+                    "everything to one device."
                 )
 
 
-def check_same_structure(argument: str, tree: Tree, state: Tree) -> None:
-    check_tensors(argument, tree)
-    if tree_flatten(tree)[1] != tree_flatten(state)[1]:
-        raise TypeError(
-            f"{argument}: expected the structure of the state, found another one.\n"
-            f"  state: {tree_flatten(state)[1]}\n  {argument}: {tree_flatten(tree)[1]}"
-        )
-
-
-def autocast_context(x: Tree) -> tuple[Any, ...]:
+def _autocast_context(device_type: str) -> tuple[Any, ...]:
     """What else a trace depends on: autocast on the device of the data."""
-    kind = tree_leaves(x)[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.is_autocast_enabled(device_type):
         return ()
-    return ("autocast", kind, torch.get_autocast_dtype(kind))
+    return ("autocast", device_type, torch.get_autocast_dtype(device_type))

@@ -47,6 +47,7 @@ __all__ = [
     "decompositions",
     "holds_for",
     "inside_functorch",
+    "is_pinned",
     "keystr",
     "make_fx",
     "symbolic_steps",
@@ -137,15 +138,18 @@ def symbolic_steps() -> tuple[FakeTensorMode, Any]:
     return mode, probe.shape[0]
 
 
+def is_pinned(steps: Any) -> bool:
+    """Whether tracing has fixed the symbol ``steps`` to a number."""
+    symbol = steps.node.expr
+    return not symbol.free_symbols or symbol in steps.node.shape_env.replacements
+
+
 def holds_for(steps: Any, value: int) -> bool:
     """Whether what was traced with the symbol ``steps`` is also right for ``value``."""
-    env = steps.node.shape_env
-    symbol = steps.node.expr
-    if not symbol.free_symbols:  # it was specialised while tracing
-        return int(symbol) == value
-    if symbol in env.replacements:
-        return False
-    return all(guard.expr.subs(symbol, value) != False for guard in env.guards)  # noqa: E712
+    if is_pinned(steps):
+        return int(steps) == value
+    guards = steps.node.shape_env.guards
+    return all(guard.expr.subs(steps.node.expr, value) != False for guard in guards)  # noqa: E712
 
 
 def while_loop(
@@ -180,10 +184,15 @@ def inductor_compile(
     step of torch.compile after all of those. The wrapper in C++ runs a loop without Python.
     """
     from torch._guards import TracingContext, tracing
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     on_cpu = all(e.device.type == "cpu" for e in examples)
-    with mode, tracing(TracingContext(mode)), torch._inductor.config.patch(cpp_wrapper=on_cpu):
+    with (
+        mode,
+        tracing(TracingContext(mode)),
+        config.patch(cpp_wrapper=on_cpu, pattern_matcher=False, inplace_buffers=False),
+    ):
         compiled = compile_fx_inner(graph, list(examples), cpp_wrapper=on_cpu)
 
     def run(*args: Tensor) -> list[Tensor]:

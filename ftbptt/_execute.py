@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ._compat import symbolic_steps
+from ._compat import is_pinned, symbolic_steps
 from .compiler.distribute import DistributedLoop, MapBlock, ScanBlock
 from .compiler.graphs import Node, nbytes, value_of
 from .compiler.plan import Plan
@@ -20,7 +20,7 @@ from .compiler.program import RunScan, run_loop
 
 Function = Callable[..., list[Tensor]]
 # What lives only inside a chunk should stay in a CPU's outer cache.
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 16 << 20
 _LEAST_STEPS = 16
 
 
@@ -184,6 +184,8 @@ class Executable:
                 for i, a in enumerate(args)
             ]
         self.functions[name] = self.backend.build(function, examples, mode)
+        if first < last and is_pinned(steps):
+            raise RuntimeError(f"the {name} program was pinned to {steps} steps")
         self.count_compile()
 
 

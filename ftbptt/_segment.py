@@ -9,31 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._call import (
-    GROUPS,
-    SEQUENCES,
-    Call,
-    autocast_context,
-    check_devices,
-    check_lengths,
-    check_params,
-    check_rows,
-    check_same_structure,
-    check_tensors,
-)
-from ._compat import inside_functorch, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ._call import Call, InDims, lay_out
+from ._compat import inside_functorch, tree_unflatten
 from ._execute import Executable
+from ._explain import Explanation, explain
 from ._layout import Layout, SharedLayout
 from ._loss import Loss
 from ._output import SegmentOutput
 from ._step import Step, StepFunction, as_step
 from .backends import BACKENDS, BUILD_ERRORS, choose
 from .compiler.plan import make_plan
-from .compiler.signature import Level, Recipe, Signature
+from .compiler.signature import Level, Recipe
 
 Tree = Any
-_IS_SEQUENCE = [name in SEQUENCES for name in GROUPS]
-InDims = tuple[None, int | None, int | None, int | None]
 
 
 def make_train_segment(
@@ -79,7 +67,7 @@ class TrainSegment:
     ) -> None:
         self._recipe, self._backend = recipe, backend
         self._time_dim, self._in_dims = time_dim, in_dims
-        self._executables: dict[Signature, Executable] = {}
+        self._executables: dict[Any, Executable] = {}
         self.trace_count = 0
         self.compile_count = 0
 
@@ -108,6 +96,30 @@ class TrainSegment:
         """evaluate : as the segment itself, without gradients (``grads`` is None)."""
         return self._segment(params, state, x, y, reset, mask, graded=False)
 
+    def explain(
+        self,
+        params: Tree,
+        state: Tree,
+        x: Tree,
+        y: Tree,
+        *,
+        reset: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Explanation:
+        """explain : as the segment itself -> Explanation, to print
+
+        The plan of such a call: its blocks, what is in each, how it runs and why, the GEMMs, what
+        is saved, FLOPs and bytes. Traces the step if such a call was not seen before; runs nothing.
+        """
+        call, tensors, _ = lay_out(
+            self._recipe, self._time_dim, self._in_dims, params, state, x, y, reset, mask
+        )
+        executable = self._executable(call, tensors)
+        steps = next(t for t, time in zip(tensors, call.is_sequence(), strict=True) if time).shape[
+            0
+        ]
+        return explain(executable, self._recipe.step.name, steps)
+
     def __repr__(self) -> str:
         return f"TrainSegment({self._recipe.step.name}, backend={self._backend!r})"
 
@@ -124,7 +136,9 @@ class TrainSegment:
         *,
         graded: bool,
     ) -> SegmentOutput:
-        call, tensors, layout = self._lay_out(params, state, x, y, reset, mask)
+        call, tensors, layout = lay_out(
+            self._recipe, self._time_dim, self._in_dims, params, state, x, y, reset, mask
+        )
         out_spec: list[Any] = []  # known once the step was traced
         if inside_functorch():
             flat = _SegmentFunction.apply(self, call, graded, out_spec, *tensors)
@@ -144,109 +158,12 @@ class TrainSegment:
             grads, tree_unflatten(after, call.specs[1]), value, tree_unflatten(out, out_spec[0])
         )
 
-    def _lay_out(
-        self, params: Tree, state: Tree, x: Tree, y: Tree, reset: Any, mask: Any
-    ) -> tuple[Call, list[Tensor], Layout]:
-        """The call checked, its tensors flat, detached and with time in front."""
-        step, in_dims = self._recipe.step, self._in_dims
-        check_params(step, params)
-        check_tensors("x", x)
-        if y is not None:
-            check_tensors("y", y)
-        dims = in_dims[1:] if in_dims is not None else (None, None, None)
-        layout = Layout.of(step, self._time_dim, x, batch_axes=0 if in_dims is None else 1)
-        steps = check_lengths(x, () if y is None else y, layout.time_dim, *dims[1:])
-        shared = None
-        if in_dims is not None:
-            layout = SharedLayout(layout.time_dim, *in_dims[1:])
-            x = tree_map(lambda leaf: layout.sequence_first(leaf, layout.x_dim), x)
-            y = y if y is None else tree_map(lambda t: layout.sequence_first(t, layout.y_dim), y)
-            reset, mask = (r if r is None else layout.rows_first(r) for r in (reset, mask))
-            shared = Level(tree_leaves(x)[0].shape[1], "different")
-        else:
-            x, y = layout.time_first(x), y if y is None else layout.time_first(y)
-            reset, mask = layout.rows_time_first(reset), layout.rows_time_first(mask)
-        state, reset = self._initial(params, state, x, reset, steps, shared)
-        if in_dims is not None and in_dims[1] is not None:
-            state = tree_map(lambda leaf: leaf.movedim(in_dims[1], 0), state)
-        rows = () if shared is not None else (("reset", reset), ("mask", mask))
-        for argument, flags in rows:
-            if flags is not None:
-                check_rows(argument, flags, steps, state, step.row_axis)
-        buffers = step.buffers()
-        initial = self._recipe.initial_state
-        initial = () if initial is None or callable(initial) else initial
-        trees = (params, buffers, initial, state, x, () if y is None else y)
-        named = list(
-            zip(("params", "buffers", "initial_state", "state", "x", "y"), trees, strict=True)
-        )
-        check_devices(
-            [
-                *named,
-                ("reset", reset if reset is not None else ()),
-                ("mask", mask if mask is not None else ()),
-            ]
-        )
-        flat = [tree_flatten(tree) for tree in trees]
-        groups = [leaves for leaves, _ in flat]
-        groups += [[] if r is None else [r] for r in (reset, mask)]
-        has_axis = (False, False, False, dims[0] is not None, True, dims[2] is not None, True, True)
-        tensors, shapes, flags = [], [], []
-        for leaves, is_sequence, axis in zip(groups, _IS_SEQUENCE, has_axis, strict=True):
-            axis = axis and shared is not None
-            for leaf in leaves:
-                tensors.append(leaf.detach())
-                shapes.append(tuple(leaf.shape[is_sequence + axis :]))
-                flags.append(axis)
-        call = Call(
-            specs=(flat[0][1], flat[3][1], flat[4][1], None if y is None else flat[5][1]),
-            counts=tuple(len(leaves) for leaves in groups),
-            buffer_names=tuple(buffers),
-            shapes=tuple(shapes),
-            shared=shared,
-            shared_flags=tuple(flags),
-            time_dim=layout.time_dim,
-            context=autocast_context(x),
-        )
-        return call, tensors, layout
-
-    def _initial(
-        self, params: Tree, state: Tree, x: Tree, reset: Any, steps: int, shared: Level | None
-    ) -> tuple[Tree, Any]:
-        """``state=None`` starts from the initial state; a learned one then gets its gradient."""
-        initial, step = self._recipe.initial_state, self._recipe.step
-        if state is not None:
-            check_tensors("state", state)
-            if initial is not None and not callable(initial):
-                check_same_structure("initial_state", initial, state)
-            return state, reset
-        if initial is None:
-            if step.zero_state is None:
-                raise TypeError(
-                    f"state: None is known only for torch's own cells and layers, but the step is "
-                    f"{step.name}. Pass the state, or make_train_segment(initial_state=...)."
-                )
-            return tree_map(torch.Tensor.detach, step.zero_state(tree_leaves(x)[0][0])), reset
-        if not callable(initial):
-            check_tensors("initial_state", initial)
-            return initial, reset
-        start = tree_map(torch.Tensor.detach, initial(params))
-        first = torch.arange(steps, device=tree_leaves(x)[0].device) == 0
-        if shared is not None:
-            first = first.unsqueeze(1).expand(steps, shared.size)
-        if reset is not None:
-            first = reset | first.reshape(first.shape + (1,) * (reset.dim() - first.dim()))
-        return start, first
-
     def _run(
         self, call: Call, graded: bool, out_spec: list[Any], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
         """The segment on plain tensors: finds or makes the plan, and runs it on its backend."""
-        signature = call.signature(tensors)
         with torch.no_grad():
-            executable = self._executables.get(signature)
-            if executable is None:
-                executable = self._make_executable(call, signature)
+            executable = self._executable(call, tensors)
             out_spec.append(executable.plan.out_spec)
             groups = call.groups(tensors)
             if self._backend != "auto" or executable.backend.name == "eager":
@@ -262,15 +179,16 @@ class TrainSegment:
                     stacklevel=2,
                 )
                 executable = Executable(executable.plan, choose("eager"), self._count_compile)
-                self._executables[signature] = executable
+                self._executables[call.key(tensors)] = executable
                 return executable.run(groups, graded=graded)
 
-    def _make_executable(self, call: Call, signature: Signature) -> Executable:
-        self.trace_count += 1
-        plan = make_plan(self._recipe, signature, call.buffer_names)
-        executable = Executable(plan, choose(self._backend), self._count_compile)
-        self._executables[signature] = executable
-        return executable
+    def _executable(self, call: Call, tensors: Sequence[Tensor]) -> Executable:
+        key = call.key(tensors)
+        if key not in self._executables:
+            self.trace_count += 1
+            plan = make_plan(self._recipe, call.signature(tensors), call.buffer_names)
+            self._executables[key] = Executable(plan, choose(self._backend), self._count_compile)
+        return self._executables[key]
 
     def _count_compile(self) -> None:
         self.compile_count += 1

@@ -8,7 +8,7 @@ where the rows of the batch lie in its state, and its zero state if it is known.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,19 @@ class Step:
     batch_first: bool = False  # batched data is [B, K, ...] unless time_dim says otherwise
     state_batch_dim: int | None = None  # the axis of the rows in the state leaves, if told
     zero_state: Callable[[Tree], Tree] | None = None
+    # Read at every call, so looked up once: walking a module takes longer than a small segment.
+    _parameter_names: list[str] | None = field(init=False, repr=False)
+    _buffer_owners: list[tuple[str, nn.Module, str]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        names, owners = None, []
+        if self.module is not None:
+            names = [name for name, _ in self.module.named_parameters()]
+            for name, _ in self.module.named_buffers():
+                path, _, key = name.rpartition(".")
+                owners.append((name, self.module.get_submodule(path), key))
+        object.__setattr__(self, "_parameter_names", names)
+        object.__setattr__(self, "_buffer_owners", owners)
 
     @property
     def name(self) -> str:
@@ -49,13 +62,11 @@ class Step:
 
     def parameter_names(self) -> list[str] | None:
         """The keys that ``params`` must have, or None for a plain function."""
-        if self.module is None:
-            return None
-        return [name for name, _ in self.module.named_parameters()]
+        return self._parameter_names
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers: constants of a segment, read anew at each call."""
-        return {} if self.module is None else dict(self.module.named_buffers())
+        return {name: owner._buffers[key] for name, owner, key in self._buffer_owners}
 
     def apply(self, params: Tree, buffers: dict[str, Tensor], x_t: Tree, state: Tree) -> Any:
         if self.module is None:

@@ -1,1 +1,1 @@
-"""Tests of ftbptt: one table of cells (`cells.py`), one oracle (`oracle.py`), crossed with everything."""
+"""One table of cells (`cells.py`) and one oracle (`oracle.py`), crossed with everything."""

@@ -9,10 +9,22 @@ import torch
 from . import cells_gated, cells_memory, cells_structure, cells_torch
 from .problem import TABLE, Draw, Problem
 
-__all__ = ["CELLS", "NOT_BFLOAT16", "WITH_ROWS", "problem"]
+__all__ = ["CELLS", "NOT_BFLOAT16", "REPRESENTATIVE", "WITH_ROWS", "problem"]
 
 _modules = (cells_torch, cells_gated, cells_memory, cells_structure)  # they fill the table
 CELLS: list[str] = list(TABLE)
+# These stand for their kind where a test is too slow for the whole table.
+REPRESENTATIVE = (
+    "lstm_readout",
+    "stacked_lstm_cells",
+    "layer_norm_lstm",
+    "embedding_tied",
+    "nested_everything",
+    "counter_and_flag",
+    "lru_complex",
+    "delay_line",
+    "gru_3_layers",
+)
 # torch has no bfloat16 complex numbers.
 NOT_BFLOAT16 = frozenset({"lru_complex"})
 

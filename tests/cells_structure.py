@@ -122,7 +122,10 @@ def aliases(draw: Draw) -> Problem:
     params = {"w": draw(D, 2 * H), "u": draw(2 * H, 2 * H), "m": draw(H, H)}
     state = tuple(draw(B, H) for _ in range(4))
     one, two, both = draw.sequence(B, H), draw.sequence(B, H), draw.sequence(B, 2 * H)
-    y = lambda steps: (one(steps), two(steps), both(steps))
+
+    def y(steps: int) -> Tree:
+        return one(steps), two(steps), both(steps)
+
     return Problem(step, params, state, draw.sequence(B, D), y, mse)
 
 
@@ -179,7 +182,10 @@ def captured_tensor(draw: Draw) -> Problem:
 
     params = {"u": draw(H, H), "w": draw(H), "v": draw(H)}
     x, y = draw.sequence(), draw.sequence()
-    loss = lambda out, y: (out - y).square()
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (out - y).square()
+
     return Problem(step, params, draw(H), x, y, loss, rows=None)
 
 

@@ -115,7 +115,7 @@ def assert_form(found: SegmentOutput, params: Tree, state: Tree) -> None:
         assert all(leaf.is_contiguous() for leaf in tree_leaves(found.grads))
     assert_same_structure(found.state, state)
     for path, leaf in _paths(found):
-        assert not leaf.requires_grad and leaf.grad_fn is None, f"{path} is not detached"
+        assert (leaf.requires_grad, leaf.grad_fn) == (False, None), f"{path} is not detached"
     for path, leaf in _paths(found.state):
         whole, own = leaf.untyped_storage().nbytes(), leaf.numel() * leaf.element_size()
         assert whole <= own, f"state{path} keeps {whole} bytes alive for its own {own}"
@@ -145,4 +145,5 @@ def _rms(leaf: Tensor) -> float:
 
 
 def _paths(tree: Tree) -> list[tuple[str, Tensor]]:
-    return [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(tree)[0]]
+    leaves = tree_flatten_with_path(tree)[0]
+    return [(keystr(path), leaf) for path, leaf in leaves if leaf is not None]

@@ -8,11 +8,13 @@ loop indexes backwards instead of flipping its inputs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .._compat import inductor_compile, make_program_graph, while_loop
 from ..compiler.distribute import ScanBlock
@@ -30,6 +32,8 @@ def run_scan(
 ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
     """A scan block as one ``while_loop``; meant to be traced, with ``steps`` a symbol."""
     device = carries[0].device
+    invariants = [value.contiguous() for value in invariants]
+    module = with_small_products(block.module) if device.type == "cpu" else block.module
     n_carries, n_seq = len(carries), len(sequences)
     examples = [node.meta["val"] for node in block.emits]
     # A carry whose history is read lives in it; the others are carried from step to step.
@@ -63,7 +67,7 @@ def run_scan(
             values[at] = history.select(0, before)
         for at, value in zip(passed, own, strict=True):
             values[at] = value
-        result = block.module(*invariants, *(s.select(0, t) for s in sequences), *values)
+        result = module(*invariants, *(s.select(0, t) for s in sequences), *values)
         for at, history in zip(kept, histories, strict=True):
             history.select(0, after).copy_(result[at])
         for sequence, value in zip(emits, result[n_carries:], strict=True):
@@ -84,6 +88,37 @@ def run_scan(
     return finals, traces, list(emits)
 
 
+# Below this many rows a library GEMM costs more to call than to compute.
+_FEW_ROWS = 2
+
+
+def with_small_products(module: fx.GraphModule) -> fx.GraphModule:
+    """The body with products of very few rows as multiply and add, which Inductor fuses."""
+    graph = copy.deepcopy(module.graph)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+        if node.meta["val"].shape[0] <= _FEW_ROWS:
+            with graph.inserting_before(node):
+                fused = graph.call_function(_small_product, node.args)
+            node.replace_all_uses_with(fused)
+            graph.erase_node(node)
+    return fx.GraphModule(module, graph)
+
+
+def _small_product(a: Tensor, b: Tensor) -> Tensor:
+    return (a.unsqueeze(-1) * b).sum(-2)
+
+
+@cache
+def _keep_freed_memory() -> None:
+    """Lets the C allocator keep what a segment frees, for the next one.
+
+    glibc hands a large block back to the system when it is freed, and every segment would pay a
+    page fault for each of its pages again, a quarter of its time. It stops to do so for blocks up
+    to the largest it has seen freed, 32 MiB at most (mallopt(3), M_MMAP_THRESHOLD): show it one.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
+
+
 class CompileBackend:
     """Every function of the program as one Inductor graph."""
 
@@ -91,5 +126,6 @@ class CompileBackend:
     run_scan = staticmethod(run_scan)
 
     def build(self, function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
+        _keep_freed_memory()
         graph = make_program_graph(function, examples, mode)
         return inductor_compile(graph, examples, mode)

@@ -30,6 +30,7 @@ from .graphs import (
     reachable_from,
     value_of,
 )
+from .timebatch import for_any_length
 from .timesum import Term, time_sum
 
 
@@ -241,7 +242,11 @@ def _scan_block(
         and not is_tuple(n)
         and (n in wanted or any(user in found.stage and user not in core for user in n.users))
     ]
-    invariants = _invariants(found, [*body, *afters])
+    # A view of a parameter is made once, before the loop, so that a backend can lay it out well.
+    read = {a for n in body for a in inputs_of(n)} | set(afters)
+    invariants = _ordered(
+        found, {n for n in read - found.varying if n.op == "placeholder" or inputs_of(n)}
+    )
     module = extract([*invariants, *sequences, *carries], [*afters, *emits], found.loop.graph)
     linear = len(carries) == 1 and _is_linear(carries[0], core)
     return ScanBlock(carries, afters, invariants, sequences, emits, [], linear, module)
@@ -280,7 +285,7 @@ def _map_block(found: _Analysis, outputs: list[Node], own: set[Node]) -> MapBloc
     outside = {arg for n in inside for arg in inputs_of(n)} - inside
     sequences = [n for n in _ordered(found, outside) if n in found.varying]
     invariants = _invariants(found, inside)
-    module = extract([*invariants, *sequences], outputs, found.loop.graph)
+    module = for_any_length(extract([*invariants, *sequences], outputs, found.loop.graph))
     return MapBlock(invariants, sequences, outputs, module)
 
 

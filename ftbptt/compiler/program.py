@@ -136,7 +136,7 @@ def _run_recurrence(
     steps: Any,
     reverse: bool,
 ) -> None:
-    invariants = [values.invariant[node] for node in block.invariants]
+    invariants = [_invariant(node, values) for node in block.invariants]
     sequences = [values.sequence[node] for node in block.sequences]
     carries = [start[carry] for carry in block.carries]
     finals, histories, emits = run_scan(block, invariants, sequences, carries, steps, reverse)

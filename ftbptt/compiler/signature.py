@@ -57,7 +57,6 @@ class Signature:
     levels: tuple[Level, ...]
     shared: Level | None  # the batch axis of in_dims, inside which gradients are averaged
     time_dim: int
-    context: tuple[Any, ...] = ()  # autocast and the like: what else changes a trace
 
 
 @dataclass

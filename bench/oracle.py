@@ -1,0 +1,66 @@
+"""Is it right? Every peer's loss and gradients against the plain loop in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftbptt import reference_segment
+
+from .cases import Case, build, loss
+
+TIMES = 3.0  # a peer may err this much more than the eager loop in float32
+FLOOR = 1e-6  # and this much besides: about eight roundings
+
+Errors = dict[str, float]
+
+
+def exact(case: Case) -> dict[str, Any]:
+    """The loss (under the key "loss") and each gradient, from the reference loop in float64."""
+    problem = build(case, torch.float64)
+    model, params = problem.model, problem.params
+    if not case.per_sequence:
+        result = reference_segment(model, loss, params, problem.state, problem.x, problem.y)
+        return {"loss": result.loss.numpy(), **{n: g.numpy() for n, g in result.grads.items()}}
+    rows = zip(problem.x, problem.y, *problem.state, strict=True)
+    results = [reference_segment(model, loss, params, tuple(state), x, y) for x, y, *state in rows]
+    grads = {name: np.stack([r.grads[name].numpy() for r in results]) for name in params}
+    return {"loss": np.stack([r.loss.numpy() for r in results]), **grads}
+
+
+def errors(result: tuple[Any, dict[str, Any]], right: dict[str, Any]) -> Errors:
+    """The relative error of the loss and of each gradient, in the norm over all its elements."""
+    value, grads = result
+    if set(grads) != set(right) - {"loss"}:
+        return dict.fromkeys(right, float("inf"))
+    found = {}
+    for name, wanted in right.items():
+        got = np.asarray(value if name == "loss" else grads[name], dtype=np.float64)
+        if got.shape != wanted.shape:
+            found[name] = float("inf")
+            continue
+        size = float(np.linalg.norm(wanted))
+        error = float(np.linalg.norm(got - wanted)) / (size or 1.0)
+        found[name] = error if np.isfinite(error) else float("inf")
+    return found
+
+
+def check(case: Case, results: dict[str, Any], base: str, rows: dict[str, dict[str, Any]]) -> None:
+    """Writes each peer's worst error into its row; a wrong peer gets the status "wrong"."""
+    right = exact(case)
+    own = {name: errors(result, right) for name, result in results.items() if result is not None}
+    measure = own.get(base, {})
+    if not measure or max(measure.values()) > 1e-3:  # the measure itself must be sound
+        measure = dict.fromkeys(right, 0.0)
+    allowed = {name: TIMES * error + FLOOR for name, error in measure.items()}
+    for peer, found in own.items():
+        worst = max((error / allowed[name], name) for name, error in found.items())[1]
+        row = rows[peer]
+        row.update(error=found[worst], error_allowed=allowed[worst], error_at=worst)
+        if not found[worst] <= allowed[worst]:
+            row.update(
+                status="wrong",
+                why=f"{worst} errs {found[worst]:.1e} where {allowed[worst]:.1e} is allowed",
+            )

@@ -1,0 +1,210 @@
+"""Results as JSON, a Markdown table, a bar chart, and what was to be reached."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .plots import plot_bars
+
+Results = dict[str, Any]
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on: processor, threads, versions, date, commit."""
+    versions: dict[str, str | None] = {}
+    for name in ("ftbptt", "torch", "jax", "numpy"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": versions,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": _commit(),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str | None:
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        here = Path(__file__).parent
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def tag(results: Results) -> str:
+    """A file name for the machine, such as ``intel-xeon-processor-2-threads``."""
+    about = results["machine"]
+    words = re.sub(r"\([^)]*\)|@.*", " ", about["cpu"]).lower()
+    return "-".join([*re.findall(r"[a-z0-9]+", words), f"{about['threads']}-threads"])
+
+
+def targets(results: Results) -> list[dict[str, Any]]:
+    """What was to be reached, what was measured, and whether it is enough."""
+
+    def value(case: str, key: str, peer: str = "engine") -> float | None:
+        row = results["cases"].get(case, {}).get("peers", {}).get(peer, {})
+        return row.get(key) if row.get("status") == "ok" else None
+
+    def against(case: str, peer: str) -> float | None:
+        """How many times faster than the peer."""
+        return _divided(value(case, "ratio"), value(case, "ratio", peer))
+
+    def memory(peer: str) -> float | None:
+        peak = value("lstm-long", "peak_bytes", peer)
+        return _divided(peak, value("lstm-long", "peak_bytes", "eager"))
+
+    cold = results.get("compile_s") or {}
+    first = "LSTM T=64 B=32 D=64 H=128"
+    table = [
+        (f"{first}, vs eager autograd loop", value("lstm", "ratio"), ">=", 1.8, "x"),
+        (f"{first}, vs torch.func eager", against("lstm", "torch-func"), ">=", 3.0, "x"),
+        ("LSTM T=100 B=1 D=8 H=50, vs eager", value("lstm-one-row", "ratio"), ">=", 12.0, "x"),
+        ("layer-norm LSTM, vs eager", value("layer-norm-lstm", "ratio"), ">=", 1.8, "x"),
+        ("3-layer GRU, vs eager", value("gru-3-layers", "ratio"), ">=", 1.8, "x"),
+        ("vmap over 64 sequences, vs a loop over them", value("vmap-64", "ratio"), ">=", 20.0, "x"),
+        (f"{first}, cold compile", value("lstm", "compile_s"), "<=", 15.0, " s"),
+        (
+            "cold compile at T=1024, vs T=16",
+            _divided(cold.get("1024"), cold.get("16")),
+            "<=",
+            1.3,
+            "x",
+        ),
+        ("peak memory at T=1024, vs eager", memory("engine"), "<=", 1.0, "x"),
+        ("the same with recompute=True", memory("engine-recompute"), "<=", 0.5, "x"),
+    ]
+    rows = []
+    for what, measured, sign, wanted, unit in table:
+        if measured is None:
+            verdict = "not measured"
+        else:
+            reached = measured >= wanted if sign == ">=" else measured <= wanted
+            verdict = "ok" if reached else "short"
+        rows.append(
+            {
+                "what": what,
+                "target": f"{'at least' if sign == '>=' else 'at most'} {wanted:g}{unit}",
+                "measured": measured,
+                "unit": unit,
+                "verdict": verdict,
+            }
+        )
+    return rows
+
+
+def _divided(a: float | None, b: float | None) -> float | None:
+    return None if a is None or not b else a / b
+
+
+def markdown(results: Results) -> str:
+    """The tables: one for each case, and what was to be reached."""
+    about = results["machine"]
+    versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items() if v)
+    lines = [
+        "# Bench",
+        "",
+        f"{about['cpu']}, {about['threads']} threads ({about['instructions']}), {about['system']}; "
+        f"Python {about['python']}, {versions}; {about['date']}, commit {about['commit']}.",
+        "",
+        "One segment: forward, loss and the gradients of all parameters, float32. Times are "
+        f"medians over {results['rounds']} rounds in which the peers took turns; *vs eager* is the "
+        "median of the rounds' own ratios. *Compile* is the first call in a fresh process with "
+        "empty caches, less a warm one; *memory* is by how much a warm call raises the process's "
+        "memory; *error* is the worst of the loss's and the gradients' relative errors from "
+        "float64; *of floor* is the fraction of the machine's floor that is reached: the case's "
+        "GEMMs at the rates measured at their own shapes, or its bytes at copy speed, whichever "
+        "takes longer.",
+    ]
+    lines += ["", "## Times faster than the eager autograd loop", "", *_summary(results)]
+    for case in results["cases"].values():
+        lines += ["", f"## {case['title']}", "", _floor_line(case["floor"]), ""]
+        lines.append("| | ms | vs eager | of floor | compile | memory | error |")
+        lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+        lines += [_row(row) for row in case["peers"].values()]
+    lines += ["", "## What it must reach", "", "| what | target | measured | |"]
+    lines.append("| --- | --- | ---: | --- |")
+    for row in results["targets"]:
+        found = "" if row["measured"] is None else f"{row['measured']:.2f}{row['unit']}"
+        lines.append(f"| {row['what']} | {row['target']} | {found} | {row['verdict']} |")
+    for steps, seconds in (results.get("compile_s") or {}).items():
+        if seconds is not None:
+            lines += ["", f"Cold compile of the first case at T={steps}: {seconds:.1f} s."]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(results: Results) -> list[str]:
+    cases = results["cases"].values()
+    labels: dict[str, str] = {}
+    for case in cases:
+        labels |= {name: row["label"] for name, row in case["peers"].items()}
+    lines = ["| | " + " | ".join(labels.values()) + " |", "| --- |" + " ---: |" * len(labels)]
+    for case in cases:
+        rows = [case["peers"].get(name, {}) for name in labels]
+        cells = [f"{row['ratio']:.2f}" if "ratio" in row else "" for row in rows]
+        lines.append(f"| {case['title']} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _floor_line(floor: dict[str, float]) -> str:
+    return (
+        f"Floor {1e3 * floor['seconds']:.2f} ms: {floor['flops'] / 1e9:.3g} GFLOP, at "
+        f"{floor['step_rate'] / 1e9:.0f} GFLOP/s in the steps' GEMMs and "
+        f"{floor['batched_rate'] / 1e9:.0f} in the batched ones; {floor['bytes'] / 1e6:.1f} MB at "
+        f"{floor['bandwidth'] / 1e9:.0f} GB/s take {1e3 * floor['copy_seconds']:.2f} ms."
+    )
+
+
+def _row(row: dict[str, Any]) -> str:
+    if row["status"] != "ok":
+        word = {"skip": "skipped", "wrong": "WRONG", "error": "failed"}[row["status"]]
+        reason = row["why"].replace("|", "/")
+        return f"| {row['label']} | {word}: {reason} | | | | | |"
+    ratio = f"{row['ratio']:.2f}x" if "ratio" in row else ""
+    memory = f"{row['peak_bytes'] / 2**20:.1f} MB" if "peak_bytes" in row else ""
+    return (
+        f"| {row['label']} | {row['ms']:.2f} | {ratio} | {row['of_floor']:.0%} | "
+        f"{row['compile_s']:.1f} s | {memory} | {row['error']:.0e} |"
+    )
+
+
+def write(results: Results, folder: Path) -> list[Path]:
+    """Writes JSON, Markdown and PNG beside each other; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / tag(results)
+    paths = [stem.with_name(stem.name + ending) for ending in (".json", ".md", ".png")]
+    paths[0].write_text(json.dumps(results, indent=1) + "\n")
+    paths[1].write_text(markdown(results))
+    plot_bars(paths[2], results)
+    return paths

@@ -1,0 +1,215 @@
+"""The bench: cases crossed with peers in one run.
+
+    python -m bench.run             everything, about ten minutes; writes bench/results/
+    python -m bench.run --quick     three cases, few rounds; writes runs/bench/
+
+For each case: the machine's floor; then every peer in a process of its own, cold, so that its
+first call shows its compile time; then each result against the loop in float64 (a peer that errs
+more than 3 times what the eager loop errs gets no speed); then rounds in which the peers take
+turns; then the memory of a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from . import limits, oracle, report
+from .cases import CASES, QUICK, Case, build
+from .peers import PEERS, Peer
+from .worker import serve
+
+BASE = "eager"  # the peer that ratios and errors are taken against
+TURN = 0.15  # seconds of calls that a peer gets in a round
+COMPILE_STEPS = (16, 1024)  # the first case's cold compile at these lengths
+
+
+@dataclass
+class Worker:
+    """The other end of a worker process."""
+
+    peer: Peer
+    pipe: Any
+    process: Any
+    cache: tempfile.TemporaryDirectory[str]
+    row: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def begin(cls, case: Case, peer: Peer) -> Worker:
+        context = multiprocessing.get_context("spawn")
+        pipe, other = context.Pipe()
+        cache = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
+        process = context.Process(target=serve, args=(other, case, peer.name, cache.name))
+        process.start()
+        other.close()
+        return cls(peer, pipe, process, cache, {"label": peer.label, "status": "ok"})
+
+    def ask(self, *command: Any) -> Any:
+        """The answer, or None once the peer has skipped or failed; the row says so."""
+        if self.row["status"] != "ok":
+            return None
+        try:
+            self.pipe.send(command)
+            status, answer = self.pipe.recv()
+        except (EOFError, OSError):
+            status, answer = "error", "the process died"
+        if status == "ok":
+            return answer
+        self.row.update(status=status, why=answer)
+        return None
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.pipe.send(("stop",))
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.cache.cleanup()
+
+
+def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> dict[str, Any]:
+    """Everything about one case, as it goes into the results."""
+    bar.set_postfix_str("machine's floor")
+    parameters = sum(p.numel() for p in build(case).params.values())
+    floor = limits.floor(case, parameters)
+    workers: list[Worker] = []
+    try:
+        results = {}
+        for peer in peers:
+            bar.set_postfix_str(f"{peer.label}: first call")
+            worker = Worker.begin(case, peer)
+            workers.append(worker)
+            times = worker.ask("start")
+            if times is not None:
+                worker.row.update(times, compile_s=times["first_s"] - times["warm_s"])
+                results[peer.name] = worker.ask("result")
+        bar.set_postfix_str("float64 oracle")
+        oracle.check(case, results, BASE, {w.peer.name: w.row for w in workers})
+        times_of: dict[str, list[list[float]]] = {w.peer.name: [] for w in workers}
+        for turn in range(rounds):
+            bar.set_postfix_str(f"round {turn + 1} of {rounds}")
+            for worker in workers:
+                times = worker.ask("time", TURN)
+                if times is not None:
+                    times_of[worker.peer.name].append(times)
+        for worker in workers:
+            bar.set_postfix_str(f"{worker.peer.label}: memory")
+            peak = worker.ask("memory")
+            if peak is not None:
+                worker.row["peak_bytes"] = peak
+        for worker in workers:
+            if worker.row["status"] == "ok":
+                _summarise(worker.row, times_of[worker.peer.name], times_of[BASE], floor.seconds)
+    finally:
+        for worker in workers:
+            worker.end()
+    return {
+        "title": case.title,
+        "floor": floor.as_dict(),
+        "peers": {worker.peer.name: worker.row for worker in workers},
+    }
+
+
+def _summarise(
+    row: dict[str, Any], rounds: list[list[float]], base: list[list[float]], floor: float
+) -> None:
+    """Median milliseconds over all calls; the ratio is the median over the rounds' own ratios."""
+    medians = [statistics.median(times) for times in rounds]
+    every = [seconds for times in rounds for seconds in times]
+    row["ms"] = 1e3 * statistics.median(every)
+    row["best_ms"] = 1e3 * min(every)
+    row["round_ms"] = [1e3 * seconds for seconds in medians]
+    row["of_floor"] = 1e3 * floor / row["ms"]
+    if len(base) == len(rounds):  # not if the eager loop itself failed
+        pairs = zip(base, medians, strict=True)
+        row["ratio"] = statistics.median(statistics.median(b) / m for b, m in pairs)
+
+
+def compile_seconds(case: Case, steps: int, repeats: int) -> float | None:
+    """The engine's cold compile of a case at another length: the best of some fresh processes."""
+    peer = next(peer for peer in PEERS if peer.name == "engine")
+    found = []
+    for _ in range(repeats):
+        worker = Worker.begin(replace(case, steps=steps), peer)
+        try:
+            times = worker.ask("start")
+        finally:
+            worker.end()
+        if times is not None:
+            found.append(times["first_s"] - times["warm_s"])
+    return min(found, default=None)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; unknown names of cases and peers are errors."""
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    cases, peers = [case.name for case in CASES], [peer.name for peer in PEERS]
+    add = parser.add_argument
+    add("--quick", action="store_true", help=f"only {', '.join(QUICK)}, in few rounds")
+    add("--cases", help=f"a comma-separated choice of {', '.join(cases)}")
+    add("--peers", help=f"a comma-separated choice of {', '.join(peers)}; {BASE} always takes part")
+    add("--rounds", type=int, help="rounds in which the peers take turns (default 12, quick 4)")
+    add("--out", type=Path, help="folder (default bench/results; for part of the bench runs/bench)")
+    options = parser.parse_args(arguments)
+    part = bool(options.quick or options.cases or options.peers)
+    options.out = options.out or Path("runs/bench" if part else "bench/results")
+    options.rounds = options.rounds if options.rounds is not None else 4 if options.quick else 12
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, found {options.rounds}")
+    chosen = options.cases.split(",") if options.cases else list(QUICK) if options.quick else cases
+    others = options.peers.split(",") if options.peers else peers
+    if options.quick and not options.peers:
+        others = [name for name in peers if name != "unrolled"]
+    for option, names, known in (("cases", chosen, cases), ("peers", others, peers)):
+        for name in names:
+            if name not in known:
+                parser.error(f"--{option}: no {name!r}; there are {', '.join(known)}")
+    options.cases = [case for case in CASES if case.name in chosen]
+    options.peers = [peer for peer in PEERS if peer.name in others or peer.name == BASE]
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit status is 1 if a result was wrong."""
+    options = parse(arguments)
+    results: dict[str, Any] = {"machine": report.machine(), "rounds": options.rounds, "cases": {}}
+    lengths = COMPILE_STEPS if any(peer.name == "engine" for peer in options.peers) else ()
+    lengths = () if CASES[0] not in options.cases else lengths
+    try:
+        with tqdm(total=len(options.cases) + len(lengths), unit="case", dynamic_ncols=True) as bar:
+            for case in options.cases:
+                bar.set_description(case.name)
+                results["cases"][case.name] = run_case(case, options.peers, options.rounds, bar)
+                bar.update()
+            results["compile_s"] = {}
+            for steps in lengths:
+                bar.set_description("cold compile")
+                bar.set_postfix_str(f"T={steps}")
+                repeats = 1 if options.quick else 2
+                results["compile_s"][str(steps)] = compile_seconds(CASES[0], steps, repeats)
+                bar.update()
+    except KeyboardInterrupt:
+        print("\nstopped; nothing was written", file=sys.stderr)
+        return 130
+    results["targets"] = report.targets(results)
+    written = report.write(results, options.out)
+    print(report.markdown(results))
+    print("written: " + ", ".join(str(path) for path in written))
+    rows = [row for case in results["cases"].values() for row in case["peers"].values()]
+    return 1 if any(row["status"] == "wrong" for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""A plan in words: what ``train_segment.explain`` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ._compat import keystr, tree_flatten_with_path, tree_unflatten
+from ._execute import Executable
+from .compiler.distribute import Block, DistributedLoop, MapBlock, ScanBlock, ShiftBlock
+from .compiler.graphs import GEMMS, VIEWS, Node, gemm_flops, is_getitem, nbytes, value_of
+from .compiler.plan import Plan
+from .compiler.timesum import Term
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One block: ``flops`` of its GEMMs and ``bytes`` it reads and writes, for the K steps."""
+
+    phase: str
+    kind: str  # "map", "scan", "linear scan", "shift", "invariant", "sum"
+    title: str
+    gemms: list[str]
+    elementwise: int
+    flops: int
+    bytes: int
+    runs: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a segment will do, printable; ``blocks`` has the parts."""
+
+    step: str
+    backend: str
+    steps: int
+    chunk: int
+    blocks: list[BlockReport]
+    saved: list[str]
+    saved_bytes: int
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def flops(self) -> int:
+        return sum(block.flops for block in self.blocks)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.step}: K={self.steps} steps, backend {self.backend}, in chunks of up to "
+            f"{self.chunk} steps",
+            f"  {_count(self.flops, 'FLOP')} in GEMMs, {_count(self.saved_bytes, 'B')} saved from "
+            "forward for reverse",
+        ]
+        phase = ""
+        for block in self.blocks:
+            if block.phase != phase:
+                phase = block.phase
+                lines.append(phase)
+            head = f"  {block.kind:12}{block.title}"
+            work = [f"{len(block.gemms)} GEMM" + ("s" if len(block.gemms) != 1 else "")]
+            work += [f"{block.elementwise} other operations"] if block.elementwise else []
+            work += [_count(block.flops, "FLOP")] if block.flops else []
+            work += [_count(block.bytes, "B")] if block.bytes else []
+            lines += [head, f"  {'':12}{', '.join(work)}; {block.runs}"]
+            lines += [f"  {'':14}{gemm}" for gemm in block.gemms]
+        lines.append(f"saved: {', '.join(self.saved) or 'nothing'}")
+        return "\n".join([*lines, *self.notes])
+
+
+def explain(executable: Executable, step_name: str, steps: int) -> Explanation:
+    """explain : an executable plan, K -> Explanation"""
+    plan, backend = executable.plan, executable.backend.name
+    names = _names(plan)
+    blocks: list[BlockReport] = []
+    preparation = plan.preparation
+    if preparation is not None:
+        blocks.append(_invariant(preparation.prepare, "once per segment", backend))
+    for phase, loop in (("forward", plan.forward), ("reverse", plan.reverse)):
+        if loop.hoisted is not None:
+            blocks.append(_invariant(loop.hoisted, phase, backend))
+        blocks += [_block(block, phase, names, steps, backend) for block in loop.blocks]
+        blocks += _sums(loop, steps)
+    saved = plan.loops.saved
+    return Explanation(
+        step=step_name,
+        backend=backend,
+        steps=steps,
+        chunk=executable.chunk,
+        blocks=blocks,
+        saved=[names.get(node, node.name) for node in saved],
+        saved_bytes=steps * sum(map(nbytes, saved)),
+    )
+
+
+def _names(plan: Plan) -> dict[Node, str]:
+    """What the caller calls a value: the leaves of the state and of x, and their gradients."""
+    names: dict[Node, str] = {}
+    carries = iter(plan.forward.loop.carries)
+    own: list[str] = []
+    spec = plan.signature.specs[1]
+    paths = tree_flatten_with_path(tree_unflatten([0] * spec.num_leaves, spec))[0]
+    for (path, _), packing in zip(paths, plan.packings, strict=True):
+        for i in range(packing.count):
+            part = f"[part {i}]" if packing.dim is not None else ""
+            own.append(f"state{keystr(path)}{part}")
+            names[next(carries)] = own[-1]
+    for node, i in zip(plan.reverse.loop.carries, plan.loops.trained_carries, strict=True):
+        names[node] = f"d {own[i]}"
+    for i, node in enumerate(plan.forward.loop.sequences):
+        names[node] = f"x leaf {i}" if i < len(plan.signature.x) else "reset or mask"
+    return names
+
+
+def _block(
+    block: Block, phase: str, names: dict[Node, str], steps: int, backend: str
+) -> BlockReport:
+    def title(nodes: Iterable[Node]) -> str:
+        return ", ".join(names.get(node, node.name) for node in nodes)
+
+    if isinstance(block, ShiftBlock):
+        size = 2 * steps * nbytes(block.carry)
+        return BlockReport(
+            phase, "shift", title([block.carry]), [], 0, 0, size, "no loop: a value one step late"
+        )
+    if isinstance(block, MapBlock):
+        gemms, other, flops = _work(block.module, steps, f"over {steps} steps at once")
+        size = steps * sum(map(nbytes, [*block.sequences, *block.outputs]))
+        shown = title(block.sequences[:3]) + (", ..." if len(block.sequences) > 3 else "")
+        runs = f"{backend}: needs no carry of its own, all steps in one call"
+        return BlockReport(phase, "map", f"of {shown}", gemms, other, flops, size, runs)
+    gemms, other, flops = _work(block.module, steps, f"{steps} times")
+    kept = [c for c, flag in zip(block.carries, block.history, strict=True) if flag]
+    size = steps * sum(map(nbytes, [*block.sequences, *block.emits, *kept]))
+    size += steps * sum(map(nbytes, block.invariants))
+    kind = "linear scan" if block.linear else "scan"
+    why = "elementwise affine in its carry" if block.linear else "its carry feeds itself"
+    loop = {"eager": "a Python loop", "compile": "a while_loop inside the compiled program"}
+    runs = f"{backend}: {why}, {loop[backend]}"
+    return BlockReport(phase, kind, f"over {title(block.carries)}", gemms, other, flops, size, runs)
+
+
+def _invariant(module: fx.GraphModule, phase: str, backend: str) -> BlockReport:
+    gemms, other, flops = _work(module, 1, "once")
+    return BlockReport(
+        phase, "invariant", "work on parameters alone", gemms, other, flops, 0, f"{backend}: once"
+    )
+
+
+def _sums(loop: DistributedLoop, steps: int) -> list[BlockReport]:
+    """The parameters' gradients: each a GEMM over all steps and rows, or a sum."""
+    gemms, sums, flops = [], 0, 0
+    for term in _terms(loop.sums):
+        if term.kind == "gemm":
+            a, b = (value_of(operand).shape for operand in term.operands)
+            flops += steps * gemm_flops(term.node)
+            gemms.append(_gemm_text(a, b, f"contracted over {steps} steps and rows at once"))
+        else:
+            sums += 1
+    if not gemms and not sums:
+        return []
+    title = "of each step's share in the parameters' gradients"
+    return [BlockReport("reverse", "sum", title, gemms, sums, flops, 0, "one GEMM per weight")]
+
+
+def _terms(terms: Sequence[Term]) -> Iterable[Term]:
+    for term in terms:
+        yield term
+        yield from _terms([operand for operand in term.operands if isinstance(operand, Term)])
+
+
+def _work(module: fx.GraphModule, steps: int, how_often: str) -> tuple[list[str], int, int]:
+    """The GEMMs of a block, its other operations but views, and the FLOPs of ``steps`` steps."""
+    gemms, other, flops = [], 0, 0
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.target in VIEWS or is_getitem(node):
+            continue
+        if node.target in GEMMS:
+            a, b = (value_of(arg).shape for arg in node.args[:2])
+            gemms.append(_gemm_text(a, b, how_often))
+            flops += steps * gemm_flops(node)
+        else:
+            other += 1
+    return gemms, other, flops
+
+
+def _gemm_text(a: Sequence[int], b: Sequence[int], how_often: str) -> str:
+    return f"{list(a)} @ {list(b)} {how_often}"
+
+
+def _count(value: float, unit: str) -> str:
+    for prefix in ("", "k", "M", "G"):
+        if value < 1000:
+            return f"{value:.3g} {prefix}{unit}"
+        value /= 1000
+    return f"{value:.3g} T{unit}"

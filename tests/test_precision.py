@@ -1,0 +1,38 @@
+"""float32 and bfloat16: no further from float64 than what the eager loop itself errs, times 3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from .cells import CELLS, NOT_BFLOAT16, REPRESENTATIVE, problem
+from .oracle import check_low_precision
+
+Segments = Callable[..., Any]
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_bfloat16(name: str, segments: Segments) -> None:
+    if name in NOT_BFLOAT16:
+        pytest.skip("torch has no such complex dtype")
+    given = problem(name, torch.bfloat16)
+    for steps in (3, 7):
+        check_low_precision(segments(name, "eager", torch.bfloat16), given, steps)
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_float32(name: str, segments: Segments) -> None:
+    given = problem(name, torch.float32)
+    for steps in (3, 7, 63):
+        check_low_precision(segments(name, "eager", torch.float32), given, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["lstm_readout", "layer_norm_lstm", "gru_3_layers"])
+def test_lower_precision_compiled(name: str, dtype: torch.dtype, segments: Segments) -> None:
+    for steps in (7, 63):
+        check_low_precision(segments(name, "compile", dtype), problem(name, dtype), steps)

@@ -1,0 +1,109 @@
+"""What a user relies on around the numbers: chaining, optimizers, plans, and what is theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+import ftbptt
+
+from .cells import problem
+from .oracle import assert_close, check, reference
+from .problem import Problem
+
+Segments = Callable[..., Any]
+
+
+def make(given: Problem, **options: Any) -> Any:
+    options = {"backend": "eager", "time_dim": given.time_dim or None} | options
+    return ftbptt.make_train_segment(given.step, given.loss, **options)
+
+
+def test_segments_chain(segments: Segments) -> None:
+    """The state goes from segment to segment; a ragged tail needs no second trace."""
+    segment, given = segments("stacked_lstm_cells", "eager"), problem("stacked_lstm_cells")
+    params, state, x, y = given.data(17)
+    expected_state, traced = state, segment.trace_count
+    for first in (0, 7, 14):
+        now = slice(first, first + 7)
+        found = segment(params, state, x[now], y[now])
+        piece = Problem(
+            given.step, params, expected_state, lambda _, n=now: x[n], lambda _, n=now: y[n],
+            given.loss,
+        )  # fmt: skip
+        expected = reference(piece, 7)
+        assert_close(found, expected)
+        state, expected_state = found.state, expected.state
+    assert segment.trace_count in (traced, 1)
+
+
+def test_gradients_can_be_written_to(segments: Segments) -> None:
+    """An optimizer step in place, and the next segment sees the new parameters."""
+    given = problem("elman")
+    segment = segments("elman", "eager")
+    params = {name: p.clone() for name, p in given.params.items()}
+    optimizer = torch.optim.SGD([p.requires_grad_() for p in params.values()], lr=0.1)
+    losses = []
+    for _ in range(5):
+        found = segment(params, given.state, given.x(7), given.y(7))
+        for name, p in params.items():
+            p.grad = found.grads[name]
+        torch.nn.utils.clip_grad_norm_(params.values(), 0.5)
+        optimizer.step()
+        losses.append(found.loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_the_result_of_one_call_survives_the_next(segments: Segments) -> None:
+    segment, given = segments("lstm_readout", "eager"), problem("lstm_readout")
+    first = segment(*given.data(7))
+    kept = tree_map(torch.clone, first)
+    other = problem("lstm_readout", seed=1)
+    segment(given.params, other.state, other.x(7), other.y(7))
+    assert_close(first, kept, tolerance=0)
+
+
+def test_a_step_without_randomness_draws_nothing(segments: Segments) -> None:
+    before = torch.get_rng_state()
+    check(segments("layer_norm_lstm", "eager"), problem("layer_norm_lstm"), 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_other_shapes_and_dtypes_are_other_plans() -> None:
+    given = problem("elman")
+    segment = make(given)
+    params, state, x, y = given.data(3)
+    check(segment, given, 3)
+    smaller = segment(params, state[:1], x[:, :1], y[:, :1])
+    assert smaller.out.shape == (3, 1, 4)
+    low = problem("elman", torch.float32)
+    assert segment(*low.data(3)).loss.dtype == torch.float32
+    assert segment.trace_count == 3
+    check(segment, given, 5)
+    assert segment.trace_count == 3
+
+
+@pytest.mark.parametrize("name", ["lstm_readout", "gru_3_layers", "min_gru", "delay_line"])
+def test_explain(name: str, segments: Segments) -> None:
+    text = str(segments(name, "eager").explain(*problem(name).data(7)))
+    assert "eager" in text
+    assert "map" in text
+    if name in ("lstm_readout", "gru_3_layers"):
+        assert "scan" in text
+        assert "GEMM" in text.upper()
+
+
+def test_all_leaves_of_the_result_are_the_users_own(segments: Segments) -> None:
+    """Writing into the result must not reach into what was given, nor into the plan."""
+    segment, given = segments("exchanged_state", "eager"), problem("exchanged_state")
+    expected = reference(given, 3)
+    own = given.data(3)
+    found = segment(*own)
+    for leaf in tree_leaves((found.grads, found.state)):
+        leaf.zero_()
+    assert_close(segment(*own), expected)
