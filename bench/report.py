@@ -30,6 +30,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -61,6 +62,11 @@ def _commit() -> str | None:
         return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def busy(results: Results) -> bool:
+    """Whether other work ran on the machine when the bench began."""
+    return (results["machine"]["load_before"] or 0.0) > 0.25 * (os.cpu_count() or 1)
 
 
 def tag(results: Results) -> str:
@@ -147,6 +153,11 @@ def markdown(results: Results) -> str:
         "GEMMs at the rates measured at their own shapes, or its bytes at copy speed, whichever "
         "takes longer.",
     ]
+    if busy(results):
+        lines += [
+            "",
+            f"**The machine was busy** (load {about['load_before']}): do not quote these.",
+        ]
     lines += ["", "## Times faster than the eager autograd loop", "", *_summary(results)]
     for case in results["cases"].values():
         lines += ["", f"## {case['title']}", "", _floor_line(case["floor"]), ""]

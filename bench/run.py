@@ -185,6 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit status is 1 if a result was wrong."""
     options = parse(arguments)
     results: dict[str, Any] = {"machine": report.machine(), "rounds": options.rounds, "cases": {}}
+    if report.busy(results):
+        load = results["machine"]["load_before"]
+        print(f"the machine is busy (load {load}): the figures will be off", file=sys.stderr)
     lengths = COMPILE_STEPS if any(peer.name == "engine" for peer in options.peers) else ()
     lengths = () if CASES[0] not in options.cases else lengths
     try:

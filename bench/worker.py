@@ -7,6 +7,7 @@ parent can let the peers take turns.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib.util
@@ -23,7 +24,7 @@ import torch
 from .cases import Case, build
 from .peers import PEERS, Call, Skip
 
-M_MMAP_THRESHOLD = -3  # in glibc's malloc.h
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # in glibc's malloc.h
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
 
 
@@ -35,6 +36,7 @@ def serve(pipe: Connection, case: Case, peer: str, cache: str) -> None:
     """
     for name in CACHES:
         os.environ[name] = os.path.join(cache, name.lower())
+    _tell_malloc(M_ARENA_MAX, 1)  # only what lies in the main arena can be given back
     call: Call | None = None
     while True:
         try:
@@ -105,11 +107,11 @@ def peak_memory(call: Call) -> int | None:
     """
     if not os.path.exists("/proc/self/clear_refs"):
         return None
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)  # freed tensors go back, or their reuse would not show
+    _tell_malloc(M_MMAP_THRESHOLD, 1 << 16)  # freed tensors go back: their reuse would not show
     call()
     gc.collect()
-    libc.malloc_trim(0)
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the high-water mark starts again from here
     before = _status("VmRSS")
@@ -117,6 +119,11 @@ def peak_memory(call: Call) -> int | None:
     peak = _status("VmHWM")
     del kept
     return max(peak - before, 0)
+
+
+def _tell_malloc(option: int, value: int) -> None:
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(option, value)
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {

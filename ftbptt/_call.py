@@ -85,8 +85,8 @@ class Argument:
         for i, leaf in enumerate(self.leaves):
             if not isinstance(leaf, Tensor):
                 raise TypeError(
-                    f"{self.path(i)}: expected a tensor, found {type(leaf).__name__}. Every leaf of "
-                    f"{name} must be a tensor: torch.as_tensor(value), or keep what is not data "
+                    f"{self.path(i)}: expected a tensor, found {type(leaf).__name__}. Every leaf "
+                    f"of {name} must be a tensor: torch.as_tensor(value), or keep what is not data "
                     "out of it."
                 )
 

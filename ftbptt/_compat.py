@@ -155,8 +155,8 @@ def holds_for(steps: Any, value: int) -> bool:
 def while_loop(
     again: Callable[..., Tensor],
     body: Callable[..., tuple[Tensor, ...]],
-    carried: tuple[Tensor, ...],
-    read: tuple[Tensor, ...],
+    carried: tuple[Any, ...],
+    read: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
     """torch's while_loop operator itself, without the Dynamo trace around its public front."""
     from torch._higher_order_ops.while_loop import while_loop_op

@@ -7,32 +7,23 @@ gradients of the gates) does not grow with K, and stays in the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._compat import is_pinned, symbolic_steps
+from .backends import Backend
+from .backends.base import Function
 from .compiler.distribute import DistributedLoop, MapBlock, ScanBlock
 from .compiler.graphs import Node, nbytes, value_of
 from .compiler.plan import Plan
-from .compiler.program import RunScan, run_loop
+from .compiler.program import run_loop
 
-Function = Callable[..., list[Tensor]]
 # What lives only inside a chunk should stay in a CPU's outer cache.
 _CHUNK_BYTES = 16 << 20
 _LEAST_STEPS = 16
-
-
-class Backend(Protocol):
-    """How a program runs: each scan block by ``run_scan``, each function through ``build``."""
-
-    name: str
-    run_scan: RunScan
-
-    def build(self, function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
-        """The function made ready to run on tensors like the fake examples."""
-        ...
 
 
 class Executable:
@@ -45,7 +36,7 @@ class Executable:
 
     def run(self, groups: dict[str, list[Tensor]], *, graded: bool) -> list[Tensor]:
         """``[*grads, *state, loss, *out]``, or without the gradients if not ``graded``."""
-        plan, s = self.plan, self.plan.signature
+        plan = self.plan
         given = [*groups["params"], *groups["buffers"], *plan.captures, *groups["initial_state"]]
         prepared: list[Tensor] = []
         if plan.preparation is not None:
@@ -193,7 +184,7 @@ def _chunks(steps: int, chunk: int) -> list[tuple[int, int]]:
     """Bounds of nearly equal chunks of at most about ``chunk`` steps."""
     count = max(1, -(-steps // chunk))
     edges = [steps * i // count for i in range(count + 1)]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 def _steps_per_chunk(plan: Plan) -> int:

@@ -9,7 +9,8 @@ from torch import fx
 
 from ._compat import keystr, tree_flatten_with_path, tree_unflatten
 from ._execute import Executable
-from .compiler.distribute import Block, DistributedLoop, MapBlock, ScanBlock, ShiftBlock
+from .backends import Backend
+from .compiler.distribute import Block, DistributedLoop, MapBlock, ShiftBlock
 from .compiler.graphs import GEMMS, VIEWS, Node, gemm_flops, is_getitem, nbytes, value_of
 from .compiler.plan import Plan
 from .compiler.timesum import Term
@@ -71,7 +72,7 @@ class Explanation:
 
 def explain(executable: Executable, step_name: str, steps: int) -> Explanation:
     """explain : an executable plan, K -> Explanation"""
-    plan, backend = executable.plan, executable.backend.name
+    plan, backend = executable.plan, executable.backend
     names = _names(plan)
     blocks: list[BlockReport] = []
     preparation = plan.preparation
@@ -85,7 +86,7 @@ def explain(executable: Executable, step_name: str, steps: int) -> Explanation:
     saved = plan.loops.saved
     return Explanation(
         step=step_name,
-        backend=backend,
+        backend=backend.name,
         steps=steps,
         chunk=executable.chunk,
         blocks=blocks,
@@ -114,7 +115,7 @@ def _names(plan: Plan) -> dict[Node, str]:
 
 
 def _block(
-    block: Block, phase: str, names: dict[Node, str], steps: int, backend: str
+    block: Block, phase: str, names: dict[Node, str], steps: int, backend: Backend
 ) -> BlockReport:
     def title(nodes: Iterable[Node]) -> str:
         return ", ".join(names.get(node, node.name) for node in nodes)
@@ -128,7 +129,7 @@ def _block(
         gemms, other, flops = _work(block.module, steps, f"over {steps} steps at once")
         size = steps * sum(map(nbytes, [*block.sequences, *block.outputs]))
         shown = title(block.sequences[:3]) + (", ..." if len(block.sequences) > 3 else "")
-        runs = f"{backend}: needs no carry of its own, all steps in one call"
+        runs = f"{backend.name}: needs no carry of its own, all steps in one call"
         return BlockReport(phase, "map", f"of {shown}", gemms, other, flops, size, runs)
     gemms, other, flops = _work(block.module, steps, f"{steps} times")
     kept = [c for c, flag in zip(block.carries, block.history, strict=True) if flag]
@@ -136,15 +137,21 @@ def _block(
     size += steps * sum(map(nbytes, block.invariants))
     kind = "linear scan" if block.linear else "scan"
     why = "elementwise affine in its carry" if block.linear else "its carry feeds itself"
-    loop = {"eager": "a Python loop", "compile": "a while_loop inside the compiled program"}
-    runs = f"{backend}: {why}, {loop[backend]}"
+    runs = f"{backend.name}: {why}, {backend.loop}"
     return BlockReport(phase, kind, f"over {title(block.carries)}", gemms, other, flops, size, runs)
 
 
-def _invariant(module: fx.GraphModule, phase: str, backend: str) -> BlockReport:
+def _invariant(module: fx.GraphModule, phase: str, backend: Backend) -> BlockReport:
     gemms, other, flops = _work(module, 1, "once")
     return BlockReport(
-        phase, "invariant", "work on parameters alone", gemms, other, flops, 0, f"{backend}: once"
+        phase,
+        "invariant",
+        "work on parameters alone",
+        gemms,
+        other,
+        flops,
+        0,
+        f"{backend.name}: once",
     )
 
 

@@ -22,7 +22,7 @@ class Layout:
 
     @classmethod
     def of(cls, step: Step, time_dim: int | None, x: Tree, batch_axes: int = 0) -> Layout:
-        """The caller's ``time_dim``; if None, 1 for batched data of a ``batch_first`` module, else 0.
+        """The caller's ``time_dim``; if None, 1 for batched data of a ``batch_first`` step, else 0.
 
         ``batch_axes``: axes of ``x`` that a single call of the step does not see.
         """

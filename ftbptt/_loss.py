@@ -1,4 +1,4 @@
-"""The loss of a segment: what the caller's ``loss(out, y)`` returns, averaged over the valid steps."""
+"""The loss of a segment: what ``loss(out, y)`` returns, averaged over the valid steps."""
 
 from __future__ import annotations
 

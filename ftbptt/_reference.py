@@ -34,14 +34,15 @@ def reference_segment(
     time_dim: int | None = None,
     initial_state: Tree | Callable[[Tree], Tree] | None = None,
 ) -> SegmentOutput:
-    """reference_segment : params, state, x[K, ...], y[K, ...] -> SegmentOutput(grads, state, loss, out)
+    """reference_segment : params, state, x[K, ...], y[K, ...] -> SegmentOutput
 
     The eager loop that defines ``train_segment``. Arguments as there. Any step that runs in eager
     torch runs here; nothing is compiled.
 
     >>> cell, x, h = nn.GRUCell(3, 5), torch.randn(7, 2, 3), torch.zeros(2, 5)
     >>> loss = lambda out, y: (out - y).square().mean()
-    >>> result = reference_segment(cell, loss, dict(cell.named_parameters()), h, x, torch.ones(7, 2, 5))
+    >>> params, y = dict(cell.named_parameters()), torch.ones(7, 2, 5)
+    >>> result = reference_segment(cell, loss, params, h, x, y)
     >>> result.state.shape
     torch.Size([2, 5])
     """

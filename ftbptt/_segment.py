@@ -13,11 +13,11 @@ from ._call import Call, InDims, lay_out
 from ._compat import inside_functorch, tree_unflatten
 from ._execute import Executable
 from ._explain import Explanation, explain
-from ._layout import Layout, SharedLayout
+from ._layout import SharedLayout
 from ._loss import Loss
 from ._output import SegmentOutput
 from ._step import Step, StepFunction, as_step
-from .backends import BACKENDS, BUILD_ERRORS, choose
+from .backends import EAGER, NAMES, choose
 from .compiler.plan import make_plan
 from .compiler.signature import Level, Recipe
 
@@ -35,8 +35,8 @@ def make_train_segment(
     in_dims: InDims | None = None,
 ) -> TrainSegment:
     """make_train_segment : step, loss -> TrainSegment"""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, found {backend!r}.")
+    if backend not in NAMES:
+        raise ValueError(f"backend: expected one of {', '.join(NAMES)}, found {backend!r}.")
     if not callable(loss):
         raise TypeError(f"loss: expected a function loss(out, y), found {type(loss).__name__}.")
     if in_dims is not None:
@@ -170,7 +170,7 @@ class TrainSegment:
                 return executable.run(groups, graded=graded)
             try:
                 return executable.run(groups, graded=graded)
-            except BUILD_ERRORS as error:
+            except Exception as error:
                 warnings.warn(
                     f"ftbptt: the {executable.backend.name} backend failed for "
                     f"{self._recipe.step.name} ({_first_line(error)}); this segment runs on the "
@@ -178,7 +178,7 @@ class TrainSegment:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-                executable = Executable(executable.plan, choose("eager"), self._count_compile)
+                executable = Executable(executable.plan, EAGER, self._count_compile)
                 self._executables[call.key(tensors)] = executable
                 return executable.run(groups, graded=graded)
 

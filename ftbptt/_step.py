@@ -66,7 +66,7 @@ class Step:
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers: constants of a segment, read anew at each call."""
-        return {name: owner._buffers[key] for name, owner, key in self._buffer_owners}
+        return {name: getattr(owner, key) for name, owner, key in self._buffer_owners}
 
     def apply(self, params: Tree, buffers: dict[str, Tensor], x_t: Tree, state: Tree) -> Any:
         if self.module is None:

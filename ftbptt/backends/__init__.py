@@ -1,14 +1,14 @@
-"""Backends: how a program runs. Each is one function from a scan block to a callable, ``run_scan``,
-and ``build``, which makes a whole function of the program ready to run."""
+"""Backends: how a program runs. ``auto`` is ``compile``, and ``eager`` where that fails."""
 
-from __future__ import annotations
+from .base import Backend
+from .compile import COMPILE
+from .eager import EAGER
 
-from .compile import CompileBackend
-from .eager import EagerBackend
+__all__ = ["COMPILE", "EAGER", "NAMES", "Backend", "choose"]
 
-BACKENDS = ("auto", "eager", "compile")
-BUILD_ERRORS = (Exception,)
+NAMES = ("auto", "eager", "compile")
 
 
-def choose(name: str) -> EagerBackend | CompileBackend:
-    return EagerBackend() if name == "eager" else CompileBackend()
+def choose(name: str) -> Backend:
+    """The backend to try first for one of ``NAMES``."""
+    return EAGER if name == "eager" else COMPILE

@@ -9,7 +9,7 @@ loop indexes backwards instead of flipping its inputs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch import Tensor, fx
 
 from .._compat import inductor_compile, make_program_graph, while_loop
 from ..compiler.distribute import ScanBlock
-
-Function = Callable[..., list[Tensor]]
+from .base import Backend, Function
 
 
 def run_scan(
@@ -35,57 +34,76 @@ def run_scan(
     invariants = [value.contiguous() for value in invariants]
     module = with_small_products(block.module) if device.type == "cpu" else block.module
     n_carries, n_seq = len(carries), len(sequences)
-    examples = [node.meta["val"] for node in block.emits]
-    # A carry whose history is read lives in it; the others are carried from step to step.
+    # A carry whose history is read lives in it; the others are passed from step to step.
     kept = [i for i, flag in enumerate(block.history) if flag]
     passed = [i for i, flag in enumerate(block.history) if not flag]
-    histories = []
-    for i in kept:
-        history = carries[i].new_empty((steps + 1, *carries[i].shape))
+    histories = _Buffers([carries[i] for i in kept], steps + 1)
+    emits = _Buffers([node.meta["val"] for node in block.emits], steps)
+    for history, i in zip(histories.views(), kept, strict=True):
         history.select(0, -1 if reverse else 0).copy_(carries[i])
-        histories.append(history)
-    emits = [torch.empty((steps, *e.shape), dtype=e.dtype, device=device) for e in examples]
-    n_kept, n_emits = len(kept), len(emits)
 
     # The counter is the step itself, and its end a tensor: the symbol K stays out of the loop.
     start = torch.full((), steps - 1 if reverse else 0, dtype=torch.int64)
     end = torch.full((), -1 if reverse else steps, dtype=torch.int64)
+    n_histories, n_emits = len(histories.tensors), len(emits.tensors)
 
     def again(counter: Tensor, *rest: Tensor) -> Tensor:
         return counter != rest[-1]
 
     def body(counter: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        histories, rest = rest[:n_kept], rest[n_kept:]
-        emits, rest = rest[:n_emits], rest[n_emits:]
+        own_histories, rest = rest[:n_histories], rest[n_histories:]
+        own_emits, rest = rest[:n_emits], rest[n_emits:]
         own, rest = rest[: len(passed)], rest[len(passed) :]
         sequences, invariants = rest[:n_seq], rest[n_seq:-1]
-        t = counter.item()
+        t: Any = counter.item()
         torch._check(t >= 0)
         before, after = (t + 1, t) if reverse else (t, t + 1)
-        values: list[Tensor | None] = [None] * n_carries
-        for at, history in zip(kept, histories, strict=True):
-            values[at] = history.select(0, before)
-        for at, value in zip(passed, own, strict=True):
-            values[at] = value
-        result = module(*invariants, *(s.select(0, t) for s in sequences), *values)
-        for at, history in zip(kept, histories, strict=True):
-            history.select(0, after).copy_(result[at])
-        for sequence, value in zip(emits, result[n_carries:], strict=True):
+        values: dict[int, Tensor] = dict(zip(passed, own, strict=True))
+        written = histories.views(own_histories)
+        for i, history in zip(kept, written, strict=True):
+            values[i] = history.select(0, before)
+        inputs = [*(s.select(0, t) for s in sequences), *(values[i] for i in range(n_carries))]
+        result = module(*invariants, *inputs)
+        for i, history in zip(kept, written, strict=True):
+            history.select(0, after).copy_(result[i])
+        for sequence, value in zip(emits.views(own_emits), result[n_carries:], strict=True):
             sequence.select(0, t).copy_(value)
-        following = [result[at].clone(memory_format=torch.contiguous_format) for at in passed]
-        return (counter - 1 if reverse else counter + 1, *histories, *emits, *following)
+        following = [result[i].clone(memory_format=torch.contiguous_format) for i in passed]
+        step = -1 if reverse else 1
+        return (counter + step, *own_histories, *own_emits, *following)
 
-    mutable = (start, *histories, *emits, *(carries[i].clone() for i in passed))
-    _, *result = while_loop(again, body, mutable, (*sequences, *invariants, end))
-    histories, result = result[:n_kept], result[n_kept:]
-    emits, own = result[:n_emits], result[n_emits:]
-    finals: list[Any] = [None] * n_carries
+    written = (*histories.tensors, *emits.tensors, *(carries[i].clone() for i in passed))
+    _, *result = while_loop(again, body, (start, *written), (*sequences, *invariants, end))
+    finals = dict(zip(passed, result[n_histories + n_emits :], strict=True))
     traces: list[Tensor | None] = [None] * n_carries
-    for at, history in zip(kept, histories, strict=True):
-        finals[at], traces[at] = history.select(0, 0 if reverse else -1).clone(), history
-    for at, value in zip(passed, own, strict=True):
-        finals[at] = value
-    return finals, traces, list(emits)
+    for i, history in zip(kept, histories.views(result[:n_histories]), strict=True):
+        finals[i], traces[i] = history.select(0, 0 if reverse else -1).clone(), history
+    stacked = emits.views(result[n_histories:][:n_emits])
+    return [finals[i] for i in range(n_carries)], traces, stacked
+
+
+class _Buffers:
+    """Sequences of ``length`` steps for values like ``examples``, those alike in one tensor.
+
+    Every tensor that a loop is given costs it time at every step; a group of them costs once.
+    """
+
+    def __init__(self, examples: Sequence[Tensor], length: Any) -> None:
+        groups: dict[Any, list[int]] = {}
+        for i, example in enumerate(examples):
+            groups.setdefault((example.shape, example.dtype), []).append(i)
+        self.places = {
+            i: (g, at) for g, own in enumerate(groups.values()) for at, i in enumerate(own)
+        }
+        self.tensors = [
+            torch.empty((len(own), length, *shape), dtype=dtype, device=examples[own[0]].device)
+            for (shape, dtype), own in groups.items()
+        ]
+
+    def views(self, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """The sequence ``[length, ...]`` of each example, in these tensors or others like them."""
+        tensors = self.tensors if tensors is None else tensors
+        return [tensors[g].select(0, at) for _, (g, at) in sorted(self.places.items())]
 
 
 # Below this many rows a library GEMM costs more to call than to compute.
@@ -119,13 +137,10 @@ def _keep_freed_memory() -> None:
     torch.empty(31 << 20, dtype=torch.uint8)
 
 
-class CompileBackend:
-    """Every function of the program as one Inductor graph."""
+def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
+    """The function as one Inductor graph."""
+    _keep_freed_memory()
+    return inductor_compile(make_program_graph(function, examples, mode), examples, mode)
 
-    name = "compile"
-    run_scan = staticmethod(run_scan)
 
-    def build(self, function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
-        _keep_freed_memory()
-        graph = make_program_graph(function, examples, mode)
-        return inductor_compile(graph, examples, mode)
+COMPILE = Backend("compile", "a while_loop inside the compiled program", run_scan, _build)

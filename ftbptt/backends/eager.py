@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compiler.distribute import ScanBlock
+from .base import Backend, Function
 
 
 def run_scan(
@@ -37,11 +39,8 @@ def run_scan(
     return finals, histories, [torch.stack(values) for values in zip(*emits, strict=True)]
 
 
-class EagerBackend:
-    """Runs everything as it is; also what ``auto`` falls back to."""
+def _as_it_is(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
+    return function
 
-    name = "eager"
-    run_scan = staticmethod(run_scan)
 
-    def build(self, function: Any, examples: Any, mode: Any) -> Any:
-        return function
+EAGER = Backend("eager", "a Python loop", run_scan, _as_it_is)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -101,7 +101,8 @@ def make_loops(
             result = module(*given)
             return tuple(result[i] for i in graded), tuple(result)
 
-        _, pull, result = torch.func.vjp(primal, *(given[i] for i in trained_args), has_aux=True)
+        trained = (given[i] for i in trained_args)
+        _, pull, result = cast(Any, torch.func.vjp(primal, *trained, has_aux=True))
         return [*result, *pull(cotangents)]
 
     with mode:

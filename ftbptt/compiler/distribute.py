@@ -217,13 +217,13 @@ def _make_blocks(found: _Analysis, wanted: set[Node]) -> list[Block]:
             continue
         outputs = [n for n in maps.get(stage, []) if n in at_every_step and not is_tuple(n)]
         if outputs:
-            block = _map_block(found, outputs, set(maps[stage]))
-            at_every_step |= set(block.sequences)
-            blocks.append(block)
-    for block in recurrences:
-        if isinstance(block, ScanBlock):
-            pairs = zip(block.carries, block.next_carries, strict=True)
-            block.history = [not at_every_step.isdisjoint(pair) for pair in pairs]
+            batched = _map_block(found, outputs, set(maps[stage]))
+            at_every_step |= set(batched.sequences)
+            blocks.append(batched)
+    for scan in recurrences:
+        if isinstance(scan, ScanBlock):
+            pairs = zip(scan.carries, scan.next_carries, strict=True)
+            scan.history = [not at_every_step.isdisjoint(pair) for pair in pairs]
     return blocks[::-1]
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
-Node = fx.Node
+# torch types a node's arguments as a union of everything an argument can be; here they are what
+# the operation says.
+Node: TypeAlias = Any
 aten = torch.ops.aten
 
 # Operations that only look at their input in another shape.
@@ -96,7 +99,7 @@ def needed_for(targets: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
 def extract(
     inputs: Sequence[Node], outputs: Sequence[Node], owner: Sequence[Node] | fx.Graph
 ) -> fx.GraphModule:
-    """The part of a graph that computes ``outputs`` from ``inputs``, as ``(*inputs) -> [*outputs]``."""
+    """What computes ``outputs`` from ``inputs``, as ``(*inputs) -> [*outputs]``."""
     needed = needed_for(outputs, stop=inputs)
     order = list(owner.nodes) if isinstance(owner, fx.Graph) else owner
     graph, copies = fx.Graph(), {}

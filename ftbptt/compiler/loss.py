@@ -23,7 +23,7 @@ from .trace import own_words, trace_function
 
 @dataclass
 class LossGraphs:
-    """``value(*outs, *ys, *mask) -> [loss]`` and ``joint(...) -> [loss, *d_out]``, time in front."""
+    """``value(*outs, *ys, *mask) -> [loss]``, ``joint(...) -> [loss, *d_out]``; time is axis 0."""
 
     value: fx.GraphModule
     joint: fx.GraphModule
@@ -131,7 +131,7 @@ class LossTracer:
 
             if not graded:
                 return list(plain(*given))
-            value, pull = torch.func.vjp(primal, *(given[i] for i in graded))
+            value, pull, *_ = torch.func.vjp(primal, *(given[i] for i in graded))
             return [value, *pull(torch.ones_like(value))]
 
         examples = self._examples(mode, symbol, levels=True)

@@ -81,11 +81,11 @@ def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str])
     prepare, graph = split_invariants(graph, len(given))
 
     levels = range(len(s.levels))
-    flags = [[leaf.batched[i] for leaf in given] for i in levels]
+    batched = [[leaf.batched[i] for leaf in given] for i in levels]
     preparation = None
     if prepare is not None:
-        preparation = make_preparation(prepare, s.levels, flags, examples[: len(given)], mode)
-        flags = [[*own, *more] for own, more in zip(flags, preparation.batched, strict=True)]
+        preparation = make_preparation(prepare, s.levels, batched, examples[: len(given)], mode)
+        batched = [[*a, *b] for a, b in zip(batched, preparation.batched, strict=True)]
     outs = [node.meta["val"] for node in graph.graph.output_node().args[0]][: base.outs]
     loss = LossTracer(recipe, s, base.out_spec, outs)
     n_invariants = len(graph.graph.find_nodes(op="placeholder")) - len(sequences) - len(parts)
@@ -95,7 +95,7 @@ def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str])
         loss.graded,
         s.levels,
         [
-            [*flags[i], *(leaf.batched[i] for leaf in sequences), *([True] * len(parts))]
+            [*batched[i], *(leaf.batched[i] for leaf in sequences), *([True] * len(parts))]
             for i in levels
         ],
         mode,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -104,17 +105,17 @@ def make_preparation(
             result = module(*values)
             return tuple(result[i] for i in graded)
 
-        _, back = torch.func.vjp(primal, *(values[i] for i in trained))
+        _, back, *_ = torch.func.vjp(primal, *(values[i] for i in trained))
         return list(back(cotangents))
 
     def forward(*args: Tensor) -> list[Tensor]:
         return list(module(*args))
 
-    run = forward
+    run: Any = forward
     for level, own, kept in zip(levels, flags, batched, strict=True):
         if any(own):  # a value that lacks the axis stays without it: shared work is done once
             dims = tuple(0 if flag else None for flag in own)
-            out_dims = [0 if flag else None for flag in kept]
+            out_dims: Any = [0 if flag else None for flag in kept]
             run = torch.func.vmap(run, dims, out_dims, randomness=level.randomness)
     with mode:
         cotangents = [torch.empty_like(results[i].meta["val"]) for i in graded]

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .distribute import DistributedLoop, MapBlock, ScanBlock, ShiftBlock
 from .graphs import Node
@@ -92,7 +92,7 @@ def _invariant(node: Node, values: _Values) -> Tensor:
     if node not in values.invariant:
 
         def operand(arg: Any) -> Any:
-            return _invariant(arg, values) if isinstance(arg, Node) else arg
+            return _invariant(arg, values) if isinstance(arg, fx.Node) else arg
 
         args = torch.fx.node.map_arg(node.args, operand)
         kwargs = torch.fx.node.map_arg(node.kwargs, operand)

@@ -17,6 +17,10 @@ from .signature import Recipe, Signature
 from .stacked import Packing
 
 
+def _always(axis: int) -> Callable[[Tensor], int]:
+    return lambda leaf: axis
+
+
 def with_reset_and_mask(
     recipe: Recipe,
     s: Signature,
@@ -58,7 +62,7 @@ def with_reset_and_mask(
             own_axis = axis - 1 if stacked and packing.dim < axis else axis
             for _ in range(packing.count):
                 pair = yes[len(chosen)], no[len(chosen)]
-                chosen.append(broadcast_rows(torch.where, flags, *pair, lambda _, a=own_axis: a))
+                chosen.append(broadcast_rows(torch.where, flags, *pair, _always(own_axis)))
         return chosen
 
     def run(*args: Tensor) -> list[Tensor]:

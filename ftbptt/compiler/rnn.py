@@ -60,8 +60,8 @@ def _layers(cell: Callable[..., Any]) -> Callable[..., Any]:
             )
         lstm = not isinstance(hx, Tensor)
         per_layer = len(weights) // num_layers
-        steps = list(x.unbind(1 if batch_first else 0))
-        finals = []
+        steps: list[Any] = list(x.unbind(1 if batch_first else 0))
+        finals: list[Any] = []
         for layer in range(num_layers):
             state = tuple(leaf[layer] for leaf in hx) if lstm else hx[layer]
             own = list(weights[layer * per_layer : (layer + 1) * per_layer])

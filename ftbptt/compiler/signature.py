@@ -76,7 +76,7 @@ def vmapped(
     dim: int = 0,
     out_dims: Any = 0,
 ) -> Callable[..., Any]:
-    """``function`` under each level of vmap, the first innermost; ``batched`` flags its arguments."""
+    """``function`` under each level of vmap, innermost first; ``batched`` flags its arguments."""
     for level, flags in zip(levels, batched, strict=True):
         dims = tuple(dim if flag else None for flag in flags)
         function = torch.func.vmap(function, dims, out_dims, randomness=level.randomness)

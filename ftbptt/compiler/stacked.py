@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -20,7 +21,7 @@ from .graphs import Node, aten, is_getitem, value_of
 class Packing:
     """How the parts of one state leaf lie in it: whole (``dim`` None), stacked or concatenated."""
 
-    dim: int | None = None
+    dim: Any = None  # an axis, or None
     sizes: tuple[int, ...] = ()  # along dim; empty for a stack of ``count`` slices
     count: int = 1
 
@@ -51,7 +52,8 @@ def split_stacked_state(
     output = graph.output_node()
     values = list(output.args[0])
     outs, afters = values[: len(values) - len(leaves)], values[len(values) - len(leaves) :]
-    packings, parts_after = [], []
+    packings: list[Packing] = []
+    parts_after: list[Node] = []
     for leaf, after, row_axis in zip(leaves, afters, row_axes, strict=True):
         packing = _packing(leaf, after)
         if packing.dim == row_axis or (packing.dim is not None and not _only_parts(leaf, packing)):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .graphs import VIEWS, Node, aten
 
@@ -37,7 +37,7 @@ class Term:
         if self.kind == "sum":
             yield self.node
         elif self.kind in ("gemm", "scatter"):
-            yield from (operand for operand in self.operands if isinstance(operand, Node))
+            yield from (operand for operand in self.operands if isinstance(operand, fx.Node))
         for operand in self.operands:
             if isinstance(operand, Term):
                 yield from operand.leaves()
@@ -51,19 +51,19 @@ class Term:
         if self.kind == "gemm":
             return _gemm(*(sequence(operand) for operand in self.operands))
         if self.kind == "scatter":
-            values = [sequence(a) if isinstance(a, Node) else a for a in self.operands]
+            values = [sequence(a) if isinstance(a, fx.Node) else a for a in self.operands]
             return self.node.target(*values)
 
         def value(operand: Any) -> Any:
             if isinstance(operand, Term):
                 return operand.evaluate(sequence, total, invariant, steps)
-            return invariant(operand) if isinstance(operand, Node) else operand
+            return invariant(operand) if isinstance(operand, fx.Node) else operand
 
         return self.node.target(*map(value, self.operands), **self.node.kwargs)
 
 
 def _gemm(a: Tensor, b: Tensor) -> Tensor:
-    """``sum_t a[t] @ b[t]`` for ``[K, (n,) M, R]`` and ``[K, (n,) R, N]``, as one (batched) GEMM."""
+    """``sum_t a[t] @ b[t]`` of ``[K, (n,) M, R]`` and ``[K, (n,) R, N]``: one (batched) GEMM."""
     a = a.movedim(0, -2)  # [(n,) M, K, R]
     b = b.movedim(0, -3)  # [(n,) K, R, N]
     return torch.matmul(a.flatten(-2), b.flatten(-3, -2))
@@ -79,7 +79,7 @@ def time_sum(node: Node, varying: set[Node]) -> Term:
         return Term("apply", node, operands)
 
     def into(arg: Any) -> Any:
-        return time_sum(arg, varying) if isinstance(arg, Node) else arg
+        return time_sum(arg, varying) if isinstance(arg, fx.Node) else arg
 
     if node not in varying:
         return Term("times_steps", node)
@@ -93,7 +93,7 @@ def time_sum(node: Node, varying: set[Node]) -> Term:
     if target in _LINEAR_VIEWS or target is aten.sum.dim_IntList or target is aten.neg.default:
         return pushed(into(args[0]), *args[1:])
     if target in (aten.add.Tensor, aten.sub.Tensor):
-        if all(isinstance(a, Node) for a in args[:2]):
+        if all(isinstance(a, fx.Node) for a in args[:2]):
             return pushed(into(args[0]), into(args[1]))
         return Term("sum", node)
     if target in (aten.mul.Tensor, aten.div.Tensor, aten.mm.default, aten.bmm.default):
@@ -107,9 +107,9 @@ def time_sum(node: Node, varying: set[Node]) -> Term:
         return Term("sum", node)
     if target in (aten.slice_scatter.default, aten.select_scatter.default):
         return pushed(into(args[0]), into(args[1]), *args[2:])
-    if target is aten.embedding_dense_backward.default and not args[4]:
-        if args[0] in varying and args[1] in varying:
-            return Term("scatter", node, tuple(args))
+    by_row = target is aten.embedding_dense_backward.default and not args[4]
+    if by_row and args[0] in varying and args[1] in varying:
+        return Term("scatter", node, tuple(args))
     return Term("sum", node)
 
 

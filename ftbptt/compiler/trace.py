@@ -78,8 +78,11 @@ def trace_step(
     """
     groups = (params, buffers, x_t, state)
     flat, specs = zip(*(tree_flatten(group) for group in groups), strict=True)
-    names = [f"{name}{keystr(path)}" for name, group in zip(("params", "buffers", "x", "state"), groups, strict=True)
-             for path, _ in tree_flatten_with_path(group)[0]]  # fmt: skip
+    names = [
+        f"{name}{keystr(path)}"
+        for name, group in zip(("params", "buffers", "x", "state"), groups, strict=True)
+        for path, _ in tree_flatten_with_path(group)[0]
+    ]
     sizes = [len(leaves) for leaves in flat]
     out_spec: list[TreeSpec] = []
 
@@ -117,7 +120,8 @@ def _checked_pair(result: Any, state: Tree) -> tuple[Tree, Tree]:
     for path, leaf in tree_flatten_with_path(out)[0]:
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"step: expected tensors in out_t, found {type(leaf).__name__} at out{keystr(path)}."
+                f"step: expected tensors in out_t, found {type(leaf).__name__} at "
+                f"out{keystr(path)}."
             )
     before_leaves, before_spec = tree_flatten_with_path(state)
     after_leaves, after_spec = tree_flatten_with_path(after)
@@ -205,7 +209,8 @@ def _unchanged_attributes(step: Step) -> Iterator[None]:
         yield
     finally:
         for name, module in modules.items():
-            own, was = vars(module), before[name]
+            own: Any = vars(module)
+            was = before[name]
             for key in own.keys() | was.keys():
                 # functional_call refreshes the weight lists of torch's recurrent layers itself.
                 if own.get(key) is not was.get(key) and not key.startswith("_flat_weight"):
@@ -225,10 +230,11 @@ def _forbid_input_mutation(step: Step, module: fx.GraphModule, names: list[str])
         if node.args[0] in placeholders:
             name = names[placeholders.index(node.args[0])]
             if name.startswith("buffers["):
+                buffer = name[len("buffers") :].strip("[]")
                 raise RuntimeError(
-                    f"step {step.name} changes its buffer {name[len('buffers') :].strip('[]')} in place "
-                    "(BatchNorm in train mode does). Buffers are constants of a segment: call "
-                    "module.eval(), or carry the value in the state and return it."
+                    f"step {step.name} changes its buffer {buffer} in place (BatchNorm in train mode "
+                    "does). Buffers are constants of a segment: call module.eval(), or carry the value in "
+                    "the state and return it."
                 )
             raise RuntimeError(
                 f"step {step.name} changes {name} in place. A step is a pure function: work on a "

@@ -1,0 +1,27 @@
+"""What a backend is: how each scan block runs, and how a whole function is made ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..compiler.program import RunScan
+
+Function = Callable[..., list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``run_scan`` is the one function from a scan block to its values.
+
+    ``build(function, examples, mode)`` makes a function of the program ready for tensors like the
+    fake ``examples``; ``loop`` says in words how a scan block runs.
+    """
+
+    name: str
+    loop: str
+    run_scan: RunScan
+    build: Callable[[Function, Sequence[Tensor], Any], Function]

@@ -1,0 +1,268 @@
+"""Steps that cannot become a graph: the error names the line of the step and the way out."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftbptt import make_train_segment
+
+from .problem import B, H, mse, named
+
+K = 4
+Tree = Any
+
+
+def call(step: Any, params: Tree = None, state: Tree = None) -> Any:
+    segment = make_train_segment(step, mse, backend="eager")
+    params = named(step) if isinstance(step, nn.Module) else params
+    params = {"w": torch.ones(H)} if params is None else params
+    state = torch.zeros(B, H) if state is None else state
+    return segment(params, state, torch.randn(K, B, H), torch.randn(K, B, H))
+
+
+def marked_line(step: Callable[..., Any]) -> int:
+    """The line of the step that carries the comment ``# here``."""
+    source = inspect.getsource(getattr(step, "forward", step))
+    lines, first = inspect.getsourcelines(getattr(step, "forward", step))
+    assert source.count("# here") == 1
+    return first + next(i for i, line in enumerate(lines) if "# here" in line)
+
+
+def branch(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = h + x_t * params["w"]
+    if h.sum() > 0:  # here
+        h = -h
+    return h, h
+
+
+def item(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x_t.max().item()  # here
+    return h * scale, h + x_t * params["w"]
+
+
+def to_int(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    steps = int(x_t.abs().sum())  # here
+    return h * steps, h + x_t * params["w"]
+
+
+def boolean_index(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    positive = x_t[x_t > 0]  # here
+    return h + positive.sum(), h + x_t * params["w"]
+
+
+def loop(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    while h.abs().max() > 1:  # here
+        h = h / 2
+    return h, h + x_t * params["w"]
+
+
+def to_numpy(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    scale = float(x_t.detach().numpy().max())  # here
+    return h * scale, h + x_t * params["w"]
+
+
+def to_list(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    scale = sum(x_t[0].tolist())  # here
+    return h * scale, h + x_t * params["w"]
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(H))
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = h + x_t * self.w
+        if bool((h > 0).any()):  # here
+            h = -h
+        return h, h
+
+
+@pytest.mark.parametrize(
+    "step", [branch, item, to_int, boolean_index, loop, to_numpy, to_list, Branching()],
+    ids=lambda step: getattr(step, "__name__", type(step).__name__),
+)  # fmt: skip
+def test_a_value_in_python(step: Any) -> None:
+    name = getattr(step, "__name__", type(step).__name__)
+    with pytest.raises(RuntimeError, match=f"step {name} cannot be compiled") as caught:
+        call(step)
+    told = str(caught.value)
+    line = re.search(r'test_untraceable\.py", line (\d+)', told)
+    assert line is not None, told
+    assert int(line[1]) == marked_line(step)
+    assert "torch.where" in told
+
+
+def test_auto_and_compile_refuse_it_too() -> None:
+    """It never falls back to a silently chosen branch."""
+    for backend in ("auto", "compile"):
+        segment = make_train_segment(branch, mse, backend=backend)
+        with pytest.raises(RuntimeError, match="step branch cannot be compiled"):
+            segment(
+                {"w": torch.ones(H)}, torch.zeros(B, H), torch.ones(K, B, H), torch.ones(K, B, H)
+            )
+
+
+def test_a_branch_in_the_loss() -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return out.mean() if out.sum() > 0 else y.mean()
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h, h + x_t * params["w"]
+
+    segment = make_train_segment(step, loss, backend="eager")
+    with pytest.raises(RuntimeError, match="loss loss cannot be compiled"):
+        segment({"w": torch.ones(H)}, torch.zeros(B, H), torch.ones(K, B, H), torch.ones(K, B, H))
+
+
+def test_a_python_branch_on_shapes_and_options_is_fine() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if h.shape[-1] == H and params["w"].dtype == torch.float32:
+            return h, h + x_t * params["w"]
+        raise AssertionError
+
+    assert call(step).loss.isfinite()
+
+
+# -- state outside the state --------------------------------------------------------------------
+
+
+class Remembers(nn.Module):
+    """The classic: the hidden state is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(H))
+        self.h: Tensor | None = None
+
+    def forward(self, x_t: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        self.h = x_t * self.w if self.h is None else self.h + x_t * self.w
+        return self.h, state
+
+
+def test_a_module_that_keeps_its_state_in_an_attribute() -> None:
+    module = Remembers()
+    words = r"step Remembers changes its own attribute 'h'.*from the state and return it"
+    with pytest.raises(RuntimeError, match=words):
+        call(module)
+    assert module.h is None, "the module is as it was"
+
+
+class CountsCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.calls = nn.GRUCell(H, H), 0
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        h = self.cell(x_t, h)
+        return h, h
+
+
+def test_a_module_that_counts_its_calls() -> None:
+    with pytest.raises(RuntimeError, match="changes its own attribute 'calls'"):
+        call(CountsCalls())
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.norm = nn.GRUCell(H, H), nn.BatchNorm1d(H)
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(self.norm(x_t), h)
+        return h, h
+
+
+def test_batch_norm_in_train_mode_names_its_buffer() -> None:
+    module = Normalised()
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    words = (
+        r"step Normalised changes its buffer '?norm\.(running_mean|running_var|num_batches).*eval"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        call(module)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
+
+
+def test_batch_norm_in_eval_mode_is_fine() -> None:
+    assert call(Normalised().eval()).loss.isfinite()
+
+
+@pytest.mark.parametrize("argument", ["params", "x", "state"])
+def test_a_step_that_writes_into_its_arguments(argument: str) -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        {"params": params["w"], "x": x_t, "state": h}[argument].mul_(0.5)
+        return h + params["w"], h + x_t
+
+    where = {"params": r"params\['w'\]", "x": "x", "state": "state"}[argument]
+    with pytest.raises(RuntimeError, match=rf"step step changes {where} in place.*clone"):
+        call(step)
+
+
+def test_a_step_that_writes_into_what_it_closes_over() -> None:
+    total = torch.zeros(B, H)
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        total.add_(x_t)
+        return h + total * params["w"], h
+
+    with pytest.raises(RuntimeError, match=r"not among its arguments.*Carry it in the state"):
+        call(step)
+    assert not total.any()
+
+
+@pytest.mark.parametrize("kind", ["tensor", "parameter", "module"])
+def test_a_step_that_closes_over_what_it_should_be_given(kind: str) -> None:
+    """A weight that is not in params would silently never be trained."""
+    layer = nn.Linear(H, H)
+    weight: Any = layer.weight if kind == "parameter" else torch.zeros(H, H, requires_grad=True)
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(layer(h) if kind == "module" else h @ weight) + x_t * params["w"]
+        return h, h
+
+    with pytest.raises(
+        ValueError, match=r"requires grad but is not in params.*\[7, 7\]|\[7, 7\].*"
+    ):
+        call(step)
+
+
+# -- what a step returns ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "returned, words",
+    [
+        (lambda h: h, "found a Tensor"),
+        (lambda h: None, "found a NoneType"),
+        (lambda h: (h,), "found a tuple of 1"),
+        (lambda h: (h, h, h), "found a tuple of 3"),
+    ],
+)
+def test_a_step_that_returns_no_pair(returned: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=rf"step: expected \(out_t, state\), {words}"):
+        call(lambda params, x_t, h: returned(h + x_t * params["w"]))
+
+
+def test_out_that_is_no_tensor() -> None:
+    with pytest.raises(
+        TypeError, match=r"step: expected tensors in out_t, found int at out\['n'\]"
+    ):
+        call(lambda params, x_t, h: ({"h": h * params["w"], "n": 3}, h))
+
+
+def test_a_step_that_fails_keeps_its_own_error() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        raise KeyError("my own mistake")
+
+    with pytest.raises(KeyError, match="my own mistake") as caught:
+        call(step)
+    assert "while step step was traced" in "".join(caught.value.__notes__)
