@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "busy_before": _busy(),
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -50,6 +51,23 @@ def _cpu() -> str:
     return names[0] if names else platform.machine()
 
 
+def _busy(seconds: float = 1.0) -> float | None:
+    """The part of all processors that others use just now; None without Linux's /proc."""
+
+    def ticks() -> tuple[int, int]:
+        with open("/proc/stat") as file:
+            counts = [int(word) for word in file.readline().split()[1:9]]
+        return counts[3] + counts[4], sum(counts)  # idle and waiting, everything
+
+    try:
+        idle, every = ticks()
+        time.sleep(seconds)
+        idle_after, every_after = ticks()
+    except OSError:
+        return None
+    return round(1 - (idle_after - idle) / max(every_after - every, 1), 3)
+
+
 def _commit() -> str | None:
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
@@ -66,7 +84,7 @@ def _commit() -> str | None:
 
 def busy(results: Results) -> bool:
     """Whether other work ran on the machine when the bench began."""
-    return (results["machine"]["load_before"] or 0.0) > 0.25 * (os.cpu_count() or 1)
+    return (results["machine"]["busy_before"] or 0.0) > 0.1
 
 
 def tag(results: Results) -> str:
@@ -149,15 +167,13 @@ def markdown(results: Results) -> str:
         "median of the rounds' own ratios. *Compile* is the first call in a fresh process with "
         "empty caches, less a warm one; *memory* is by how much a warm call raises the process's "
         "memory; *error* is the worst of the loss's and the gradients' relative errors from "
-        "float64; *of floor* is the fraction of the machine's floor that is reached: the case's "
-        "GEMMs at the rates measured at their own shapes, or its bytes at copy speed, whichever "
-        "takes longer.",
+        "float64, marked (!) above three times the eager loop's own; *of floor* is the fraction of "
+        "the machine's floor that is reached: the case's GEMMs at the rates measured at their own "
+        "shapes, or its bytes at copy speed, whichever takes longer.",
     ]
     if busy(results):
-        lines += [
-            "",
-            f"**The machine was busy** (load {about['load_before']}): do not quote these.",
-        ]
+        used = f"{about['busy_before']:.0%} of its processors"
+        lines += ["", f"**Other work was on the machine** ({used}): the figures are off."]
     lines += ["", "## Times faster than the eager autograd loop", "", *_summary(results)]
     for case in results["cases"].values():
         lines += ["", f"## {case['title']}", "", _floor_line(case["floor"]), ""]
@@ -204,9 +220,10 @@ def _row(row: dict[str, Any]) -> str:
         return f"| {row['label']} | {word}: {reason} | | | | | |"
     ratio = f"{row['ratio']:.2f}x" if "ratio" in row else ""
     memory = f"{row['peak_bytes'] / 2**20:.1f} MB" if "peak_bytes" in row else ""
+    mark = " (!)" if "why" in row else ""
     return (
         f"| {row['label']} | {row['ms']:.2f} | {ratio} | {row['of_floor']:.0%} | "
-        f"{row['compile_s']:.1f} s | {memory} | {row['error']:.0e} |"
+        f"{row['compile_s']:.1f} s | {memory} | {row['error']:.0e}{mark} |"
     )
 
 

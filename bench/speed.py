@@ -15,7 +15,7 @@ from ftbptt import as_step, reference_segment
 
 from .charmodel import CharLM
 
-ROUNDS = 15
+ROUNDS, LEAST_ROUNDS, LONGEST = 15, 3, 8.0  # on a slow machine fewer rounds, about 8 seconds
 
 
 def compare_speed(
@@ -41,8 +41,7 @@ def compare_speed(
         x.device,
     )
     base = next(iter(medians.values()))
-    rows = {name: f"{1e3 * ms:8.2f} ms   {ms / base:5.2f}x" for name, ms in medians.items()}
-    return rows
+    return {name: f"{1e3 * s:8.2f} ms   {s / base:5.2f}x" for name, s in medians.items()}
 
 
 def interleaved(
@@ -55,8 +54,11 @@ def interleaved(
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
+    ends = time.perf_counter() + LONGEST
     try:
-        for _ in range(rounds):
+        for turn in range(rounds):
+            if turn >= LEAST_ROUNDS and time.perf_counter() > ends:
+                break
             for name, call in calls.items():
                 _wait(device)
                 start = time.perf_counter()

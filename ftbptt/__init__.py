@@ -1,9 +1,30 @@
+"""ftbptt: truncated backpropagation through time, compiled, for any recurrent cell.
+
+Write one time step and a loss; get one function that trains on K steps::
+
+    train_segment = ftbptt.make_train_segment(step, loss)
+    grads, state, loss, out = train_segment(params, state, x, y)
+
+The way of the data::
+
+    step, loss --trace--> graph --adjoint--> two loops --distribute--> blocks --run--> result
+
+Words. *segment*: K steps graded together. *state*: what is passed between segments; *carry*: the
+same inside a loop. *out*: a step's output, *y* its target. *reset*: a bool per step and row,
+applied before the step: the state restarts there. *mask*: which steps are valid. *map block*: work
+that needs no carry of its own, all K steps in one call. *scan block*: a true recurrence, K
+dependent steps. *linear scan*: a scan that is elementwise affine in its carry. *shift*: a carry
+that is a value one step late.
+"""
+
+from ._explain import Explanation
 from ._output import SegmentOutput
 from ._reference import reference_segment
 from ._segment import TrainSegment, make_train_segment
 from ._step import Step, as_step
 
 __all__ = [
+    "Explanation",
     "SegmentOutput",
     "Step",
     "TrainSegment",

@@ -104,6 +104,10 @@ def lay_out(
     Raises TypeError for structure and dtype, ValueError for shapes and lengths.
     """
     step = recipe.step
+    for name, rows_of in (("reset", reset), ("mask", mask)):
+        if rows_of is not None and not isinstance(rows_of, Tensor):
+            kind = type(rows_of).__name__
+            raise TypeError(f"{name}: expected a bool tensor [K] or [K, B], found {kind}.")
     given = Argument("params", params)
     _check_parameter_names(recipe, params)
     xs, ys = Argument("x", x), Argument("y", () if y is None else y)
@@ -135,8 +139,14 @@ def lay_out(
             f"  state:         {Argument('state', state).spec}\n  initial_state: {initial.spec}"
         )
     states = Argument("state", state)
+    _check_initial(initial, states)
     if state_dim is not None:
         states.leaves = [leaf.movedim(state_dim, 0) for leaf in states.leaves]
+        _check_batches(shared, states, [leaf.shape[0] for leaf in states.leaves])
+    if shared is not None:
+        _check_batches(shared, xs, [leaf.shape[1] for leaf in x_leaves])
+        if y_dim is not None:
+            _check_batches(shared, ys, [leaf.shape[1] for leaf in y_leaves])
     buffers = step.buffers()
     rows = [Argument("reset", () if reset is None else reset),
             Argument("mask", () if mask is None else mask)]  # fmt: skip
@@ -180,6 +190,33 @@ def _initial_state(recipe: Recipe, params: Tree, x_t: Tree) -> tuple[Tree, bool]
             f"{step.name}. Pass the state, or make_train_segment(initial_state=...)."
         )
     return step.zero_state(x_t), False
+
+
+def _check_initial(initial: Argument, states: Argument) -> None:
+    for i, (own, leaf) in enumerate(zip(initial.leaves, states.leaves, strict=False)):
+        if own.dtype != leaf.dtype:
+            raise TypeError(
+                f"{initial.path(i)}: is {own.dtype}, but {states.path(i)} is {leaf.dtype}. Give "
+                "both in one dtype."
+            )
+        try:
+            fits = torch.broadcast_shapes(own.shape, leaf.shape) == leaf.shape
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"{initial.path(i)}: has shape {list(own.shape)}, but {states.path(i)} has "
+                f"{list(leaf.shape)}. Give the shape of the state, or one that broadcasts to it."
+            )
+
+
+def _check_batches(shared: Level | None, argument: Argument, sizes: Sequence[int]) -> None:
+    for i, size in enumerate(sizes):
+        if shared is not None and size != shared.size:
+            raise ValueError(
+                f"{argument.path(i)}: has {size} sequences on the axis that in_dims names, but x "
+                f"has {shared.size}."
+            )
 
 
 def _restart_at_start(reset: Tensor | None, steps: int, x: Tensor, shared: Level | None) -> Tensor:

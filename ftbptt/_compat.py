@@ -41,6 +41,7 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "DECOMPOSITIONS_BEFORE_AUTOGRAD",
     "UNTRACEABLE",
     "FakeTensorMode",
     "TreeSpec",
@@ -68,14 +69,49 @@ UNTRACEABLE = (
 aten = torch.ops.aten
 
 
-@cache
-def decompositions(*, views: bool) -> dict[Any, Callable[..., Any]]:
-    """Inductor's table of decompositions into core operations, for the traces of a step.
+def _mv(matrix: Tensor, vector: Tensor) -> Tensor:
+    return torch.mm(vector.unsqueeze(0), matrix.t()).squeeze(0)
 
-    Without those whose parts the engine wants whole (one node of the reverse loop each), and with
-    matrix-vector products as matrix products, so that there is one kind of GEMM to hoist.
-    ``views`` also turns ``split`` and ``unbind`` into single slices; while autograd is still to
-    come they stay, since the gradient of a split is one ``cat``.
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a.unsqueeze(0), b.unsqueeze(1)).reshape(())
+
+
+def _addmv(bias: Tensor, matrix: Tensor, vector: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    return beta * bias + alpha * _mv(matrix, vector)
+
+
+def _plus_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        value = product(a, b)
+        value = value if alpha == 1 else value * alpha
+        return value if beta == 0 else value + (bias if beta == 1 else bias * beta)
+
+    return run
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return source.to(target.dtype).expand(target.shape)
+
+
+# Matrix-vector products as matrix products: one kind of GEMM to hoist and to differentiate. And
+# what functionalize makes of in-place operations, where autograd knows only those.
+DECOMPOSITIONS_BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
+    aten.mv.default: _mv,
+    aten.dot.default: _dot,
+    aten.addmv.default: _addmv,
+    aten.copy.default: _copy,
+    aten.fill.Scalar: torch.full_like,
+    aten.zero.default: torch.zeros_like,
+}
+
+
+@cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table of decompositions into core operations, for graphs past autograd.
+
+    Without those whose parts the engine wants whole (one node of the reverse loop each); with
+    biases apart from products, and ``split`` and ``unbind`` as single slices.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -86,42 +122,20 @@ def decompositions(*, views: bool) -> dict[Any, Callable[..., Any]]:
         aten.embedding_dense_backward,
         aten.threshold_backward,
         aten.stack,
+        aten._to_copy,
     ):
         for overload in op.overloads():
             table.pop(getattr(op, overload), None)
-
-    def mv(matrix: Tensor, vector: Tensor) -> Tensor:
-        return torch.mm(vector.unsqueeze(0), matrix.t()).squeeze(0)
-
-    def dot(a: Tensor, b: Tensor) -> Tensor:
-        return torch.mm(a.unsqueeze(0), b.unsqueeze(1)).reshape(())
-
-    def addmv(
-        bias: Tensor, matrix: Tensor, vector: Tensor, beta: Any = 1, alpha: Any = 1
-    ) -> Tensor:
-        return beta * bias + alpha * mv(matrix, vector)
-
-    def addmm(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        product = torch.mm(a, b)
-        product = product if alpha == 1 else product * alpha
-        return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
-
-    def baddbmm(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        product = torch.bmm(a, b)
-        product = product if alpha == 1 else product * alpha
-        return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
-
-    table[aten.mv.default] = mv
-    table[aten.dot.default] = dot
-    table[aten.addmv.default] = addmv
-    table[aten.addmm.default] = addmm
-    table[aten.baddbmm.default] = baddbmm
-    if views:
-        table[aten.split.Tensor] = lambda x, size, dim=0: _slices(
-            x, [min(size, x.shape[dim] - at) for at in range(0, x.shape[dim], size)], dim
-        )
-        table[aten.split_with_sizes.default] = lambda x, sizes, dim=0: _slices(x, sizes, dim)
-        table[aten.unbind.int] = lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])]
+    table.update(DECOMPOSITIONS_BEFORE_AUTOGRAD)
+    # vmap has no rule for the prim that other decompositions convert with.
+    table[torch.ops.prims.convert_element_type.default] = lambda x, dtype: x.to(dtype)
+    table[aten.addmm.default] = _plus_product(torch.mm)
+    table[aten.baddbmm.default] = _plus_product(torch.bmm)
+    table[aten.split.Tensor] = lambda x, size, dim=0: _slices(
+        x, [min(size, x.shape[dim] - at) for at in range(0, x.shape[dim], size)], dim
+    )
+    table[aten.split_with_sizes.default] = lambda x, sizes, dim=0: _slices(x, sizes, dim)
+    table[aten.unbind.int] = lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])]
     return table
 
 

@@ -49,8 +49,14 @@ def segment_loss(loss: Loss, out: Tree, y: Tree, mask: Tensor | None, time_dim: 
             f"loss: mask is {list(mask.shape)}, one value per step and row, but loss(out, y) has "
             f"shape {list(value.shape)}: it has already mixed the rows. Return [K, B]."
         )
+    shape = mask.shape
     if mask.dim() < value.dim():
         mask = mask.unsqueeze(1 - time_dim)
+    if any(m not in (1, v) for m, v in zip(mask.shape, value.shape, strict=True)):
+        raise ValueError(
+            f"loss: loss(out, y) has shape {list(value.shape)}, but mask has {list(shape)}. Return "
+            "one value per step and row, as the mask has them."
+        )
     valid = mask.expand_as(value)
     total = torch.where(valid, value, torch.zeros_like(value)).sum()
     return total / valid.sum().clamp(min=1).to(value.dtype)

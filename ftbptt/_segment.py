@@ -34,7 +34,60 @@ def make_train_segment(
     recompute: bool = False,
     in_dims: InDims | None = None,
 ) -> TrainSegment:
-    """make_train_segment : step, loss -> TrainSegment"""
+    """make_train_segment : step, loss -> TrainSegment
+
+    Makes ``train_segment(params, state, x, y)``, which runs K steps forward, the truncated
+    backward, and returns ``SegmentOutput(grads, state, loss, out)``. It means this loop, and is
+    compiled from it::
+
+        state = detach(state)
+        for t in range(K):
+            state = where(reset[t], initial_state, state)
+            out[t], state = step(params, x[t], state)
+        value = loss(out, y)
+        grads = grad(value, params); state = detach(state)
+
+    ``step``
+        A module called ``module(x_t, state) -> (out_t, state)``; one of torch's recurrent cells
+        or layers; a function ``step(params, x_t, state) -> (out_t, state)``; or what
+        :func:`as_step` makes of a module that takes whole chunks.
+    ``loss``
+        ``loss(out, y)`` sees the whole segment, ``[K, ...]``, and returns a scalar or one value
+        per step and row, ``[K]`` or ``[K, B]``, which is averaged over the valid ones.
+    ``backend``
+        "compile" (Inductor), "eager" (operation by operation), or "auto": compiled, with one
+        warning and "eager" if that fails.
+    ``time_dim``
+        The axis of time in ``x``, ``y``, ``out``, and in a ``reset`` or ``mask`` of ``[K, B]``.
+        None: 1 for batched data of a ``batch_first`` module, else 0.
+    ``initial_state``
+        Where a reset restarts, and what ``state=None`` means: zeros (None), a state, or a
+        function of ``params``, whose gradient then flows.
+    ``recompute``
+        Keep only the carried state of each step for the backward, and compute the rest again:
+        less memory, about a third more work.
+    ``in_dims``
+        ``(None, state, x, y)``: the batch axes of a step and loss that were written for one
+        sequence. The parameters are shared; the result is the mean over the sequences, and no
+        gradient per sequence is ever made. ``reset`` and ``mask`` have the axis of ``x``.
+
+    Truncated backpropagation through time: Williams and Peng, 1990. The loops are split as in
+    loop distribution: Allen and Kennedy, 1987.
+
+    Raises TypeError or ValueError for arguments that cannot be meant; ``train_segment`` raises
+    TypeError for structure and dtype, ValueError for shapes and lengths, RuntimeError for a step
+    that cannot be traced.
+
+    >>> def step(params, x_t, h):
+    ...     h = torch.tanh(x_t @ params["w"] + h @ params["u"])
+    ...     return h, h
+    >>> params = {"w": torch.randn(3, 5), "u": torch.randn(5, 5)}
+    >>> train_segment = make_train_segment(step, lambda out, y: (out - y).square().mean())
+    >>> x, y, h = torch.randn(7, 2, 3), torch.randn(7, 2, 5), torch.zeros(2, 5)
+    >>> grads, h, loss, out = train_segment(params, h, x, y)
+    >>> grads["u"].shape, h.shape, loss.shape, out.shape
+    (torch.Size([5, 5]), torch.Size([2, 5]), torch.Size([]), torch.Size([7, 2, 5]))
+    """
     if backend not in NAMES:
         raise ValueError(f"backend: expected one of {', '.join(NAMES)}, found {backend!r}.")
     if not callable(loss):
@@ -60,7 +113,20 @@ def _check_in_dims(in_dims: Any) -> None:
 
 
 class TrainSegment:
-    """One TBPTT segment as a pure function; made by :func:`make_train_segment`."""
+    """train_segment : params, state, x[K, ...], y[K, ...] -> SegmentOutput
+
+    One TBPTT segment as a pure function; made by :func:`make_train_segment`. Nothing given is
+    changed, the state comes back detached, and the call can be put under ``torch.func.vmap``:
+    ``in_dims=(None, 0, 0, 0)`` for a gradient per sequence, ``(0, 0, 0, 0)`` for an ensemble.
+
+    ``reset``: bool, ``[K]`` or ``[K, B]``; where true, the state restarts before the step, and no
+    gradient crosses. ``mask``: the same; where false, the step leaves the state as it was (after
+    the reset, if any) and adds no loss. Under ``vmap``, both are mapped over their axis 0.
+
+    The step is traced once for each structure, shape and dtype of the arguments, whatever K is.
+    ``trace_count`` and ``compile_count`` tell how often the step was traced and a program was
+    built, so that a loop that recompiles can be noticed.
+    """
 
     def __init__(
         self, recipe: Recipe, backend: str, time_dim: int | None, in_dims: InDims | None
@@ -93,7 +159,10 @@ class TrainSegment:
         reset: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> SegmentOutput:
-        """evaluate : as the segment itself, without gradients (``grads`` is None)."""
+        """evaluate : params, state, x[K, ...], y[K, ...] -> SegmentOutput with ``grads=None``
+
+        As the segment itself, in the same compiled form, without gradients.
+        """
         return self._segment(params, state, x, y, reset, mask, graded=False)
 
     def explain(
@@ -139,11 +208,11 @@ class TrainSegment:
         call, tensors, layout = lay_out(
             self._recipe, self._time_dim, self._in_dims, params, state, x, y, reset, mask
         )
-        out_spec: list[Any] = []  # known once the step was traced
+        found = _Found()
         if inside_functorch():
-            flat = _SegmentFunction.apply(self, call, graded, out_spec, *tensors)
+            flat = _SegmentFunction.apply(self, call, graded, found, *tensors)
         else:
-            flat = tuple(self._run(call, graded, out_spec, tensors))
+            flat = tuple(self._run(call, graded, found, tensors))
         flat = list(flat)
         grads = tree_unflatten(flat[: call.counts[0]], call.specs[0]) if graded else None
         rest = flat[call.counts[0] :] if graded else flat
@@ -155,16 +224,16 @@ class TrainSegment:
         else:
             out = layout.time_back(out)
         return SegmentOutput(
-            grads, tree_unflatten(after, call.specs[1]), value, tree_unflatten(out, out_spec[0])
+            grads, tree_unflatten(after, call.specs[1]), value, tree_unflatten(out, found.out_spec)
         )
 
     def _run(
-        self, call: Call, graded: bool, out_spec: list[Any], tensors: Sequence[Tensor]
+        self, call: Call, graded: bool, found: _Found, tensors: Sequence[Tensor]
     ) -> list[Tensor]:
         """The segment on plain tensors: finds or makes the plan, and runs it on its backend."""
         with torch.no_grad():
             executable = self._executable(call, tensors)
-            out_spec.append(executable.plan.out_spec)
+            found.out_spec = executable.plan.out_spec
             groups = call.groups(tensors)
             if self._backend != "auto" or executable.backend.name == "eager":
                 return executable.run(groups, graded=graded)
@@ -199,6 +268,12 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+class _Found:
+    """What a call learns while it runs, passed through torch.func as it is."""
+
+    out_spec: Any = None
+
+
 class _SegmentFunction(torch.autograd.Function):
     """Where ``torch.func.vmap`` meets a segment: each level adds its axis, the last one runs."""
 
@@ -206,9 +281,9 @@ class _SegmentFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        segment: TrainSegment, call: Call, graded: bool, out_spec: list[Any], *tensors: Tensor
+        segment: TrainSegment, call: Call, graded: bool, found: _Found, *tensors: Tensor
     ) -> Any:
-        return tuple(segment._run(call, graded, out_spec, tensors))
+        return tuple(segment._run(call, graded, found, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -225,7 +300,7 @@ class _SegmentFunction(torch.autograd.Function):
         segment: TrainSegment,
         call: Call,
         graded: bool,
-        out_spec: list[Any],
+        found: _Found,
         *tensors: Tensor,
     ) -> Any:
         dims = in_dims[4:]
@@ -235,6 +310,6 @@ class _SegmentFunction(torch.autograd.Function):
         ]
         level = Level(info.batch_size, info.randomness)
         call = call.under_vmap(level, [d is not None for d in dims])
-        flat = _SegmentFunction.apply(segment, call, graded, out_spec, *moved)
+        flat = _SegmentFunction.apply(segment, call, graded, found, *moved)
         before_out = (call.counts[0] if graded else 0) + call.counts[3] + 1
         return flat, tuple(0 if i < before_out else 1 for i in range(len(flat)))

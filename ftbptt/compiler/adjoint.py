@@ -69,6 +69,7 @@ def make_loops(
     module: fx.GraphModule,
     counts: tuple[int, int, int],
     wanted_outs: Sequence[bool],
+    trained_inv: Sequence[int],
     levels: Sequence[Level],
     batched: Sequence[Sequence[bool]],
     mode: FakeTensorMode,
@@ -78,14 +79,14 @@ def make_loops(
     """make_loops : step graph ``(*invariants, *x_t, *state) -> [*out_t, *state]`` -> LoopPair
 
     ``counts`` are the numbers of invariants, inputs and states; ``wanted_outs`` says which outputs
-    have a gradient; ``batched`` says per level which arguments have its axis (states all have).
+    have a gradient, ``trained_inv`` which invariants get one; ``batched`` says per level which
+    arguments have its axis (states all have).
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     n_inv, n_seq, n_carry = counts
     outs = len(module.graph.output_node().args[0]) - n_carry
     values = [value_of(node) for node in placeholders]
     results = [value_of(node) for node in module.graph.output_node().args[0]]
-    trained_inv = [i for i in range(n_inv) if differentiable(values[i])]
     trained_carry = [i for i in range(n_carry) if differentiable(values[n_inv + n_seq + i])]
     trained_args = [*trained_inv, *(n_inv + n_seq + i for i in trained_carry)]
     graded_outs = [i for i in range(outs) if wanted_outs[i]]
@@ -112,7 +113,15 @@ def make_loops(
     both = trace_function(vmapped(joint, levels, flags), examples, mode)
     _simplify(both.graph)
     return _split_joint(
-        both.graph, n_inv, n_seq, n_carry, outs, graded_outs, trained_inv, trained_carry, recompute
+        both.graph,
+        n_inv,
+        n_seq,
+        n_carry,
+        outs,
+        graded_outs,
+        list(trained_inv),
+        trained_carry,
+        recompute,
     )
 
 

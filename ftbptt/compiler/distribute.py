@@ -30,7 +30,6 @@ from .graphs import (
     reachable_from,
     value_of,
 )
-from .timebatch import for_any_length
 from .timesum import Term, time_sum
 
 
@@ -285,7 +284,7 @@ def _map_block(found: _Analysis, outputs: list[Node], own: set[Node]) -> MapBloc
     outside = {arg for n in inside for arg in inputs_of(n)} - inside
     sequences = [n for n in _ordered(found, outside) if n in found.varying]
     invariants = _invariants(found, inside)
-    module = for_any_length(extract([*invariants, *sequences], outputs, found.loop.graph))
+    module = extract([*invariants, *sequences], outputs, found.loop.graph)
     return MapBlock(invariants, sequences, outputs, module)
 
 

@@ -34,7 +34,7 @@ CHEAP = {
     )
     for overload in getattr(aten, name).overloads()
     if "out" not in overload
-} | {torch.ops.prims.convert_element_type.default}  # fmt: skip
+}  # fmt: skip
 
 GEMMS = {aten.mm.default, aten.bmm.default, aten.convolution.default}
 

@@ -91,7 +91,7 @@ class LossTracer:
                 return [per_sequence(*args)[0].mean()]
 
         with own_words("loss", self.recipe.loss):
-            return trace_function(function, self._examples(mode, steps), mode, views=False)
+            return trace_function(function, self._examples(mode, steps), mode, before_autograd=True)
 
     def _examples(self, mode: FakeTensorMode, steps: Any, *, levels: bool = False) -> list[Tensor]:
         s, examples = self.signature, []

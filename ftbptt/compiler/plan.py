@@ -17,7 +17,7 @@ from .distribute import DistributedLoop, distribute
 from .loss import LossTracer
 from .prepare import Preparation, make_preparation, split_invariants
 from .restart import with_reset_and_mask
-from .signature import Leaf, Recipe, Signature, vmapped, with_level_axes
+from .signature import Leaf, Recipe, Signature, differentiable, vmapped, with_level_axes
 from .stacked import Packing, split_stacked_state
 from .trace import trace_function, trace_step
 
@@ -77,14 +77,19 @@ def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str])
             flags = [leaf.shared for leaf in (*given, *sequences)] + [True] * len(parts)
             stepped = vmapped(stepped, [s.shared], [flags])
             examples = with_level_axes(examples, [s.shared], [flags])
-    graph = trace_function(stepped, examples, mode, views=False)
+    graph = trace_function(stepped, examples, mode, before_autograd=True)
     prepare, graph = split_invariants(graph, len(given))
 
     levels = range(len(s.levels))
     batched = [[leaf.batched[i] for leaf in given] for i in levels]
+    trained = [i for i in range(len(params)) if differentiable(params[i])]
+    trained_invariants = list(trained)
     preparation = None
     if prepare is not None:
-        preparation = make_preparation(prepare, s.levels, batched, examples[: len(given)], mode)
+        preparation = make_preparation(
+            prepare, s.levels, batched, examples[: len(given)], trained, mode
+        )
+        trained_invariants += [len(given) + i for i in preparation.graded]
         batched = [[*a, *b] for a, b in zip(batched, preparation.batched, strict=True)]
     outs = [node.meta["val"] for node in graph.graph.output_node().args[0]][: base.outs]
     loss = LossTracer(recipe, s, base.out_spec, outs)
@@ -93,6 +98,7 @@ def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str])
         graph,
         (n_invariants, len(sequences), len(parts)),
         loss.graded,
+        trained_invariants,
         s.levels,
         [
             [*batched[i], *(leaf.batched[i] for leaf in sequences), *([True] * len(parts))]

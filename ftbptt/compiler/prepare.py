@@ -83,6 +83,7 @@ def make_preparation(
     levels: Sequence[Level],
     flags: list[list[bool]],
     given: Sequence[Tensor],
+    trained: list[int],
     mode: FakeTensorMode,
 ) -> Preparation:
     """make_preparation : graph ``(*given) -> [*prepared]`` -> it and its vjp, under the levels"""
@@ -93,8 +94,12 @@ def make_preparation(
         axis = [node for node, flag in zip(placeholders, own, strict=True) if flag]
         touched = reachable_from(axis, module.graph.nodes)
         batched.append([node in touched for node in results])
-    trained = [i for i, value in enumerate(given) if differentiable(value)]
-    graded = [i for i, node in enumerate(results) if differentiable(node.meta["val"])]
+    from_trained = reachable_from([placeholders[i] for i in trained], module.graph.nodes)
+    graded = [
+        i
+        for i, node in enumerate(results)
+        if node in from_trained and differentiable(node.meta["val"])
+    ]
 
     def pull(*args: Tensor) -> list[Tensor]:
         values, cotangents = list(args[: len(given)]), args[len(given) :]

@@ -52,7 +52,7 @@ def with_reset_and_mask(
             return [torch.zeros_like(part) for part in parts]
         found = []
         for leaf, own, packing in zip(leaves, s.state, packings, strict=True):
-            found += packing.unpack(leaf.to(own.dtype).expand(own.shape))
+            found += packing.unpack(leaf.expand(own.shape))
         return found
 
     def choose(flags: Tensor, yes: list[Tensor], no: list[Tensor]) -> list[Tensor]:

@@ -105,12 +105,18 @@ _PLAIN: dict[Any, Callable[..., Any]] = {
 }
 
 
+# What reads a tensor outside of torch, where a fake one would give a wrong value silently.
+_LEAVES_TORCH = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__}
+
+
 class PlainRecurrence(TorchFunctionMode):
     """Within it, torch's recurrent layers and dropout run as the plain operations above."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _LEAVES_TORCH:
+            raise RuntimeError(f"{func.__name__}() of a tracing tensor")
         # The mode is off inside this method; _layers calls dropout, so it is put back on.
         plain = _PLAIN.get(func)
         if plain is None:

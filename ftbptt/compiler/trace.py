@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._compat import (
+    DECOMPOSITIONS_BEFORE_AUTOGRAD,
     UNTRACEABLE,
     FakeTensorMode,
     TreeSpec,
@@ -30,6 +31,7 @@ from .._compat import (
     tree_unflatten,
 )
 from .._step import Step
+from .graphs import aten
 from .rnn import PlainRecurrence
 
 Tree = Any
@@ -54,13 +56,43 @@ def trace_function(
     examples: Sequence[Tensor],
     mode: FakeTensorMode,
     *,
-    views: bool = True,
+    before_autograd: bool = False,
 ) -> fx.GraphModule:
-    """The graph of ``function(*examples)``, in core operations."""
+    """The graph of ``function(*examples)``, in core operations.
+
+    ``before_autograd``: a graph that is still to be differentiated keeps the operations that
+    autograd knows. (Their parts are prims, which ``torch.func.vjp`` does not take; and the
+    gradient of a ``split`` is one ``cat``, that of its slices a sum.)
+    """
+    table = DECOMPOSITIONS_BEFORE_AUTOGRAD if before_autograd else decompositions()
     with mode, torch.enable_grad():
-        module = make_fx(function, decomposition_table=decompositions(views=views))(*examples)
+        module = make_fx(function, decomposition_table=table)(*examples)
+    _make_batchable(module.graph)
     module.graph.eliminate_dead_code()
+    module.recompile()
     return module
+
+
+def _make_batchable(graph: fx.Graph) -> None:
+    """Operations that vmap has no rule for, or a wrong one, in words that it understands."""
+    for node in graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # a batched value may lie differently in memory
+        elif node.target is aten.sym_size.int:
+            node.target = _size
+        elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
+            # vmap's rules take no bound from the end, nor the largest integer for "to the end".
+            dim_at = 1 if node.target is aten.slice.Tensor else 2
+            size = node.args[0].meta["val"].shape[node.args[dim_at]] if len(node.args) > 2 else None
+            for at in (dim_at + 1, dim_at + 2):
+                bound = node.args[at] if len(node.args) > at else None
+                if isinstance(size, int) and isinstance(bound, int):
+                    inside = bound + size if bound < 0 else bound
+                    node.update_arg(at, min(max(inside, 0), size))
+
+
+def _size(tensor: Tensor, dim: int) -> Any:
+    return tensor.shape[dim]
 
 
 def trace_step(
@@ -100,7 +132,7 @@ def trace_step(
 
     examples = [leaf for leaves in flat for leaf in leaves]
     with own_words("step", step), _unchanged_attributes(step):
-        module = trace_function(torch.func.functionalize(run), examples, mode, views=False)
+        module = trace_function(torch.func.functionalize(run), examples, mode, before_autograd=True)
     _forbid_input_mutation(step, module, names)
     captures = _lift_captures(module, after=sizes[0] + sizes[1])
     outs = len(module.graph.output_node().args[0]) - sizes[3]
@@ -173,6 +205,11 @@ def own_words(argument: str, function: Any) -> Iterator[None]:
     except Exception as error:
         dependent = isinstance(error, UNTRACEABLE) or "tracing tensor" in str(error)
         where = _user_line(error)
+        if "mutating a non-functional tensor" in str(error):
+            raise RuntimeError(
+                f"{argument} {name} changes in place a tensor that is not among its arguments. "
+                f"Carry it in the state and return it.\n  {where}"
+            ) from error
         if dependent:
             raise RuntimeError(
                 f"{argument} {name} cannot be compiled: it needs the value of a tensor in Python "
@@ -232,18 +269,13 @@ def _forbid_input_mutation(step: Step, module: fx.GraphModule, names: list[str])
             if name.startswith("buffers["):
                 buffer = name[len("buffers") :].strip("[]")
                 raise RuntimeError(
-                    f"step {step.name} changes its buffer {buffer} in place (BatchNorm in train mode "
-                    "does). Buffers are constants of a segment: call module.eval(), or carry the value in "
-                    "the state and return it."
+                    f"step {step.name} changes its buffer {buffer} in place (BatchNorm in train "
+                    "mode does). Buffers are constants of a segment: call module.eval(), or carry "
+                    "the value in the state and return it."
                 )
             raise RuntimeError(
                 f"step {step.name} changes {name} in place. A step is a pure function: work on a "
                 "clone, or return the new value."
-            )
-        if node.args[0].op == "get_attr":
-            raise RuntimeError(
-                f"step {step.name} changes in place a tensor that is not among its arguments. "
-                "Carry it in the state and return it."
             )
 
 
