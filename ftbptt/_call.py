@@ -76,12 +76,18 @@ class Call:
         )  # fmt: skip
 
 
+_LEAF, _EMPTY = tree_flatten(0)[1], tree_flatten(())[1]
+
+
 class Argument:
     """One argument of the caller, flattened; every leaf of it a tensor."""
 
     def __init__(self, name: str, tree: Tree) -> None:
         self.name, self.tree = name, tree
-        self.leaves, self.spec = tree_flatten(tree)
+        if isinstance(tree, Tensor):  # the most frequent tree, and the slowest to ask pytree for
+            self.leaves, self.spec = [tree], _LEAF
+        else:
+            self.leaves, self.spec = tree_flatten(tree) if tree != () else ([], _EMPTY)
         for i, leaf in enumerate(self.leaves):
             if not isinstance(leaf, Tensor):
                 raise TypeError(
@@ -152,7 +158,7 @@ def lay_out(
             Argument("mask", () if mask is None else mask)]  # fmt: skip
     for flags in rows:
         _check_rows(flags, steps, states, recipe, shared)
-    args = [given, Argument("buffers", buffers), initial, states, xs, ys, *rows]
+    args = [given, Argument("buffers", buffers or ()), initial, states, xs, ys, *rows]
     _check_devices(args)
 
     groups = [*(a.leaves for a in args[:4]), x_leaves, y_leaves, *(a.leaves for a in rows)]

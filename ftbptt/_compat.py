@@ -198,16 +198,33 @@ def inductor_compile(
     step of torch.compile after all of those. The wrapper in C++ runs a loop without Python.
     """
     from torch._guards import TracingContext, tracing
-    from torch._inductor import config
+    from torch._inductor import config, cpu_vec_isa
     from torch._inductor.compile_fx import compile_fx_inner
 
     on_cpu = all(e.device.type == "cpu" for e in examples)
-    with (
-        mode,
-        tracing(TracingContext(mode)),
-        config.patch(cpp_wrapper=on_cpu, pattern_matcher=False, inplace_buffers=False),
-    ):
-        compiled = compile_fx_inner(graph, list(examples), cpp_wrapper=on_cpu)
+    options = {
+        "cpp_wrapper": on_cpu,
+        # It turns a product plus a bias into addmm, which is slower in a loop than fused addition.
+        "pattern_matcher": False,
+        # It would write over a buffer that a loop has filled, and declare it twice in C++.
+        "inplace_buffers": False,
+        # A loop of fewer elements costs more to share between threads than to run: in the body of
+        # a recurrence that is paid at every step.
+        "cpp.min_chunk_size": 16384,
+        # Half of a cold start goes into test programs for vector instructions that the processor
+        # reports anyway: believe it, and ask only if the compiler then fails.
+        "cpp.vec_isa_ok": True,
+    }
+
+    def compiled_with(options: dict[str, Any]) -> Any:
+        with mode, tracing(TracingContext(mode)), config.patch(options):
+            return compile_fx_inner(graph, list(examples), cpp_wrapper=on_cpu)
+
+    try:
+        compiled = compiled_with(options)
+    except Exception:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        compiled = compiled_with({**options, "cpp.vec_isa_ok": None})
 
     def run(*args: Tensor) -> list[Tensor]:
         return list(compiled([arg.contiguous() for arg in args]))
