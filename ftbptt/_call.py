@@ -178,7 +178,7 @@ def lay_out(
         shared=shared,
         shared_flags=tuple(flags_of),
         time_dim=layout.time_dim,
-        context=_autocast_context(x_leaves[0].device.type),
+        context=(step.modes(), *_autocast_context(x_leaves[0].device.type)),
     )
     return call, tensors, layout
 

@@ -37,6 +37,7 @@ class Step:
     # Read at every call, so looked up once: walking a module takes longer than a small segment.
     _parameter_names: list[str] | None = field(init=False, repr=False)
     _buffer_owners: list[tuple[str, nn.Module, str]] = field(init=False, repr=False)
+    _modules: list[nn.Module] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         names, owners = None, []
@@ -47,6 +48,8 @@ class Step:
                 owners.append((name, self.module.get_submodule(path), key))
         object.__setattr__(self, "_parameter_names", names)
         object.__setattr__(self, "_buffer_owners", owners)
+        modules = [] if self.module is None else list(self.module.modules())
+        object.__setattr__(self, "_modules", modules)
 
     @property
     def name(self) -> str:
@@ -63,6 +66,10 @@ class Step:
     def parameter_names(self) -> list[str] | None:
         """The keys that ``params`` must have, or None for a plain function."""
         return self._parameter_names
+
+    def modes(self) -> tuple[bool, ...]:
+        """Which of the modules are in train mode: it changes what the step does."""
+        return tuple(module.training for module in self._modules)
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers: constants of a segment, read anew at each call."""

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ftbptt import SegmentOutput, make_train_segment
 
 from .cells import problem
 from .oracle import assert_close, assert_same_structure, unchanged
-from .problem import D, Draw, H, per_row, per_step
+from .problem import D, Draw, H, per_step
 from .sequences import N, looped, sequences, stacked
+from .test_counts import Made
 
 Segments = Callable[..., Any]
 UNBATCHED = ["elman_one_sequence", "lstm_cell_unbatched", "gru_unbatched", "captured_tensor"]
@@ -89,21 +88,6 @@ def test_in_dims_with_torchs_zero_state(segments: Segments) -> None:
     assert_close(found, mean_over_sequences(looped(given, own)))
 
 
-class Shapes(TorchDispatchMode):
-    """The shape of every tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[tuple[int, ...]] = set()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self.seen |= {tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
-        return result
-
-
 def test_in_dims_never_makes_a_gradient_per_sequence() -> None:
     """No tensor of shape [N, *param], nor [K, *param], at any point of the segment."""
     n, k = 11, 13
@@ -111,24 +95,11 @@ def test_in_dims_never_makes_a_gradient_per_sequence() -> None:
     segment = make_train_segment(given.step, per_step, backend="eager", in_dims=(None, 0, 0, 0))
     arguments = given.params, draw(n, H), draw(n, k, D), draw(n, k, 4)
     segment(*arguments)
-    with Shapes() as shapes:
+    with Made() as made:
         segment(*arguments)
-    assert len(shapes.seen) > 3
+    assert len(made.shapes) > 3
     for parameter in given.params.values():
         if parameter.dim() == 2:
             for lead in ((n,), (k,), (n, k), (k, n)):
-                assert (*lead, *parameter.shape) not in shapes.seen
-                assert (*lead, *parameter.shape[::-1]) not in shapes.seen
-
-
-def test_batched_step_needs_no_gradient_per_step_either() -> None:
-    """The same of an ordinary batched cell: one GEMM per weight, never [K, *param]."""
-    k = 13
-    given = problem("lstm_cell")
-    segment = make_train_segment(given.step, per_row, backend="eager")
-    segment(*given.data(k))
-    with Shapes() as shapes:
-        segment(*given.data(k))
-    for parameter in given.params.values():
-        assert (k, *parameter.shape) not in shapes.seen
-        assert (k, *parameter.shape[::-1]) not in shapes.seen
+                assert (*lead, *parameter.shape) not in made.shapes
+                assert (*lead, *parameter.shape[::-1]) not in made.shapes

@@ -76,6 +76,17 @@ def test_compile(name: str, segments: Segments) -> None:
     assert segment.compile_count > 0
 
 
+@pytest.mark.parametrize("name", CELLS)
+def test_chunks_and_one_step_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long segment in chunks of 16 steps; the plan made by a call of one step."""
+    monkeypatch.setattr("ftbptt._execute._CHUNK_BYTES", 1)
+    given = problem(name)
+    segment = make(given)
+    for steps in (1, 17, 63):
+        check(segment, given, steps)
+    assert segment.trace_count == 1
+
+
 # -- reset and mask -----------------------------------------------------------------------------
 
 

@@ -134,6 +134,19 @@ def test_only_one_argument_is_mapped(which: int, segments: Segments) -> None:
     assert_close(found, looped(given, own))
 
 
+def test_only_one_parameter_is_mapped(segments: Segments) -> None:
+    """One adapter for each model, the rest shared: the shared ones still have a gradient each."""
+    given = problem("elman")
+    calls = [
+        ({**given.params, "u": problem("elman", seed=seed).params["u"]}, *given.data(5)[1:])
+        for seed in range(N)
+    ]
+    params = {**given.params, "u": stacked([call[0]["u"] for call in calls])}
+    dims = {name: 0 if name == "u" else None for name in params}
+    mapped = vmap(segments("elman", "eager"), in_dims=(dims, None, None, None))
+    assert_close(mapped(params, *given.data(5)[1:]), looped(given, calls))
+
+
 def test_nested(segments: Segments) -> None:
     """An ensemble of models, each over its own sequences with shared parameters."""
     given = problem("gru_cell")

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from .._compat import inductor_compile, make_program_graph, while_loop
 from ..compiler.distribute import ScanBlock
+from ..compiler.graphs import gemm_flops
 from .base import Backend, Function
 
 
@@ -42,44 +43,69 @@ def run_scan(
     for history, i in zip(histories.views(), kept, strict=True):
         history.select(0, -1 if reverse else 0).copy_(carries[i])
 
-    # The counter is the step itself, and its end a tensor: the symbol K stays out of the loop.
-    start = torch.full((), steps - 1 if reverse else 0, dtype=torch.int64)
-    end = torch.full((), -1 if reverse else steps, dtype=torch.int64)
     n_histories, n_emits = len(histories.tensors), len(emits.tensors)
+    direction = -1 if reverse else 1
 
-    def again(counter: Tensor, *rest: Tensor) -> Tensor:
-        return counter != rest[-1]
+    def loop(carried: Sequence[Tensor], first: Any, behind: Any, stride: int) -> list[Tensor]:
+        """Steps from ``first`` up to ``behind``, ``stride`` of them in each turn of the loop."""
 
-    def body(counter: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        own_histories, rest = rest[:n_histories], rest[n_histories:]
-        own_emits, rest = rest[:n_emits], rest[n_emits:]
-        own, rest = rest[: len(passed)], rest[len(passed) :]
-        sequences, invariants = rest[:n_seq], rest[n_seq:-1]
-        t: Any = counter.item()
-        torch._check(t >= 0)
-        before, after = (t + 1, t) if reverse else (t, t + 1)
-        values: dict[int, Tensor] = dict(zip(passed, own, strict=True))
-        written = histories.views(own_histories)
-        for i, history in zip(kept, written, strict=True):
-            values[i] = history.select(0, before)
-        inputs = [*(s.select(0, t) for s in sequences), *(values[i] for i in range(n_carries))]
-        result = module(*invariants, *inputs)
-        for i, history in zip(kept, written, strict=True):
-            history.select(0, after).copy_(result[i])
-        for sequence, value in zip(emits.views(own_emits), result[n_carries:], strict=True):
-            sequence.select(0, t).copy_(value)
-        following = [result[i].clone(memory_format=torch.contiguous_format) for i in passed]
-        step = -1 if reverse else 1
-        return (counter + step, *own_histories, *own_emits, *following)
+        def again(counter: Tensor, *rest: Tensor) -> Tensor:
+            return counter != rest[-1]
 
-    written = (*histories.tensors, *emits.tensors, *(carries[i].clone() for i in passed))
-    _, *result = while_loop(again, body, (start, *written), (*sequences, *invariants, end))
+        def body(counter: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            own_histories, rest = rest[:n_histories], rest[n_histories:]
+            own_emits, rest = rest[:n_emits], rest[n_emits:]
+            own, rest = rest[: len(passed)], rest[len(passed) :]
+            sequences, invariants = rest[:n_seq], rest[n_seq:-1]
+            written, stacked = histories.views(own_histories), emits.views(own_emits)
+            start: Any = counter.item()
+            torch._check(start >= 0)
+            values: dict[int, Tensor] = dict(zip(passed, own, strict=True))
+            for i, history in zip(kept, written, strict=True):
+                values[i] = history.select(0, start + 1 if reverse else start)
+            for turn in range(stride):
+                t = start + direction * turn
+                inputs = [*(s.select(0, t) for s in sequences), *map(values.get, range(n_carries))]
+                result = module(*invariants, *inputs)
+                values = dict(enumerate(result[:n_carries]))
+                for i, history in zip(kept, written, strict=True):
+                    history.select(0, t if reverse else t + 1).copy_(values[i])
+                for sequence, value in zip(stacked, result[n_carries:], strict=True):
+                    sequence.select(0, t).copy_(value)
+            following = [values[i].clone(memory_format=torch.contiguous_format) for i in passed]
+            return (counter + direction * stride, *own_histories, *own_emits, *following)
+
+        # The counter is the step itself, and its end a tensor: the symbol K stays out of the loop.
+        counter = torch.full((), first, dtype=torch.int64)
+        end = torch.full((), behind, dtype=torch.int64)
+        _, *result = while_loop(again, body, (counter, *carried), (*sequences, *invariants, end))
+        return result
+
+    first, behind = (steps - 1, -1) if reverse else (0, steps)
+    result = [*histories.tensors, *emits.tensors, *(carries[i].clone() for i in passed)]
+    if device.type == "cpu" and _is_small(block):
+        middle = first + direction * (steps // _UNROLLED * _UNROLLED)
+        result = loop(result, first, middle, _UNROLLED)
+        first = middle
+    result = loop(result, first, behind, 1)
     finals = dict(zip(passed, result[n_histories + n_emits :], strict=True))
     traces: list[Tensor | None] = [None] * n_carries
     for i, history in zip(kept, histories.views(result[:n_histories]), strict=True):
         finals[i], traces[i] = history.select(0, 0 if reverse else -1).clone(), history
     stacked = emits.views(result[n_histories:][:n_emits])
     return [finals[i] for i in range(n_carries)], traces, stacked
+
+
+# A turn of the loop costs some microseconds whatever is in it: a small body does several steps.
+_UNROLLED = 4
+_SMALL_FLOPS = 300_000
+_SMALL_NODES = 40
+
+
+def _is_small(block: ScanBlock) -> bool:
+    """Few enough FLOPs, and few enough operations that the longer body compiles quickly."""
+    nodes = [node for node in block.module.graph.nodes if node.op == "call_function"]
+    return len(nodes) <= _SMALL_NODES and sum(map(gemm_flops, nodes)) < _SMALL_FLOPS
 
 
 class _Buffers:

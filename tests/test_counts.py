@@ -1,0 +1,125 @@
+"""Artefacts are counted, not only numbers compared: GEMMs a step, and what is never in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .cells import CELLS, problem
+
+Segments = Callable[..., Any]
+GEMMS = {"mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"}
+
+# GEMMs for one more step, forward and reverse: the products on the carry's own cycle, each once
+# forward and once in reverse. Everything else is batched over the steps, or done once.
+PER_STEP = {
+    "elman": 2,
+    "lstm_readout": 2,
+    "stacked_lstm_cells": 6,
+    "layer_norm_lstm": 2,
+    "peephole_lstm": 2,
+    "tied_weights": 2,
+    "embedding_tied": 2,
+    "weight_normalised": 2,  # its work on the weights alone is not in the loop
+    "spectral_scaled": 2,
+    "nested_everything": 4,
+    "lstm_cell": 2,
+    "lstm_cell_unbatched": 2,
+    "gru_cell": 2,
+    "lstm": 2,
+    "gru_3_layers": 6,
+    "gru_unbatched": 4,
+    "sequence_model": 4,
+    "reads_time_twice": 4,
+    "fast_weights": 0,  # linear in its carry: no product in the loop
+    "ema": 0,
+    "min_gru": 0,
+    "lru_complex": 0,
+    "delay_line": 0,
+    "ring_buffer": 0,
+    "memoryless": 0,
+    "exchanged_state": 0,
+}
+# GEMMs a segment, whatever K: inputs, readouts, and one for each weight.
+ONCE = {
+    "elman": 6,  # x @ w, h @ v; d of w, u, v; d h from the readout
+    "lstm_cell": 3,  # x @ w; d of w, u
+    "lstm_readout": 6,
+    "stacked_lstm_cells": 11,  # 3 inputs; 6 weights; d of the inputs of layers 2 and 3
+    "gru_3_layers": 11,
+    "memoryless": 2,
+}
+
+
+class Made(TorchDispatchMode):
+    """Counts the GEMMs that run, and notes the shape of every tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gemms = 0
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.gemms += function.overloadpacket.__name__ in GEMMS
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.shapes |= {tuple(leaf.shape) for leaf in tensors}
+        return result
+
+
+def made_by(segment: Any, name: str, steps: int) -> Made:
+    segment(*problem(name).data(steps))  # traced and built
+    with Made() as made:
+        segment(*problem(name).data(steps))
+    return made
+
+
+@pytest.mark.parametrize("name", PER_STEP)
+def test_gemms(name: str, segments: Segments) -> None:
+    segment = segments(name, "eager")
+    seven, eight = (made_by(segment, name, steps).gemms for steps in (7, 8))
+    assert eight - seven == PER_STEP[name]
+    if name in ONCE:
+        assert seven - 7 * PER_STEP[name] == ONCE[name]
+
+
+@pytest.mark.parametrize("name", [name for name in CELLS if name != "unused_parameters"])
+def test_no_gradient_for_each_step_in_memory(name: str, segments: Segments) -> None:
+    """A weight's gradient is one contraction over steps and rows, never ``[K, *weight]``."""
+    steps = 13
+    made = made_by(segments(name, "eager"), name, steps)
+    assert len(made.shapes) > 3
+    for weight in tree_leaves(problem(name).params):
+        if weight.dim() == 2:
+            assert (steps, *weight.shape) not in made.shapes
+            assert (steps, *weight.shape[::-1]) not in made.shapes
+
+
+def test_evaluate_keeps_nothing_for_a_backward(segments: Segments) -> None:
+    segment, given = segments("lstm_readout", "eager"), problem("lstm_readout")
+    segment.evaluate(*given.data(7))
+    with Made() as graded:
+        segment(*given.data(7))
+    with Made() as evaluated:
+        segment.evaluate(*given.data(7))
+    assert evaluated.gemms == 7 + 2
+    assert graded.gemms == 2 * 7 + 6
+
+
+def test_rows_reset_at_no_gemm_of_their_own(segments: Segments) -> None:
+    segment, given = segments("lstm_cell", "eager"), problem("lstm_cell")
+    reset = torch.zeros(7, 3, dtype=torch.bool)
+    segment(*given.data(7), reset=reset)
+    with Made() as without:
+        segment(*given.data(7))
+    with Made() as within:
+        segment(*given.data(7), reset=reset)
+    assert within.gemms == without.gemms

@@ -1,0 +1,279 @@
+"""Modules as users have them: parametrised, frozen, subclassed, with buffers, of mixed dtypes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from ftbptt import as_step, make_train_segment
+
+from .cells import problem
+from .oracle import assert_close, assert_same_structure, check, check_low_precision, reference
+from .problem import VOCABULARY, B, D, Draw, H, Problem, mse, named, per_row
+
+K = 5
+Tree = Any
+
+
+class Plain(nn.Module):
+    """An Elman cell whose recurrent layer may be wrapped."""
+
+    def __init__(self, wrap: Any = lambda layer: layer) -> None:
+        super().__init__()
+        self.enter, self.recur = nn.Linear(D, H), wrap(nn.Linear(H, H))
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.enter(x_t) + self.recur(h))
+        return h, h
+
+
+def problem_of(module: nn.Module, draw: Draw, **changes: Any) -> Problem:
+    made = Problem(
+        module, named(module), draw(B, H), draw.sequence(B, D), draw.sequence(B, H), per_row
+    )
+    return replace(made, **changes)
+
+
+def check_module(made: Problem) -> None:
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    for steps in (K, 1):
+        check(segment, made, steps)
+    check(segment, made, K, reset=torch.rand(K, B) < 0.4)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "orthogonal", "spectral_norm"])
+def test_parametrised(kind: str) -> None:
+    draw, wrap = Draw(0), getattr(parametrizations, kind)
+    module = draw.module(lambda: Plain(wrap)).eval()
+    check_module(problem_of(module, draw))
+
+
+def test_spectral_norm_in_train_mode_changes_a_buffer() -> None:
+    draw = Draw(0)
+    made = problem_of(draw.module(lambda: Plain(parametrizations.spectral_norm)), draw)
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    with pytest.raises(RuntimeError, match=r"changes its buffer .*recur\.parametrizations.*_[uv]"):
+        segment(*made.data(K))
+
+
+class WithBuffer(nn.Module):
+    """Work on a buffer alone, outside the loop and without gradient."""
+
+    leak: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(D, H)
+        self.register_buffer("leak", torch.linspace(-1, 1, H))
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.lerp(h, torch.tanh(self.enter(x_t)), self.leak.sigmoid())
+        return h, h
+
+
+def test_work_on_a_buffer_alone() -> None:
+    draw = Draw(0)
+    check_module(problem_of(draw.module(WithBuffer), draw))
+
+
+def test_buffers_are_read_anew_at_each_call() -> None:
+    draw = Draw(0)
+    module = draw.module(WithBuffer)
+    made = problem_of(module, draw)
+    segment = make_train_segment(module, made.loss, backend="eager")
+    check(segment, made, K)
+    module.leak.mul_(0.5)
+    check(segment, made, K)
+    module.leak = module.leak + 1
+    check(segment, made, K)
+    assert segment.trace_count == 1
+
+
+def test_a_captured_tensor_is_read_anew_too() -> None:
+    constant = torch.ones(H, dtype=torch.float64)
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t @ params + h * constant.exp().clamp(max=2))
+        return h, h
+
+    draw = Draw(0)
+    made = problem_of(nn.Identity(), draw, step=step, params=draw(D, H))
+    segment = make_train_segment(step, made.loss, backend="eager")
+    check(segment, made, K)
+    constant.mul_(0.3)
+    check(segment, made, K)
+
+
+def test_a_frozen_parameter_still_has_its_gradient() -> None:
+    draw = Draw(0)
+    module = draw.module(Plain)
+    module.recur.weight.requires_grad_(False)
+    made = problem_of(module, draw)
+    check_module(made)
+    assert reference(made, K).grads["recur.weight"].any()
+
+
+def test_a_subclass_of_a_cell() -> None:
+    class Own(nn.GRUCell):
+        pass
+
+    draw = Draw(0)
+    check_module(problem_of(draw.module(lambda: Own(D, H)), draw))
+
+
+class TwoRecurrences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.GRU(D, H), nn.LSTM(H, H, 2)
+
+    def forward(self, x: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        x, first = self.first(x, state["first"])
+        x, second = self.second(x, state["second"])
+        return x, {"first": first, "second": second}
+
+
+def test_a_sequence_model_with_two_recurrences() -> None:
+    draw = Draw(0)
+    module = draw.module(TwoRecurrences)
+    state = {"first": draw(1, B, H), "second": (draw(2, B, H), draw(2, B, H))}
+    check_module(problem_of(module, draw, step=as_step(module, sequence=True), state=state))
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, H, padding_idx=0)
+        self.recur = nn.Linear(H, H)
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.embed(x_t) + self.recur(h))
+        return h, h
+
+
+def test_padding_idx_has_no_gradient() -> None:
+    draw = Draw(0)
+    made = problem_of(draw.module(Embedded), draw, x=draw.tokens(VOCABULARY, B))
+    check_module(made)
+    assert not reference(made, 9).grads["embed.weight"][0].any()
+
+
+def test_autocast() -> None:
+    """The segment runs as the eager loop does there, and is another plan."""
+    made = problem("lstm_readout", torch.float32)
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    plain = segment(*made.data(K))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = reference(made, K)
+        found = segment(*made.data(K))
+    assert_same_structure(found, expected)
+    assert segment.trace_count == 2
+    error = (expected.loss - plain.loss).abs()
+    assert error > 0
+    assert_close(found, expected, tolerance=2e-2)
+    assert_close(segment(*made.data(K)), plain, tolerance=0)
+
+
+def test_float16() -> None:
+    draw = Draw(0)
+    made = problem_of(draw.module(Plain), draw).to(torch.float16)
+    check_low_precision(make_train_segment(made.step, made.loss, backend="eager"), made, K)
+
+
+def test_mixed_dtypes() -> None:
+    def step(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        h, total = state
+        h = torch.tanh(x_t @ params["w"] + h @ params["u"])
+        total = total + h.double()
+        return h + total.float(), (h, total)
+
+    draw = Draw(0)
+    made = problem_of(
+        nn.Identity(), draw, step=step, params={"w": draw(D, H), "u": draw(H, H)},
+        state=(draw(B, H), draw(B, H)),
+    ).to(torch.float32)  # fmt: skip
+    made = replace(made, state=(made.state[0], made.state[1].double()))
+    segment = make_train_segment(step, made.loss, backend="eager")
+    assert_close(segment(*made.data(K)), reference(made, K), tolerance=1e-5)
+
+
+def test_default_dtype() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t @ params + h * torch.tensor(0.5) + torch.ones(H))
+        return h, h
+
+    draw = Draw(0)
+    made = problem_of(nn.Identity(), draw, step=step, params=draw(D, H))
+    torch.set_default_dtype(torch.float64)
+    try:
+        check(make_train_segment(step, made.loss, backend="eager"), made, K)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_no_rows_at_all() -> None:
+    draw = Draw(0)
+    module = draw.module(Plain)
+    x, y = draw.sequence(0, D), draw.sequence(0, H)
+    made = problem_of(module, draw, state=draw(0, H), x=x, y=y)
+    total = replace(made, loss=lambda out, y: (out - y).square().sum())
+    check(make_train_segment(module, total.loss, backend="eager"), total, K)
+
+
+def test_one_tensor_given_twice() -> None:
+    """The same zeros for h and c, the same weight under two names, y a view of x."""
+
+    def step(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        h, c = state
+        c = torch.tanh(x_t @ params["w"] + c)
+        h = torch.sigmoid(h @ params["u"] + c)
+        return h, (h, c)
+
+    draw = Draw(0)
+    zeros, w, data = torch.zeros(B, H).double(), draw(H, H), draw.sequence(B, H)
+    made = Problem(
+        step, {"w": w, "u": w}, (zeros, zeros),
+        lambda steps: data(steps + 1)[:-1], lambda steps: data(steps + 1)[1:], per_row,
+    )  # fmt: skip
+    whole = data(K + 1)
+    segment = make_train_segment(step, per_row, backend="eager")
+    check(segment, made, K)
+    found = segment(made.params, made.state, whole[:-1], whole[1:])
+    assert_close(found, reference(made, K))
+    assert not torch.equal(found.grads["w"], found.grads["u"])
+
+
+@pytest.mark.parametrize("params", [{}, (), []], ids=["dict", "tuple", "list"])
+def test_nothing_to_train_and_nothing_to_carry(params: Any) -> None:
+    draw = Draw(0)
+    made = Problem(
+        lambda params, x_t, state: (torch.tanh(x_t), state), params, (),
+        draw.sequence(B, D), draw.sequence(B, D), mse,
+    )  # fmt: skip
+    check(make_train_segment(made.step, mse, backend="eager"), made, K)
+
+
+def test_params_as_one_tensor_and_out_as_nothing() -> None:
+    draw = Draw(0)
+    made = Problem(
+        lambda w, x_t, h: ((), torch.tanh(x_t @ w + h)), draw(D, H), draw(B, H),
+        draw.sequence(B, D), draw.sequence(B, H), lambda out, y: y.mean(),
+    )  # fmt: skip
+    check(make_train_segment(made.step, made.loss, backend="eager"), made, K)
+
+
+def test_a_copied_module_is_another_module() -> None:
+    draw = Draw(0)
+    module = draw.module(Plain)
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        other.recur.weight.mul_(0.5)
+    one, two = problem_of(module, Draw(1)), problem_of(other, Draw(1))
+    segment = make_train_segment(module, per_row, backend="eager")
+    check(segment, one, K)
+    check(segment, two, K)  # its parameters, through the first module's code

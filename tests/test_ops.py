@@ -1,0 +1,154 @@
+"""What users write inside a step and a loss, operation by operation, against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ftbptt import make_train_segment
+
+from .oracle import check
+from .problem import B, Draw, H, Problem, mse
+
+Tree = Any
+
+
+def problem_with(after: Any, out: Any = None, loss: Any = mse) -> Problem:
+    """``after(w, x, h)`` is the next state, ``out(w, x, h)`` the output (default: the state)."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tree, Tensor]:
+        new = after(params["w"], x_t, h)
+        return (new if out is None else out(params["w"], x_t, new)), new
+
+    draw = Draw(0)
+    params, state = {"w": draw(H, H)}, draw(B, H)
+    return Problem(step, params, state, draw.sequence(B, H), draw.sequence(B, H), loss)
+
+
+def check_both(made: Problem, backend: str = "eager") -> None:
+    segment = make_train_segment(made.step, made.loss, backend=backend)
+    for steps in (4, 1):
+        check(segment, made, steps)
+
+
+# Each is a recurrence of its own: (w, x, h) -> next h.
+STEPS = {
+    "gather and scatter": lambda w, x, h: torch.tanh(
+        h.gather(1, x.argsort(-1)) @ w + h.scatter_add(1, x.argsort(-1), x)
+    ),
+    "index by a list": lambda w, x, h: torch.tanh(h[:, [0, 2, 1, 3, 4, 6, 5]] @ w + x),
+    "index_add": lambda w, x, h: torch.tanh(h.index_add(1, torch.tensor([0, 1]), x[:, :2]) @ w),
+    "topk and sort": lambda w, x, h: torch.tanh(
+        torch.cat([h.topk(3).values, h.sort(-1).values[:, :4]], -1) @ w + x
+    ),
+    "one_hot": lambda w, x, h: torch.tanh(F.one_hot(x.argmax(-1), H).to(x.dtype) @ w + h),
+    "max and logsumexp": lambda w, x, h: torch.tanh(
+        h.max(-1, keepdim=True).values + (h @ w).logsumexp(-1, keepdim=True) + x
+    ),
+    "prod and cumsum": lambda w, x, h: torch.tanh(
+        h.prod(-1, keepdim=True) + (h @ w).cumsum(-1) / H + x
+    ),
+    "std over rows": lambda w, x, h: torch.tanh((h - h.mean(0)) / (h.std(0) + 0.1) @ w + x),
+    "power and norm": lambda w, x, h: (h.abs() + 0.1).pow(1.5) @ w / (1 + h.norm() + x.exp()),
+    "glu and softplus": lambda w, x, h: F.glu(torch.cat([h + x, F.softplus(h @ w)], -1)),
+    "bilinear": lambda w, x, h: torch.tanh(
+        torch.einsum("bi,ij,bj->b", h, w, x)[:, None] * 0.3 + h + x
+    ),
+    "outer and flatten": lambda w, x, h: torch.tanh(
+        (h[:, :, None] * x[:, None, :]).flatten(1) @ w.repeat(H, 1)
+    ),
+    "addcmul and addmm": lambda w, x, h: torch.tanh(
+        torch.addcmul(torch.addmm(x, h, w, beta=0.5, alpha=2), h, x, value=0.3)
+    ),
+    "masked_fill": lambda w, x, h: torch.tanh((h @ w).masked_fill(x > 0, 0.2) + x),
+    "roll and flip": lambda w, x, h: torch.tanh(h.roll(1, -1) @ w + h.flip(-1) + x),
+    "cat of slices": lambda w, x, h: torch.tanh(torch.cat([x[:, :3], h[:, 3:]], -1) @ w),
+    "stack and sum": lambda w, x, h: torch.tanh(torch.stack([x, h, h @ w]).sum(0)),
+    "attention": lambda w, x, h: torch.tanh(
+        F.scaled_dot_product_attention((h @ w).view(B, 1, H), h.view(B, 1, H), x.view(B, 1, H))
+        .squeeze(1)
+        .add(h)
+    ),
+    "matrix_exp": lambda w, x, h: torch.tanh(h @ torch.linalg.matrix_exp(w - w.T) + x),
+    "solve": lambda w, x, h: torch.linalg.solve(w @ w.T + torch.eye(H).to(w), (h + x).T).T / H,
+    "triangles": lambda w, x, h: torch.tanh(h @ (w.tril() + torch.diag(w[0])) + x),
+    "normalised": lambda w, x, h: torch.tanh(h @ F.normalize(w, dim=0) + x),
+    "an inner loop": lambda w, x, h: torch.tanh(torch.tanh(torch.tanh(h @ w + x) @ w + x) @ w),
+    "fft": lambda w, x, h: torch.tanh(torch.fft.irfft(torch.fft.rfft(h @ w), n=H) + x),
+    "complex exponential": lambda w, x, h: torch.tanh(torch.complex(h @ w, x).exp().real / 2),
+    "view as complex": lambda w, x, h: torch.tanh(
+        torch.view_as_real(torch.view_as_complex(torch.stack([h @ w, x], -1)) ** 2)[..., 0]
+    ),
+    "checkpoint": lambda w, x, h: torch.utils.checkpoint.checkpoint(
+        lambda a, b: torch.tanh(a @ w + b), h, x, use_reentrant=False
+    ),
+    "a constant made inside": lambda w, x, h: torch.tanh(
+        h @ w + x + torch.linspace(0, 1, H, dtype=x.dtype).exp() * torch.tensor(0.5).to(x)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_in_the_step(name: str) -> None:
+    check_both(problem_with(STEPS[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gather and scatter", "solve", "fft", "index_add", "attention"])
+def test_in_the_step_compiled(name: str) -> None:
+    check_both(problem_with(STEPS[name]), "compile")
+
+
+def plain(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+    return torch.tanh(h @ w + x)
+
+
+LOSSES = {
+    "last step": lambda out, y: (out[-1] - y[-1]).square().mean(),
+    "a Python loop": lambda out, y: sum(
+        (out[t] - y[t]).square().mean() * (t + 1) for t in range(out.shape[0])
+    ),
+    "weights by step": lambda out, y: (
+        (out - y).square().mean((1, 2)) * torch.arange(out.shape[0])
+    ).sum(),
+    "discounted": lambda out, y: (
+        (out - y).square().mean((1, 2)) @ (0.9 ** torch.arange(len(out))).to(out)
+    ),
+    "reshaped by K": lambda out, y: (
+        (out.reshape(out.shape[0] * out.shape[1], -1) - y.view(-1, H)).square().mean()
+    ),
+    "divided by K": lambda out, y: (out - y).square().sum() / len(out),
+    "mixes the steps": lambda out, y: (out.cumsum(0) - y).square().mean(),
+    "differences": lambda out, y: (out.diff(dim=0, prepend=out[:1]) - y).square().mean(),
+    "mean of the steps": lambda out, y: (out.mean(0) - y.mean(0)).square().mean(),
+    "classes": lambda out, y: F.cross_entropy(
+        out.flatten(0, 1), y[..., 0].flatten().abs().long().clamp(max=3)
+    ),
+    "huber and l1": lambda out, y: F.smooth_l1_loss(out, y) + F.l1_loss(out, y),
+    "without y": lambda out, y: out.var(),
+    "without out": lambda out, y: y.mean(),
+    "time last": lambda out, y: F.mse_loss(out.permute(1, 2, 0), y.permute(1, 2, 0)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_in_the_loss(name: str) -> None:
+    check_both(problem_with(plain, loss=LOSSES[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a Python loop", "weights by step", "reshaped by K"])
+def test_in_the_loss_compiled(name: str) -> None:
+    check_both(problem_with(plain, loss=LOSSES[name]), "compile")
+
+
+def test_a_loss_written_for_one_k_is_traced_again_for_another_and_the_step_is_not() -> None:
+    made = problem_with(plain, loss=LOSSES["a Python loop"])
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    for steps in (4, 2, 4, 3):
+        check(segment, made, steps)
+    assert segment.trace_count == 1

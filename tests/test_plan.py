@@ -1,0 +1,199 @@
+"""What the compiler makes of a step: counted in the plan, not only compared in numbers."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ftbptt
+from ftbptt import Explanation, make_train_segment
+
+B, D, H, K = 3, 5, 7, 4
+
+
+def mse(out: Tensor, y: Tensor) -> Tensor:
+    return (out - y).square().mean()
+
+
+def plan(step: Any, params: Any, state: Any, out: int = H, **options: Any) -> Explanation:
+    segment = make_train_segment(step, mse, backend="eager", **options)
+    return segment.explain(params, state, torch.randn(K, B, D), torch.randn(K, B, out))
+
+
+def kinds(found: Explanation, phase: str) -> list[str]:
+    return [block.kind for block in found.blocks if block.phase == phase]
+
+
+def scans(found: Explanation, phase: str) -> list[str]:
+    return [b.title for b in found.blocks if b.phase == phase and "scan" in b.kind]
+
+
+def test_a_stack_falls_apart_into_one_scan_per_layer() -> None:
+    layers = nn.LSTM(D, H, num_layers=3)
+    found = plan(layers, dict(layers.named_parameters()), None)
+    assert kinds(found, "forward") == ["map", "scan", "map", "scan", "map", "scan", "map"]
+    assert scans(found, "forward") == [
+        f"over state[0][part {i}], state[1][part {i}]" for i in range(3)
+    ]
+    assert scans(found, "reverse") == [
+        f"over d state[0][part {i}], d state[1][part {i}]" for i in (2, 1, 0)
+    ]
+    for block in found.blocks:
+        if block.kind == "scan":  # nothing but the recurrent product is left inside
+            assert len(block.gemms) == 1
+        if block.kind == "map" and block.phase == "forward":
+            assert len(block.gemms) <= 1
+
+
+def test_one_gemm_per_weight_and_none_of_them_in_the_loop() -> None:
+    cell = nn.LSTMCell(D, H)
+    found = plan(cell, dict(cell.named_parameters()), None)
+    (sums,) = [block for block in found.blocks if block.kind == "sum"]
+    assert sorted(sums.gemms) == [
+        f"[28, 3] @ [3, 5] contracted over {K} steps and rows at once",
+        f"[28, 3] @ [3, 7] contracted over {K} steps and rows at once",
+    ]
+    (scan,) = [b for b in found.blocks if b.phase == "reverse" and b.kind == "scan"]
+    assert scan.gemms == [f"[3, 28] @ [28, 7] {K} times"]
+
+
+def test_work_on_parameters_alone_leaves_the_loop() -> None:
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t @ params["w"] + h @ (params["u"] @ params["u"].T))
+        return h, h
+
+    params = {"w": torch.randn(D, H), "u": torch.randn(H, H)}
+    found = plan(step, params, torch.zeros(B, H))
+    (prepared,) = [b for b in found.blocks if b.kind == "invariant"]
+    assert prepared.gemms == ["[7, 7] @ [7, 7] once"]
+    assert all("[7, 7] @ [7, 7]" not in g for b in found.blocks[1:] for g in b.gemms)
+
+
+def test_a_delay_line_is_no_loop() -> None:
+    def step(params: Any, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
+        older, old = state
+        return (x_t + old + older) @ params["w"], (old, x_t)
+
+    found = plan(step, {"w": torch.randn(D, H)}, (torch.zeros(B, D), torch.zeros(B, D)))
+    assert kinds(found, "forward").count("shift") == 2
+    assert scans(found, "forward") == scans(found, "reverse") == []
+
+
+def test_an_average_is_a_linear_scan_both_ways() -> None:
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        a = torch.sigmoid(x_t @ params["g"])
+        h = a * h + (1 - a) * (x_t @ params["w"])
+        return h, h
+
+    params = {"g": torch.randn(D, H), "w": torch.randn(D, H)}
+    found = plan(step, params, torch.zeros(B, H))
+    loops = [b for b in found.blocks if "scan" in b.kind]
+    assert [(b.phase, b.kind, b.gemms) for b in loops] == [
+        ("forward", "linear scan", []),
+        ("reverse", "linear scan", []),
+    ]
+
+
+def test_top_down_feedback_ties_the_layers_into_one_scan() -> None:
+    def step(params: Any, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
+        low = torch.tanh(x_t @ params["w"] + state["high"] @ params["u"])
+        high = torch.tanh(low @ params["v"] + state["high"])
+        return high, {"low": low, "high": high}
+
+    params = {"w": torch.randn(D, H), "u": torch.randn(H, H), "v": torch.randn(H, H)}
+    state = {"low": torch.zeros(B, H), "high": torch.zeros(B, H)}
+    found = plan(step, params, state)
+    assert scans(found, "forward") == ["over state['high']"]  # low feeds nothing back itself
+    assert "shift" in kinds(found, "forward")
+
+
+def test_recompute_saves_the_state_alone() -> None:
+    cell = nn.LSTMCell(D, H)
+    params = dict(cell.named_parameters())
+    kept, recomputed = plan(cell, params, None), plan(cell, params, None, recompute=True)
+    assert kept.saved_bytes == K * B * H * 4 * 7  # i, f, g, o, tanh(c), c, h
+    assert recomputed.saved == ["state[0]", "state[1]"]
+    assert recomputed.saved_bytes == K * B * H * 4 * 2
+
+
+def test_explain_prints_every_block_and_runs_nothing() -> None:
+    cell = nn.GRUCell(D, H)
+    segment = make_train_segment(cell, mse)
+    arguments = dict(cell.named_parameters()), None, torch.randn(K, B, D), torch.randn(K, B, H)
+    text = str(segment.explain(*arguments))
+    assert segment.compile_count == 0
+    for word in (
+        "GRUCell: K=4 steps, backend compile",
+        "forward",
+        "reverse",
+        "scan",
+        "GEMM",
+        "saved",
+    ):
+        assert word in text
+
+
+def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise OSError("no compiler here")
+
+    monkeypatch.setattr("ftbptt.backends.compile.inductor_compile", broken)
+    cell = nn.GRUCell(D, H)
+    arguments = dict(cell.named_parameters()), None, torch.randn(K, B, D), torch.randn(K, B, H)
+    segment = make_train_segment(cell, mse)
+    with pytest.warns(RuntimeWarning, match="compile backend failed for GRUCell.*no compiler"):
+        found = segment(*arguments)
+    torch.testing.assert_close(segment(*arguments), found)  # and no second warning
+    wanted = ftbptt.reference_segment(cell, mse, arguments[0], torch.zeros(B, H), *arguments[2:])
+    torch.testing.assert_close(found.grads, wanted.grads)
+    with pytest.raises(OSError, match="no compiler"):
+        make_train_segment(cell, mse, backend="compile")(*arguments)
+
+
+# The order of the data's way; a module imports only from those before it.
+ORDER = [
+    "_compat", "_output", "_step", "_layout", "_loss", "_reference", "compiler.graphs",
+    "compiler.rnn", "compiler.signature", "compiler.trace", "compiler.stacked", "compiler.restart",
+    "compiler.saving", "compiler.prepare", "compiler.adjoint", "compiler.timesum",
+    "compiler.distribute", "compiler.loss", "compiler.plan", "compiler.timebatch",
+    "compiler.program", "backends.base", "backends.eager", "backends.compile", "backends",
+    "_execute", "_explain", "_call", "_segment",
+]  # fmt: skip
+
+
+def test_imports_follow_the_way_of_the_data() -> None:
+    package = Path(ftbptt.__file__).parent
+    for place, name in enumerate(ORDER):
+        path = package.joinpath(*name.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        parts = ("ftbptt", *name.split("."), *(["__init__"] if path.is_dir() else []))
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = [*parts[: -node.level], *(node.module or "").split(".")]
+                target = ".".join(part for part in base[1:] if part)
+                assert target in ORDER[:place], f"{name} imports {target}"
+    files = {p.relative_to(package).with_suffix("") for p in package.rglob("*.py")}
+    known = {Path(*name.split(".")) for name in ORDER}
+    assert {f for f in files if f.name != "__init__"} <= known
+
+
+def test_private_torch_names_stay_in_compat() -> None:
+    private = (
+        "_inductor",
+        "_dynamo",
+        "_functorch",
+        "_C",
+        "_subclasses",
+        "_higher_order_ops",
+        "_guards",
+    )
+    for path in Path(ftbptt.__file__).parent.rglob("*.py"):
+        if path.name != "_compat.py":
+            text = path.read_text()
+            assert not any(f"torch.{name}" in text for name in private), path
+            assert "torch.fx.experimental" not in text, path
