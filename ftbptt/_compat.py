@@ -47,6 +47,7 @@ __all__ = [
     "TreeSpec",
     "decompositions",
     "holds_for",
+    "inside_derivative",
     "inside_functorch",
     "is_pinned",
     "keystr",
@@ -235,3 +236,10 @@ def inductor_compile(
 def inside_functorch() -> bool:
     """Whether a ``torch.func`` transform (vmap, grad, ...) is active around this call."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def inside_derivative() -> bool:
+    """Whether ``torch.func.grad``, ``vjp`` or ``jvp`` is among the active transforms."""
+    functorch = torch._C._functorch
+    kinds = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
+    return any(level.key() in kinds for level in functorch.get_interpreter_stack() or ())

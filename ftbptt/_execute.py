@@ -97,7 +97,7 @@ class Executable:
         plan, s = self.plan, self.plan.signature
         by_index = dict(zip(plan.loops.trained_invariants, grads, strict=True))
         preparation = plan.preparation
-        if preparation is not None:
+        if preparation is not None and preparation.finish is not None:
             d_prepared = [by_index[len(given) + i] for i in preparation.graded]
             more = self._call("finish", preparation.finish, [*given, *d_prepared])
             for i, grad in zip(preparation.trained, more, strict=True):

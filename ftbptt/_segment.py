@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ._call import Call, InDims, lay_out
-from ._compat import inside_functorch, tree_unflatten
+from ._compat import inside_derivative, inside_functorch, tree_unflatten
 from ._execute import Executable
 from ._explain import Explanation, explain
 from ._layout import SharedLayout
@@ -210,6 +210,11 @@ class TrainSegment:
         )
         found = _Found()
         if inside_functorch():
+            if inside_derivative():
+                raise RuntimeError(
+                    "a segment is not differentiable: it returns the gradients itself, as .grads, "
+                    "and everything detached. Call it outside of torch.func.grad, vjp and jvp."
+                )
             flat = _SegmentFunction.apply(self, call, graded, found, *tensors)
         else:
             flat = tuple(self._run(call, graded, found, tensors))

@@ -19,12 +19,14 @@ from .trace import trace_function
 class Preparation:
     """``prepare(*given) -> [*prepared]`` and ``finish(*given, *d_prepared) -> [*d_given]``.
 
+    ``finish`` is None if no prepared value depends on a trained one.
+
     ``graded`` are the prepared values that have a gradient, ``trained`` the given ones that get
     one; ``batched`` says per level of vmap which prepared values have its axis.
     """
 
     prepare: fx.GraphModule
-    finish: fx.GraphModule
+    finish: fx.GraphModule | None
     graded: list[int]
     trained: list[int]
     batched: list[list[bool]]
@@ -127,9 +129,12 @@ def make_preparation(
         pull_flags = [[*own, *([True] * len(graded))] for own in flags]
         pull_examples = with_level_axes([*given, *cotangents], levels, pull_flags)
         examples = with_level_axes(given, levels, flags)
+    finish = None
+    if graded:
+        finish = trace_function(vmapped(pull, levels, pull_flags), pull_examples, mode)
     return Preparation(
         trace_function(run, examples, mode),
-        trace_function(vmapped(pull, levels, pull_flags), pull_examples, mode),
+        finish,
         graded,
         trained,
         batched,

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._compat import tree_map
+
 
 def _lstm_cell(
     x: Tensor, state: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Any = None,
@@ -109,17 +111,34 @@ _PLAIN: dict[Any, Callable[..., Any]] = {
 _LEAVES_TORCH = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__}
 
 
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
 class PlainRecurrence(TorchFunctionMode):
     """Within it, torch's recurrent layers and dropout run as the plain operations above."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func in _LEAVES_TORCH:
             raise RuntimeError(f"{func.__name__}() of a tracing tensor")
-        # The mode is off inside this method; _layers calls dropout, so it is put back on.
+        if func is Tensor.register_hook:
+            raise RuntimeError(
+                "step: Tensor.register_hook cannot be compiled, and would be ignored. Scale the "
+                "gradient in the forward (x * s + x.detach() * (1 - s)), or change the gradients "
+                "that the segment returns."
+            )
+        if func == _REQUIRES_GRAD:  # a fake tensor has none; in the loop that is meant it would
+            return torch.is_grad_enabled() and (args[0].is_floating_point() or args[0].is_complex())
         plain = _PLAIN.get(func)
-        if plain is None:
-            return func(*args, **(kwargs or {}))
-        with self:
-            return plain(*args, **(kwargs or {}))
+        if plain is not None:
+            with self:  # the mode is off inside this method; a layer calls dropout
+                result = plain(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        # What the step keeps from autograd must stay constant when its graph is differentiated.
+        if func == _DATA or not torch.is_grad_enabled():
+            return tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, result)
+        return result

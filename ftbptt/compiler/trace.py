@@ -205,6 +205,12 @@ def own_words(argument: str, function: Any) -> Iterator[None]:
     except Exception as error:
         dependent = isinstance(error, UNTRACEABLE) or "tracing tensor" in str(error)
         where = _user_line(error)
+        if "autograd.Function" in str(error) or "custom_function_call" in str(error):
+            raise RuntimeError(
+                f"{argument} {name} uses a torch.autograd.Function, whose backward cannot be "
+                f"traced\n  {where}\nFor a gradient of your own write soft + (hard - soft).detach(): the value of "
+                "`hard` with the gradient of `soft`."
+            ) from error
         if "mutating a non-functional tensor" in str(error):
             raise RuntimeError(
                 f"{argument} {name} changes in place a tensor that is not among its arguments. "
