@@ -9,10 +9,10 @@ run: $(VENV)/ready
 	$(PY) -m bench.charlm $(ARGS)
 
 test: lint
-	$(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-fast: lint
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 lint: $(VENV)/ready
 	$(PY) -m ruff check .

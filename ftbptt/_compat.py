@@ -5,6 +5,7 @@ Nothing else in the package imports a private torch module. Read in torch 2.11 a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -124,6 +125,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.threshold_backward,
         aten.stack,
         aten._to_copy,
+        aten.mm,
+        aten.bmm,
     ):
         for overload in op.overloads():
             table.pop(getattr(op, overload), None)
@@ -207,8 +210,9 @@ def inductor_compile(
         "cpp_wrapper": on_cpu,
         # It turns a product plus a bias into addmm, which is slower in a loop than fused addition.
         "pattern_matcher": False,
-        # It would write over a buffer that a loop has filled, and declare it twice in C++.
+        # Both take a buffer for dead that a loop has filled or will still read: wrong numbers.
         "inplace_buffers": False,
+        "allow_buffer_reuse": False,
         # A loop of fewer elements costs more to share between threads than to run: in the body of
         # a recurrence that is paid at every step.
         "cpp.min_chunk_size": 16384,
@@ -218,7 +222,14 @@ def inductor_compile(
     }
 
     def compiled_with(options: dict[str, Any]) -> Any:
-        with mode, tracing(TracingContext(mode)), config.patch(options):
+        with (
+            mode,
+            tracing(TracingContext(mode)),
+            config.patch(options),
+            warnings.catch_warnings(),
+        ):
+            # It runs complex operations by torch's own kernels, which is what is wanted of it.
+            warnings.filterwarnings("ignore", message=".*code generation for complex")
             return compile_fx_inner(graph, list(examples), cpp_wrapper=on_cpu)
 
     try:

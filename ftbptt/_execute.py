@@ -103,12 +103,18 @@ class Executable:
             for i, grad in zip(preparation.trained, more, strict=True):
                 by_index[i] = by_index[i] + grad
         axes = [level.size for level in reversed(s.levels)]
-        return [
-            by_index[i].contiguous()
-            if i in by_index
-            else torch.zeros((*axes, *leaf.shape), dtype=leaf.dtype, device=leaf.device)
-            for i, leaf in enumerate(s.params)
-        ]
+        found: list[Tensor] = []
+        seen: set[int] = set()
+        for i, leaf in enumerate(s.params):
+            grad = by_index.get(i)
+            if grad is None:
+                grad = torch.zeros((*axes, *leaf.shape), dtype=leaf.dtype, device=leaf.device)
+            grad = grad.contiguous()
+            if grad.data_ptr() in seen:  # two equal gradients, as of b_ih and b_hh: each its own
+                grad = grad.clone()
+            seen.add(grad.data_ptr())
+            found.append(grad)
+        return found
 
     def _parts(self, state: list[Tensor]) -> list[Tensor]:
         """The parts of the state, each with the axis of every level of vmap."""

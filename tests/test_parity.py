@@ -55,11 +55,12 @@ MASKABLE_ROWS = [
 def check_all_steps(segment: Any, name: str) -> None:
     given = problem(name)
     first, *others = STEPS
+    before = segment.trace_count  # by other tests, with reset and mask
     check(segment, given, first)
     traced, compiled = segment.trace_count, segment.compile_count
     for steps in others:
         check(segment, given, steps)
-    assert traced == 1, "one signature, one trace"
+    assert traced <= before + 1, "one signature, one trace"
     assert segment.trace_count == traced, "another K was traced anew"
     assert segment.compile_count == compiled, "another K was compiled anew"
 

@@ -63,7 +63,9 @@ def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str])
     )
     row_axes = [step.row_axis(leaf) for leaf in state]
     n_fixed = len(params) + len(buffers) + len(base.captures)
-    module, packings = split_stacked_state(base.module, n_fixed + len(inputs), row_axes)
+    by_row = any(leaf is not None and leaf.shape for leaf in (s.reset, s.mask))
+    never = row_axes if by_row else [-1] * len(row_axes)
+    module, packings = split_stacked_state(base.module, n_fixed + len(inputs), never)
 
     unbatched = (False,) * len(s.levels)
     captures = [Leaf(tuple(c.shape), c.dtype, c.device, unbatched) for c in base.captures]

@@ -40,12 +40,12 @@ class Packing:
 
 
 def split_stacked_state(
-    module: fx.GraphModule, first_state: int, row_axes: Sequence[int]
+    module: fx.GraphModule, first_state: int, never: Sequence[int]
 ) -> tuple[fx.GraphModule, list[Packing]]:
     """split_stacked_state : step graph -> step graph on the parts, one Packing per state leaf
 
-    The state leaves are the inputs from ``first_state`` on and the last outputs. A leaf is never
-    split along the axis of its rows.
+    The state leaves are the inputs from ``first_state`` on and the last outputs. ``never`` is for
+    each the axis along which it must stay whole (that of rows which restart one by one).
     """
     graph = module.graph
     leaves = graph.find_nodes(op="placeholder")[first_state:]
@@ -54,9 +54,9 @@ def split_stacked_state(
     outs, afters = values[: len(values) - len(leaves)], values[len(values) - len(leaves) :]
     packings: list[Packing] = []
     parts_after: list[Node] = []
-    for leaf, after, row_axis in zip(leaves, afters, row_axes, strict=True):
+    for leaf, after, whole in zip(leaves, afters, never, strict=True):
         packing = _packing(leaf, after)
-        if packing.dim == row_axis or (packing.dim is not None and not _only_parts(leaf, packing)):
+        if packing.dim == whole or (packing.dim is not None and not _only_parts(leaf, packing)):
             packing = Packing()
         packings.append(packing)
         parts_after.extend([after] if packing.dim is None else after.args[0])

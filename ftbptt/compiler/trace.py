@@ -66,7 +66,9 @@ def trace_function(
     """
     table = DECOMPOSITIONS_BEFORE_AUTOGRAD if before_autograd else decompositions()
     with mode, torch.enable_grad():
-        module = make_fx(function, decomposition_table=table)(*examples)
+        # Some of autograd's own formulas write in place: without mutation, nodes can be moved.
+        pure = torch.func.functionalize(function)
+        module = make_fx(pure, decomposition_table=table)(*examples)
     _make_batchable(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -132,7 +134,7 @@ def trace_step(
 
     examples = [leaf for leaves in flat for leaf in leaves]
     with own_words("step", step), _unchanged_attributes(step):
-        module = trace_function(torch.func.functionalize(run), examples, mode, before_autograd=True)
+        module = trace_function(run, examples, mode, before_autograd=True)
     _forbid_input_mutation(step, module, names)
     captures = _lift_captures(module, after=sizes[0] + sizes[1])
     outs = len(module.graph.output_node().args[0]) - sizes[3]
@@ -208,7 +210,8 @@ def own_words(argument: str, function: Any) -> Iterator[None]:
         if "autograd.Function" in str(error) or "custom_function_call" in str(error):
             raise RuntimeError(
                 f"{argument} {name} uses a torch.autograd.Function, whose backward cannot be "
-                f"traced\n  {where}\nFor a gradient of your own write soft + (hard - soft).detach(): the value of "
+                f"traced\n  {where}\n"
+                "For a gradient of your own write soft + (hard - soft).detach(): the value of "
                 "`hard` with the gradient of `soft`."
             ) from error
         if "mutating a non-functional tensor" in str(error):
