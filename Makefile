@@ -3,16 +3,17 @@ VENV := .venv
 PY := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: run test test-fast lint bench clean
+.PHONY: run test test-all lint bench clean
 
 run: $(VENV)/ready
 	$(PY) -m bench.charlm $(ARGS)
 
+# One thread each for two workers: more would wait for each other at every parallel loop.
 test: lint
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
-
-test-fast: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+test-all: lint
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/ready
 	$(PY) -m ruff check .

@@ -106,8 +106,9 @@ class Executable:
         found: list[Tensor] = []
         seen: set[int] = set()
         for i, leaf in enumerate(s.params):
-            grad = by_index.get(i)
-            if grad is None:
+            if i in by_index:
+                grad = by_index[i]
+            else:
                 grad = torch.zeros((*axes, *leaf.shape), dtype=leaf.dtype, device=leaf.device)
             grad = grad.contiguous()
             if grad.data_ptr() in seen:  # two equal gradients, as of b_ih and b_hh: each its own

@@ -121,7 +121,9 @@ class TrainSegment:
 
     ``reset``: bool, ``[K]`` or ``[K, B]``; where true, the state restarts before the step, and no
     gradient crosses. ``mask``: the same; where false, the step leaves the state as it was (after
-    the reset, if any) and adds no loss. Under ``vmap``, both are mapped over their axis 0.
+    the reset, if any) and adds no loss. ``vmap`` does not map keyword arguments: given to a vmapped
+    segment both hold for every sequence; for one each, vmap a function that takes them by position
+    (``lambda state, x, y, reset: train_segment(params, state, x, y, reset=reset)``).
 
     The step is traced once for each structure, shape and dtype of the arguments, whatever K is.
     ``trace_count`` and ``compile_count`` tell how often the step was traced and a program was
