@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -41,7 +41,6 @@ class Explanation:
     blocks: list[BlockReport]
     saved: list[str]
     saved_bytes: int
-    notes: list[str] = field(default_factory=list)
 
     @property
     def flops(self) -> int:
@@ -67,7 +66,7 @@ class Explanation:
             lines += [head, f"  {'':12}{', '.join(work)}; {block.runs}"]
             lines += [f"  {'':14}{gemm}" for gemm in block.gemms]
         lines.append(f"saved: {', '.join(self.saved) or 'nothing'}")
-        return "\n".join([*lines, *self.notes])
+        return "\n".join(lines)
 
 
 def explain(executable: Executable, step_name: str, steps: int) -> Explanation:
