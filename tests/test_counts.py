@@ -106,6 +106,7 @@ def test_no_gradient_for_each_step_in_memory(name: str, segments: Segments) -> N
 def test_evaluate_keeps_nothing_for_a_backward(segments: Segments) -> None:
     segment, given = segments("lstm_readout", "eager"), problem("lstm_readout")
     segment.evaluate(*given.data(7))
+    segment(*given.data(7))
     with Made() as graded:
         segment(*given.data(7))
     with Made() as evaluated:
@@ -118,6 +119,7 @@ def test_rows_reset_at_no_gemm_of_their_own(segments: Segments) -> None:
     segment, given = segments("lstm_cell", "eager"), problem("lstm_cell")
     reset = torch.zeros(7, 3, dtype=torch.bool)
     segment(*given.data(7), reset=reset)
+    segment(*given.data(7))
     with Made() as without:
         segment(*given.data(7))
     with Made() as within:

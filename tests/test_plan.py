@@ -160,7 +160,7 @@ ORDER = [
     "_compat", "_output", "_step", "_layout", "_loss", "_reference", "compiler.graphs",
     "compiler.rnn", "compiler.signature", "compiler.trace", "compiler.stacked", "compiler.restart",
     "compiler.saving", "compiler.prepare", "compiler.adjoint", "compiler.timesum",
-    "compiler.distribute", "compiler.loss", "compiler.plan", "compiler.timebatch",
+    "compiler.timebatch", "compiler.distribute", "compiler.loss", "compiler.plan",
     "compiler.program", "backends.base", "backends.eager", "backends.compile", "backends",
     "_execute", "_explain", "_call", "_segment",
 ]  # fmt: skip

@@ -132,7 +132,7 @@ class _Buffers:
         return [tensors[g].select(0, at) for _, (g, at) in sorted(self.places.items())]
 
 
-# Below this many rows a library GEMM costs more to call than to compute.
+# Up to this many rows a library GEMM costs more to call than to compute.
 _FEW_ROWS = 2
 
 

@@ -30,6 +30,7 @@ from .graphs import (
     reachable_from,
     value_of,
 )
+from .timebatch import for_any_length
 from .timesum import Term, time_sum
 
 
@@ -37,13 +38,15 @@ from .timesum import Term, time_sum
 class MapBlock:
     """Needs no carry of its own: all K steps in one batched call.
 
-    ``module(*invariants, *sequences) -> [*outputs]`` is one step of it.
+    ``module(*invariants, *sequences) -> [*outputs]`` is one step of it, and ``batched`` the same
+    in operations that vmap well over time.
     """
 
     invariants: list[Node]
     sequences: list[Node]
     outputs: list[Node]
     module: fx.GraphModule
+    batched: fx.GraphModule
 
 
 @dataclass
@@ -107,7 +110,7 @@ class _Analysis:
 def distribute(loop: Loop) -> DistributedLoop:
     """distribute : Loop -> DistributedLoop
 
-    >>> # a 3-layer LSTM: three scan blocks, with the input GEMM of each layer in a map between them
+    A 3-layer LSTM becomes three scan blocks, with the input GEMM of each layer in a map between.
     """
     inputs = [*loop.invariants, *loop.sequences, *loop.carries]
     random = [n for n in loop.graph.nodes if n.op == "call_function" and is_random(n)]
@@ -121,17 +124,13 @@ def distribute(loop: Loop) -> DistributedLoop:
     }
     order = [n for n in loop.graph.nodes if n in needed and n not in set(inputs)]
     hoisted = [n for n in order if n not in varying and _is_heavy(n, inputs)]
-    hoisted = [n for n in hoisted if any(_is_read(u, n, varying, wanted) for u in [n, *n.users])]
+    hoisted = [n for n in hoisted if n in wanted or any(u in varying for u in n.users)]
     found = _Analysis(loop, [n for n in order if n in varying], varying, hoisted)
     _find_components(found)
     _assign_stages(found)
     blocks = _make_blocks(found, {*loop.stacked, *leaves})
     module = extract(loop.invariants, hoisted, loop.graph) if hoisted else None
     return DistributedLoop(loop, hoisted, module, blocks, sums)
-
-
-def _is_read(user: Node, node: Node, varying: set[Node], wanted: Iterable[Node]) -> bool:
-    return user in varying if user is not node else node in wanted
 
 
 def _is_heavy(node: Node, inputs: list[Node]) -> bool:
@@ -285,7 +284,7 @@ def _map_block(found: _Analysis, outputs: list[Node], own: set[Node]) -> MapBloc
     sequences = [n for n in _ordered(found, outside) if n in found.varying]
     invariants = _invariants(found, inside)
     module = extract([*invariants, *sequences], outputs, found.loop.graph)
-    return MapBlock(invariants, sequences, outputs, module)
+    return MapBlock(invariants, sequences, outputs, module, for_any_length(module))
 
 
 def _ordered(found: _Analysis, nodes: set[Node]) -> list[Node]:

@@ -17,11 +17,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from .distribute import DistributedLoop, MapBlock, ScanBlock, ShiftBlock
 from .graphs import Node
-from .timebatch import for_any_length
 
 # A scan block as a callable: (block, invariants, sequences [K, ...], carries, steps, reverse) ->
 # (final carries, histories [K + 1, ...] or None for each carry, emits [K, ...]). Index t of a
@@ -92,8 +91,8 @@ def _invariant(node: Node, values: _Values) -> Tensor:
     """An invariant that no block made: a view of a parameter, or a constant."""
     if node not in values.invariant:
 
-        def operand(arg: Any) -> Any:
-            return _invariant(arg, values) if isinstance(arg, fx.Node) else arg
+        def operand(arg: Node) -> Tensor:
+            return _invariant(arg, values)
 
         args = torch.fx.node.map_arg(node.args, operand)
         kwargs = torch.fx.node.map_arg(node.kwargs, operand)
@@ -104,13 +103,12 @@ def _invariant(node: Node, values: _Values) -> Tensor:
 def _run_map(block: MapBlock, values: _Values, steps: Any) -> None:
     invariants = [values.invariant[node] for node in block.invariants]
     sequences = [values.sequence[node] for node in block.sequences]
-    module = for_any_length(block.module)
     dims = (None,) * len(invariants) + (0,) * len(sequences)
     if not sequences:  # random numbers need something to be batched over
         sequences, dims = [torch.empty(steps, 0)], (*dims, 0)
-        function: Callable[..., Any] = lambda *args: module(*args[:-1])  # noqa: E731
+        function: Callable[..., Any] = lambda *args: block.batched(*args[:-1])  # noqa: E731
     else:
-        function = module
+        function = block.batched
     results = torch.func.vmap(function, dims, randomness="different")(*invariants, *sequences)
     values.sequence.update(zip(block.outputs, results, strict=True))
 
