@@ -5,9 +5,11 @@ Nothing else in the package imports a private torch module. Read in torch 2.11 a
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,6 +129,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten._to_copy,
         aten.mm,
         aten.bmm,
+        aten.add,  # of complex numbers: as views of real ones
     ):
         for overload in op.overloads():
             table.pop(getattr(op, overload), None)
@@ -244,6 +247,13 @@ def inductor_compile(
     return run
 
 
+def not_traced() -> Any:
+    """A context in which tensor operations are none of the trace's that is being made."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def inside_functorch() -> bool:
     """Whether a ``torch.func`` transform (vmap, grad, ...) is active around this call."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -254,3 +264,44 @@ def inside_derivative() -> bool:
     functorch = torch._C._functorch
     kinds = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
     return any(level.key() in kinds for level in functorch.get_interpreter_stack() or ())
+
+
+def cpp_command(include: Sequence[str]) -> str:
+    """The command line, all but names of files, that ``compile_cpp`` runs."""
+    return _cpp_builder("kernel.cpp", ".", include).get_command_line()
+
+
+def compile_cpp(source: Path, include: Sequence[str]) -> Path:
+    """A shared library of one C++ file, beside it, by Inductor's builder with Inductor's flags.
+
+    It finds the compiler, vector instructions, OpenMP and torch's headers on each platform.
+    """
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    try:
+        builder = _cpp_builder(str(source), str(source.parent), include)
+        builder.build()
+    except (CppCompileError, InvalidCxxCompiler) as error:
+        said = [line for line in str(error).splitlines() if "error" in line.lower()]
+        raise RuntimeError(f"no kernel could be compiled: {' '.join(said[:3])}") from error
+    return Path(builder.get_target_file_path())
+
+
+def _cpp_builder(source: str, folder: str, include: Sequence[str]) -> Any:
+    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+
+    with config.patch({"cpp.vec_isa_ok": True}):
+        options = CppTorchDeviceOptions(
+            vec_isa=cpu_vec_isa.pick_vec_isa(),
+            device_type="cpu",
+            extra_flags=["-w", *(f"-I{path}" for path in include)],
+        )
+    return CppBuilder(name="kernel", sources=source, BuildOption=options, output_dir=folder)
+
+
+def kernel_cache_dir() -> str:
+    """Where compiled kernels are kept: beside Inductor's own, TORCHINDUCTOR_CACHE_DIR."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    return os.path.join(cache_dir(), "ftbptt", torch.backends.cpu.get_cpu_capability())

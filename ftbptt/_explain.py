@@ -136,7 +136,7 @@ def _block(
     size += steps * sum(map(nbytes, block.invariants))
     kind = "linear scan" if block.linear else "scan"
     why = "elementwise affine in its carry" if block.linear else "its carry feeds itself"
-    runs = f"{backend.name}: {why}, {backend.loop}"
+    runs = f"{backend.name}: {why}, {backend.describe(block)}"
     return BlockReport(phase, kind, f"over {title(block.carries)}", gemms, other, flops, size, runs)
 
 

@@ -128,7 +128,8 @@ def test_explain_prints_every_block_and_runs_nothing() -> None:
     text = str(segment.explain(*arguments))
     assert segment.compile_count == 0
     for word in (
-        "GRUCell: K=4 steps, backend compile",
+        "GRUCell: K=4 steps, backend fused",
+        "generated C++ kernel",
         "forward",
         "reverse",
         "scan",
@@ -146,7 +147,7 @@ def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPat
     cell = nn.GRUCell(D, H)
     arguments = dict(cell.named_parameters()), None, torch.randn(K, B, D), torch.randn(K, B, H)
     segment = make_train_segment(cell, mse)
-    with pytest.warns(RuntimeWarning, match="compile backend failed for GRUCell.*no compiler"):
+    with pytest.warns(RuntimeWarning, match="fused backend failed for GRUCell.*no compiler"):
         found = segment(*arguments)
     torch.testing.assert_close(segment(*arguments), found)  # and no second warning
     wanted = ftbptt.reference_segment(cell, mse, arguments[0], torch.zeros(B, H), *arguments[2:])
@@ -161,7 +162,9 @@ ORDER = [
     "compiler.rnn", "compiler.signature", "compiler.trace", "compiler.stacked", "compiler.restart",
     "compiler.saving", "compiler.prepare", "compiler.adjoint", "compiler.timesum",
     "compiler.timebatch", "compiler.distribute", "compiler.loss", "compiler.plan",
-    "compiler.program", "backends.base", "backends.eager", "backends.compile", "backends",
+    "compiler.program", "kernels.expressions", "kernels.accesses", "kernels.normalize",
+    "kernels.rowloop", "kernels.schedule", "kernels.cpp_nest", "kernels.cpp", "kernels.build",
+    "backends.base", "backends.eager", "backends.compile", "backends.fused", "backends",
     "_execute", "_explain", "_call", "_segment",
 ]  # fmt: skip
 
@@ -191,6 +194,7 @@ def test_private_torch_names_stay_in_compat() -> None:
         "_subclasses",
         "_higher_order_ops",
         "_guards",
+        "_ops",
     )
     for path in Path(ftbptt.__file__).parent.rglob("*.py"):
         if path.name != "_compat.py":

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..compiler.distribute import ScanBlock
 from ..compiler.program import RunScan
 
 Function = Callable[..., list[Tensor]]
@@ -18,10 +19,10 @@ class Backend:
     """``run_scan`` is the one function from a scan block to its values.
 
     ``build(function, examples, mode)`` makes a function of the program ready for tensors like the
-    fake ``examples``; ``loop`` says in words how a scan block runs.
+    fake ``examples``; ``describe`` says in words how a scan block runs.
     """
 
     name: str
-    loop: str
+    describe: Callable[[ScanBlock], str]
     run_scan: RunScan
     build: Callable[[Function, Sequence[Tensor], Any], Function]

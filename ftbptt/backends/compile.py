@@ -169,4 +169,8 @@ def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Functio
     return inductor_compile(make_program_graph(function, examples, mode), examples, mode)
 
 
-COMPILE = Backend("compile", "a while_loop inside the compiled program", run_scan, _build)
+def _describe(block: ScanBlock) -> str:
+    return "a while_loop inside the compiled program"
+
+
+COMPILE = Backend("compile", _describe, run_scan, _build)

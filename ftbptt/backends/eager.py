@@ -43,4 +43,8 @@ def _as_it_is(function: Function, examples: Sequence[Tensor], mode: Any) -> Func
     return function
 
 
-EAGER = Backend("eager", "a Python loop", run_scan, _as_it_is)
+def _describe(block: ScanBlock) -> str:
+    return "a Python loop"
+
+
+EAGER = Backend("eager", _describe, run_scan, _as_it_is)

@@ -1,0 +1,6 @@
+"""Kernels: a scan block -> one function that runs all K steps of it, row by row.
+
+In the order of the data: ``expressions`` (operations as arithmetic), ``accesses`` (what a value is
+for one row), ``rowloop`` (the block as maps, reductions and products of rows), ``schedule`` (which
+of them share a loop), ``cpp`` (the loop in C++), ``build`` (the C++ as a function).
+"""

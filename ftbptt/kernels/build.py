@@ -1,0 +1,53 @@
+"""C++ source -> a function, compiled once per content and kept on disk.
+
+The library is built under another name and renamed when it is whole, so a build that is killed
+leaves nothing behind that looks like one, and processes that build the same at once do not meet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from .._compat import compile_cpp, cpp_command, kernel_cache_dir
+
+INCLUDE = Path(__file__).parent / "include"
+
+
+@cache
+def _headers() -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(INCLUDE.glob("*.h")))
+
+
+@cache
+def build(source: str) -> Callable[[Any, Any], None]:
+    """build : source of a kernel -> its function ``run(memory, numbers)``
+
+    Raises RuntimeError if there is no working compiler.
+    """
+    library = ctypes.CDLL(str(library_of(source)))
+    run = library.run
+    run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    run.restype = None
+    return cast(Callable[[Any, Any], None], run)
+
+
+def library_of(source: str) -> Path:
+    """The shared library of a source; compiled now if it is not there."""
+    content = [source.encode(), _headers(), cpp_command([str(INCLUDE)]).encode()]
+    key = hashlib.sha256(b"\0".join(content)).hexdigest()[:32]
+    folder = Path(kernel_cache_dir())
+    library = folder / f"{key}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
+            path = Path(scratch) / f"{key}.cpp"
+            path.write_text(source)
+            os.replace(compile_cpp(path, [str(INCLUDE)]), library)
+    return library

@@ -1,0 +1,263 @@
+"""Loops over one row in C++: vectors of ``at::vec`` where all is of one type, else one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .accesses import contiguous
+from .expressions import Apply, Expression, Literal
+from .rowloop import Map, Memory, Read, Reduce, Value, compute_dtype, reads
+from .schedule import Nest
+
+_C_TYPES = {
+    torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16",
+    torch.float16: "c10::Half", torch.bool: "bool", torch.int64: "int64_t",
+    torch.int32: "int32_t", torch.int16: "int16_t", torch.int8: "int8_t", torch.uint8: "uint8_t",
+    torch.complex64: "c10::complex<float>", torch.complex128: "c10::complex<double>",
+}  # fmt: skip
+
+_NEUTRAL = {"sum": "0", "product": "1"}
+_COMPLEX_VECTORS = {"add", "sub", "mul", "neg", "conj"}
+
+
+def c_type(dtype: torch.dtype) -> str:
+    return _C_TYPES[dtype]
+
+
+def memory_name(memory: Memory) -> str:
+    return f"{memory.kind}{memory.index}"
+
+
+class NestPrinter:
+    """Prints one nest; pointers ``row_<memory>`` to the row's part of each memory are in scope."""
+
+    def __init__(self, nest: Nest, kept: set[Value]) -> None:
+        self.nest, self.kept = nest, kept
+        self.made = {op.value for op in nest.operations if isinstance(op, Map)}
+        self.hoisted: dict[tuple[Any, ...], str] = {}
+        self.type = self._vector_type()
+
+    def lines(self) -> Iterator[str]:
+        shape, outer = self.nest.shape, self.nest.outer
+        reductions = [op for op in self.nest.operations if isinstance(op, Reduce)]
+        yield "{"
+        depth = len(shape) - 1
+        for axis in range(max(depth, 0)):
+            if axis == outer:
+                yield from self._open(reductions)
+            yield f"for (int64_t i{axis} = 0; i{axis} < {shape[axis]}; ++i{axis}) {{"
+        if outer is not None and outer >= max(depth, 0):
+            yield from self._open(reductions)
+        body = list(self._inner(shape[-1] if shape else 1))
+        yield from self._hoist()
+        yield from body
+        for axis in reversed(range(max(depth, 0))):
+            if outer is not None and axis == outer - 1:
+                yield from self._close(reductions)
+            yield "}"
+        if outer == 0:
+            yield from self._close(reductions)
+        yield "}"
+
+    # -- types ------------------------------------------------------------------------------------
+
+    def _vector_type(self) -> torch.dtype | None:
+        """The one type that all is computed in, if the innermost loop can be of vectors of it."""
+        if not self.nest.shape or self.nest.shape[-1] < 4:
+            return None
+        found: set[torch.dtype] = set()
+        for op in self.nest.operations:
+            found |= {compute_dtype(d) for d in _dtypes(op.expression)}
+            found.add(compute_dtype(op.value.dtype))
+            inner = [read.strides[-1] for read in reads(op.expression)]
+            if isinstance(op, Map):
+                inner.append(op.value.strides[-1])
+            if not {0, 1}.issuperset(inner):
+                return None
+        found.discard(torch.bool)
+        if len(found) != 1:
+            return None
+        dtype = found.pop()
+        if dtype.is_complex:
+            names = {n for op in self.nest.operations for n in _names(op.expression)}
+            plain = all(isinstance(op, Map) for op in self.nest.operations)
+            return dtype if plain and names <= _COMPLEX_VECTORS else None
+        return dtype if dtype.is_floating_point else None
+
+    # -- the innermost loop -----------------------------------------------------------------------
+
+    def _inner(self, n: int) -> Iterator[str]:
+        if self.type is None:
+            yield f"for (int64_t j = 0; j < {n}; ++j) {{"
+            yield from self._body("")
+            yield "}"
+            return
+        t = c_type(self.type)
+        yield f"using V = Vec<{t}>;"
+        yield "int64_t j = 0;"
+        yield f"for (; j + V::size() <= {n}; j += V::size()) {{"
+        yield from self._body("")
+        yield "}"
+        yield f"if constexpr ({n} % V::size() != 0) {{"
+        yield f"constexpr int64_t left = {n} % V::size();"
+        yield from self._body(", left")
+        yield "}"
+
+    def _body(self, left: str) -> Iterator[str]:
+        self.loaded: dict[tuple[Any, ...], str] = {}
+        self.extra: list[str] = []
+        for op in self.nest.operations:
+            value = self._print(op.expression, left)
+            value = self._converted(value, _dtype(op.expression), compute_dtype(op.value.dtype))
+            yield from self.extra
+            self.extra = []
+            name = f"v_{op.value.name}"
+            if isinstance(op, Reduce):
+                fold = f"{op.kind}_of(total_{op.value.name}, {value}"
+                yield f"total_{op.value.name} = {fold}{left});"
+                continue
+            kind = "const auto"
+            yield f"{kind} {name} = {self._as_vector(op, value)};"
+            if op.value in self.kept:
+                at = _at(op.value.offset, op.value.strides, len(self.nest.shape))
+                assert op.value.memory is not None
+                yield f"store_(row_{memory_name(op.value.memory)} + {at}, {name}{left});"
+
+    def _as_vector(self, op: Map, value: str) -> str:
+        """A constant, or what all of the row share, as the vector that a store wants."""
+        if self.type is None:
+            return f"static_cast<{c_type(compute_dtype(op.value.dtype))}>({value})"
+        if op.value.dtype == torch.bool:
+            return f"as_mask<V>({value})"
+        return f"V({value})"
+
+    def _converted(self, text: str, have: torch.dtype, want: torch.dtype) -> str:
+        return text if compute_dtype(have) == want else self._cast(text, have, want)
+
+    def _print(self, expr: Expression, left: str) -> str:
+        if isinstance(expr, Literal):
+            return self._literal(expr)
+        if isinstance(expr, Read):
+            return self._load(expr, left)
+        if expr.name == "cast":
+            return self._cast(self._print(expr.args[0], left), _dtype(expr.args[0]), expr.dtype)
+        args = [self._print(arg, left) for arg in expr.args]
+        if self.type is not None and expr.name == "where" and expr.dtype == torch.bool:
+            args[1:] = (f"as_mask<V>({arg})" for arg in args[1:])
+        return f"{expr.name}_({', '.join(args)})"
+
+    def _cast(self, text: str, have: torch.dtype, want: torch.dtype) -> str:
+        if compute_dtype(have) == compute_dtype(want):
+            return text
+        if self.type is not None:
+            return f"to_mask<V>({text})" if want == torch.bool else f"from_mask<V>({text})"
+        return f"cast_<{c_type(compute_dtype(want))}>({text})"
+
+    def _literal(self, literal: Literal) -> str:
+        text = _number(literal.value, compute_dtype(literal.dtype))
+        return text if self.type is None or literal.dtype == torch.bool else f"V({text})"
+
+    def _load(self, read: Read, left: str) -> str:
+        source = read.source
+        if isinstance(source, Value) and source in self.made and _same_index(read, self.nest.shape):
+            return f"v_{source.name}"
+        memory = read.source.memory if isinstance(read.source, Value) else read.source
+        assert memory is not None
+        offset = read.offset + (read.source.offset if isinstance(read.source, Value) else 0)
+        key = (memory, offset, read.strides)
+        pointer = f"row_{memory_name(memory)}"
+        if self.type is None:
+            return f"load_({pointer} + {_at(offset, read.strides, len(self.nest.shape))})"
+        if read.strides[-1] == 0:
+            if key not in self.hoisted:
+                self.hoisted[key] = f"u{len(self.hoisted)}"
+            return self.hoisted[key]
+        if key not in self.loaded:
+            name = f"x{len(self.loaded)}"
+            at = _at(offset, read.strides, len(self.nest.shape))
+            self.extra.append(f"const auto {name} = load_<V>({pointer} + {at}{left});")
+            self.loaded[key] = name
+        return self.loaded[key]
+
+    def _hoist(self) -> Iterator[str]:
+        """What does not change along the innermost loop is loaded before it."""
+        for (memory, offset, strides), name in self.hoisted.items():
+            at = _at(offset, strides[:-1], len(self.nest.shape) - 1, inner=False)
+            load = f"load_(row_{memory_name(memory)} + {at})"
+            t = c_type(self.type) if self.type is not None else ""
+            is_bool = memory.dtype == torch.bool
+            yield f"const auto {name} = {load};" if is_bool else f"const Vec<{t}> {name}({load});"
+
+    # -- reductions -------------------------------------------------------------------------------
+
+    def _open(self, reductions: list[Reduce]) -> Iterator[str]:
+        for op in reductions:
+            t = c_type(compute_dtype(op.value.dtype))
+            start = _NEUTRAL.get(op.kind) or f"{op.kind}_neutral<{t}>()"
+            kind = t if self.type is None else f"Vec<{t}>"
+            yield f"{kind} total_{op.value.name}({start});"
+
+    def _close(self, reductions: list[Reduce]) -> Iterator[str]:
+        for op in reductions:
+            name, memory = op.value.name, op.value.memory
+            assert memory is not None
+            total = f"total_{name}" if self.type is None else f"{op.kind}_all(total_{name})"
+            at = _at(op.value.offset, op.value.strides, op.outer, inner=False)
+            yield f"store_(row_{memory_name(memory)} + {at}, {total});"
+
+
+def _at(offset: int, strides: tuple[int, ...], depth: int, *, inner: bool = True) -> str:
+    """The index of an element; the innermost of ``depth`` loops counts in j if ``inner``."""
+    terms = [str(offset)] if offset else []
+    for axis, stride in enumerate(strides):
+        name = "j" if inner and axis == depth - 1 else f"i{axis}"
+        if stride:
+            terms.append(name if stride == 1 else f"{name} * {stride}")
+    return " + ".join(terms) or "0"
+
+
+def _same_index(read: Read, shape: tuple[int, ...]) -> bool:
+    value = read.source
+    assert isinstance(value, Value)
+    return value.shape == shape and not read.offset and read.strides == contiguous(shape)
+
+
+def _dtype(expr: Expression) -> torch.dtype:
+    dtype: torch.dtype = expr.dtype
+    return dtype
+
+
+def _dtypes(expr: Expression) -> Iterator[torch.dtype]:
+    yield expr.dtype
+    if isinstance(expr, Apply):
+        for arg in expr.args:
+            yield from _dtypes(arg)
+
+
+def _names(expr: Expression) -> Iterator[str]:
+    if isinstance(expr, Apply):
+        yield expr.name
+        for arg in expr.args:
+            yield from _names(arg)
+
+
+def _number(value: Any, dtype: torch.dtype) -> str:
+    t = c_type(dtype)
+    if dtype == torch.bool:
+        return "true" if value else "false"
+    if dtype.is_complex:
+        part = dtype.to_real()
+        number = complex(value)
+        return f"{t}({_number(number.real, part)}, {_number(number.imag, part)})"
+    if not dtype.is_floating_point:
+        return f"{t}({int(value)})"
+    value = float(value)
+    if value != value:
+        return f"std::numeric_limits<{t}>::quiet_NaN()"
+    if math.isinf(value):
+        return f"{'-' if value < 0 else ''}std::numeric_limits<{t}>::infinity()"
+    return f"{t}({value!r})"

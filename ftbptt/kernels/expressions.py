@@ -1,0 +1,272 @@
+"""Elementwise operations of a graph -> arithmetic in a few primitives, in no language yet.
+
+A printer for a language (``cpp``) needs one spelling per primitive; what torch composes of them
+(``silu``, ``sigmoid_backward``, ...) is composed here, once for all languages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..compiler.graphs import Node, aten
+
+
+@dataclass(frozen=True)
+class Literal:
+    """A number in the code."""
+
+    value: Any
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Apply:
+    """A primitive on expressions; ``dtype`` is that of the result."""
+
+    name: str
+    args: tuple[Any, ...]
+    dtype: torch.dtype
+
+
+# Leaves of an expression are literals and whatever the caller made of the node's tensors, with a
+# ``dtype`` each.
+Expression = Any
+
+_ARITHMETIC = {
+    "add": "add", "sub": "sub", "mul": "mul", "div": "div", "neg": "neg", "abs": "abs",
+    "maximum": "maximum", "minimum": "minimum", "pow": "pow", "exp": "exp", "exp2": "exp2",
+    "log": "log", "log2": "log2", "log1p": "log1p", "expm1": "expm1", "sqrt": "sqrt",
+    "rsqrt": "rsqrt", "reciprocal": "reciprocal", "sin": "sin", "cos": "cos", "tan": "tan",
+    "sinh": "sinh", "cosh": "cosh", "atan": "atan", "atan2": "atan2", "tanh": "tanh",
+    "sigmoid": "sigmoid", "erf": "erf", "erfc": "erfc", "floor": "floor", "ceil": "ceil",
+    "round": "round", "trunc": "trunc", "fmod": "fmod", "sign": "sign", "relu": "relu",
+    "acos": "acos", "asin": "asin", "_conj": "conj", "conj_physical": "conj",
+    "_conj_physical": "conj",
+}  # fmt: skip
+_COMPARISONS = {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge"}
+_BITWISE = {"bitwise_and": "bit_and", "bitwise_or": "bit_or", "bitwise_xor": "bit_xor"}
+_LOGICAL = {"logical_and": "bit_and", "logical_or": "bit_or", "logical_xor": "bit_xor"}
+
+
+class Unsupported(Exception):
+    """A node that no kernel can be made of; the message says which and why."""
+
+
+def refuse(node: Node, why: str) -> Unsupported:
+    name = getattr(node.target, "__name__", node.target) if node.op == "call_function" else node.op
+    return Unsupported(f"{name} ({node.name}): {why}")
+
+
+def is_elementwise(node: Node) -> bool:
+    return node.op == "call_function" and _overload_name(node) in _TABLE
+
+
+def is_constant(node: Node) -> bool:
+    """Whether the node makes the same number everywhere, out of nothing."""
+    return node.op == "call_function" and node.target in _CONSTANTS
+
+
+def constant(node: Node) -> Literal:
+    dtype = node.meta["val"].dtype
+    value = _CONSTANTS[node.target](node)
+    if isinstance(value, (int, float, bool, complex)):
+        return Literal(value, dtype)
+    raise refuse(node, "its value is not a number")
+
+
+_CONSTANTS: dict[Any, Callable[[Node], Any]] = {
+    aten.full.default: lambda n: n.args[1],
+    aten.full_like.default: lambda n: n.args[1],
+    aten.scalar_tensor.default: lambda n: n.args[0],
+    aten.zeros_like.default: lambda n: 0,
+    aten.ones_like.default: lambda n: 1,
+    aten.zeros.default: lambda n: 0,
+    aten.ones.default: lambda n: 1,
+}
+
+
+def cast(x: Expression, dtype: torch.dtype) -> Expression:
+    """The expression converted to ``dtype``, if it has another one."""
+    if x.dtype == dtype:
+        return x
+    if isinstance(x, Literal) and dtype != torch.bool:
+        return Literal(x.value, dtype)
+    return Apply("cast", (x,), dtype)
+
+
+def expression(node: Node, leaf: Callable[[Node], Expression]) -> Expression:
+    """expression : an elementwise node, node -> leaf -> the node's value as an expression"""
+    kind = _TABLE.get(_overload_name(node))
+    if kind is None:
+        raise refuse(node, "no kernel is known for it")
+    out = node.meta["val"].dtype
+    complex_inputs = any(arg.meta["val"].dtype.is_complex for arg in node.all_input_nodes)
+    of_complex = out.is_complex and kind in (_arithmetic, _copied, _where)
+    if (out.is_complex or complex_inputs) and not of_complex:
+        raise refuse(node, "not known for complex numbers")
+
+    def operand(arg: Any) -> Expression:
+        if isinstance(arg, (bool, int, float, complex)):
+            return Literal(arg, _DTYPES[type(arg)])
+        return leaf(arg) if isinstance(arg, torch.fx.Node) else arg
+
+    return kind(node, out, [operand(arg) for arg in node.args], dict(node.kwargs))
+
+
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
+def _overload_name(node: Node) -> str:
+    """``add`` of ``aten.add.Tensor``; nothing for what is no operation of torch."""
+    if getattr(node.target, "namespace", None) not in ("aten", "prims"):
+        return ""
+    name: str = node.target.overloadpacket.__name__
+    return name
+
+
+def _common(node: Node) -> torch.dtype:
+    """The dtype that the operands of a comparison are compared in."""
+    operands = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in node.args[:2]]
+    return torch.result_type(*operands)
+
+
+def _arithmetic(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    name = _ARITHMETIC[_overload_name(node)]
+    if out == torch.bool:
+        raise refuse(node, "arithmetic on bool")
+    if len(args) > 2:
+        raise refuse(node, "in this form no kernel is known for it")
+    if name == "div":
+        mode = kwargs.get("rounding_mode")
+        value = Apply("div", tuple(cast(a, out) for a in args), out)
+        if mode is not None:
+            raise refuse(node, "division with rounding")
+        return value
+    operands = [cast(a, out) for a in args]
+    alpha = kwargs.get("alpha", 1)
+    if alpha != 1:
+        scale = Literal(alpha, out)
+        operands[1] = Apply("mul", (operands[1], scale), out)
+    return Apply(name, tuple(operands), out)
+
+
+def _compared(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    common = _common(node)
+    if common == torch.bool:
+        raise refuse(node, "a comparison of bools")
+    return Apply(_COMPARISONS[_overload_name(node)], tuple(cast(a, common) for a in args), out)
+
+
+def _logical(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    name = _LOGICAL[_overload_name(node)]
+    return Apply(name, tuple(cast(a, torch.bool) for a in args), out)
+
+
+def _bitwise(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return Apply(_BITWISE[_overload_name(node)], tuple(cast(a, out) for a in args), out)
+
+
+def _not(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    if _overload_name(node) == "bitwise_not" and out != torch.bool:
+        raise refuse(node, "bits of integers")
+    return Apply("bit_not", (cast(args[0], torch.bool),), out)
+
+
+def _where(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return Apply("where", (args[0], cast(args[1], out), cast(args[2], out)), out)
+
+
+def _copied(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return cast(args[0], out)
+
+
+def _clamped(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    name = _overload_name(node)
+    low = args[1] if len(args) > 1 else kwargs.get("min")
+    high = args[2] if len(args) > 2 else kwargs.get("max")
+    if name == "clamp_max":
+        low, high = None, low if low is not None else high
+    value = cast(args[0], out)
+    for bound, kind in ((low, "maximum"), (high, "minimum")):
+        if bound is not None:
+            if isinstance(bound, (int, float)):
+                bound = Literal(bound, out)
+            value = Apply(kind, (value, cast(bound, out)), out)
+    return value
+
+
+def _sigmoid_backward(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    grad, y = (cast(a, out) for a in args)
+    one_less = Apply("sub", (Literal(1, out), y), out)
+    return Apply("mul", (grad, Apply("mul", (one_less, y), out)), out)
+
+
+def _tanh_backward(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    grad, y = (cast(a, out) for a in args)
+    square = Apply("mul", (y, y), out)
+    return Apply("mul", (grad, Apply("sub", (Literal(1, out), square), out)), out)
+
+
+def _threshold_backward(
+    node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]
+) -> Any:
+    grad, x = (cast(a, out) for a in args[:2])
+    below = Apply("le", (x, cast(args[2], out)), torch.bool)
+    return Apply("where", (below, Literal(0, out), grad), out)
+
+
+def _add_product(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    a, b, c = (cast(x, out) for x in args)
+    if kwargs.get("value", 1) != 1:
+        b = Apply("mul", (b, Literal(kwargs["value"], out)), out)
+    name = "mul" if _overload_name(node) == "addcmul" else "div"
+    return Apply("add", (a, Apply(name, (b, c), out)), out)
+
+
+def _reversed_sub(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    a, b = (cast(x, out) for x in args[:2])
+    if kwargs.get("alpha", 1) != 1:
+        raise refuse(node, "alpha is not 1")
+    return Apply("sub", (b, a), out)
+
+
+def _test(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    name = _overload_name(node)
+    if not args[0].dtype.is_floating_point:
+        raise refuse(node, "on numbers that are not floating point")
+    if name == "isnan":
+        return Apply("ne", (args[0], args[0]), out)
+    infinite = Literal(float("inf"), args[0].dtype)
+    return Apply("eq", (Apply("abs", (args[0],), args[0].dtype), infinite), out)
+
+
+def _unary_float(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return Apply(_ARITHMETIC[_overload_name(node)], (cast(args[0], out),), out)
+
+
+_REAL_FUNCTIONS = {
+    "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "sin", "cos", "tan", "sinh",
+    "cosh", "atan", "tanh", "sigmoid", "erf", "erfc", "acos", "asin", "floor", "ceil", "trunc",
+    "relu", "round", "sign",
+}  # fmt: skip
+_TABLE: dict[str, Callable[[Node, torch.dtype, list[Any], dict[str, Any]], Any]] = {
+    **{name: _unary_float if name in _REAL_FUNCTIONS else _arithmetic for name in _ARITHMETIC},
+    **dict.fromkeys(_COMPARISONS, _compared),
+    **dict.fromkeys(_LOGICAL, _logical),
+    **dict.fromkeys(_BITWISE, _bitwise),
+    **dict.fromkeys(("logical_not", "bitwise_not"), _not),
+    **dict.fromkeys(("clone", "_to_copy", "convert_element_type", "contiguous"), _copied),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _clamped),
+    **dict.fromkeys(("isnan", "isinf"), _test),
+    "where": _where,
+    "sigmoid_backward": _sigmoid_backward,
+    "tanh_backward": _tanh_backward,
+    "threshold_backward": _threshold_backward,
+    "rsub": _reversed_sub,
+    "addcmul": _add_product,
+    "addcdiv": _add_product,
+}

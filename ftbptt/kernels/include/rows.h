@@ -1,0 +1,323 @@
+// What every generated kernel stands on: vectors, arithmetic on vectors and on single numbers
+// under the same names, tiles of rows, and memory.
+#pragma once
+
+#include <ATen/cpu/vec/functional_base.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <c10/util/complex.h>
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <type_traits>
+
+#include "gemm.h"
+#include "math.h"
+
+namespace ftbptt {
+
+template <typename T>
+using Vec = at::vec::Vectorized<T>;
+
+template <typename X>
+struct is_vec : std::false_type {};
+template <typename T>
+struct is_vec<Vec<T>> : std::true_type {};
+
+// -- memory ---------------------------------------------------------------------------------------
+
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count)
+      : data_(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) / 64 + 1) * 64))) {
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  ~Buffer() { std::free(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  T* data() const { return data_; }
+
+ private:
+  T* data_;
+};
+
+template <typename T>
+void copy(const T* from, int64_t count, T* to) {
+  std::memcpy(static_cast<void*>(to), from, count * sizeof(T));
+}
+
+// bfloat16 and float16 are storage only: what is computed with them is float.
+template <typename T>
+auto load_(const T* p) {
+  if constexpr (std::is_same_v<T, c10::BFloat16> || std::is_same_v<T, c10::Half>)
+    return static_cast<float>(*p);
+  else
+    return *p;
+}
+
+template <typename V, typename S>
+inline V load_(const S* p, int64_t count = V::size()) {
+  using T = typename V::value_type;
+  if constexpr (std::is_same_v<S, T>) {
+    return count == V::size() ? V::loadu(p) : V::loadu(p, count);
+  } else {
+    alignas(64) T values[V::size()] = {};
+    for (int64_t i = 0; i < count; ++i) values[i] = static_cast<T>(p[i]);
+    const V loaded = V::loadu(values);
+    if constexpr (std::is_same_v<S, bool>) return loaded != V(0);
+    return loaded;
+  }
+}
+
+template <typename S, typename V>
+inline void store_(S* p, V v, int64_t count) {
+  using T = typename V::value_type;
+  if constexpr (std::is_same_v<S, T>) {
+    if (count == V::size()) v.store(p);
+    else v.store(p, count);
+  } else {
+    alignas(64) T values[V::size()];
+    if constexpr (std::is_same_v<S, bool>) v = V::blendv(V(0), V(1), v);
+    v.store(values);
+    for (int64_t i = 0; i < count; ++i) p[i] = static_cast<S>(values[i]);
+  }
+}
+
+template <typename S, typename X>
+inline void store_(S* p, X x) {
+  if constexpr (is_vec<X>::value) {
+    store_(p, x, X::size());
+  } else {
+    *p = static_cast<S>(x);
+  }
+}
+
+// -- arithmetic: on vectors, and on single numbers ------------------------------------------------
+
+// A vector of truth values is a mask: all bits of an element, or none.
+template <typename V>
+inline V as_mask(bool x) { return x ? V(0) == V(0) : V(0) != V(0); }
+template <typename V>
+inline V as_mask(V x) { return x; }
+template <typename V>
+inline V to_mask(V x) { return x != V(0); }
+template <typename V>
+inline V to_mask(bool x) { return as_mask<V>(x); }
+template <typename V>
+inline V from_mask(V x) { return V::blendv(V(0), V(1), x); }
+template <typename V>
+inline V from_mask(bool x) { return V(x ? 1 : 0); }
+
+template <typename To, typename From>
+inline To cast_(From x) {
+  if constexpr (std::is_same_v<To, bool>) return x != From(0);
+  else return static_cast<To>(x);
+}
+
+template <typename X> inline X add_(X a, X b) { return a + b; }
+template <typename X> inline X sub_(X a, X b) { return a - b; }
+template <typename X> inline X mul_(X a, X b) { return a * b; }
+template <typename X> inline X div_(X a, X b) { return a / b; }
+template <typename X> inline X reciprocal_(X a) { return X(1) / a; }
+template <typename X> inline X neg_(X a) {
+  if constexpr (is_vec<X>::value) return a.neg();
+  else return -a;
+}
+template <typename X> inline X conj_(X a) {
+  if constexpr (is_vec<X>::value) return a.conj();
+  else return std::conj(a);
+}
+
+template <typename X> inline auto eq_(X a, X b) { return a == b; }
+template <typename X> inline auto ne_(X a, X b) { return a != b; }
+template <typename X> inline auto lt_(X a, X b) { return a < b; }
+template <typename X> inline auto le_(X a, X b) { return a <= b; }
+template <typename X> inline auto gt_(X a, X b) { return a > b; }
+template <typename X> inline auto ge_(X a, X b) { return a >= b; }
+
+template <typename A, typename B, typename F>
+inline auto bitwise(A a, B b, F f) {
+  if constexpr (is_vec<A>::value) return f(a, as_mask<A>(b));
+  else if constexpr (is_vec<B>::value) return f(as_mask<B>(a), b);
+  else return static_cast<decltype(f(a, b))>(f(a, b));
+}
+template <typename A, typename B> inline auto bit_and_(A a, B b) {
+  return bitwise(a, b, [](auto x, auto y) -> decltype(x) { return x & y; });
+}
+template <typename A, typename B> inline auto bit_or_(A a, B b) {
+  return bitwise(a, b, [](auto x, auto y) -> decltype(x) { return x | y; });
+}
+template <typename A, typename B> inline auto bit_xor_(A a, B b) {
+  return bitwise(a, b, [](auto x, auto y) -> decltype(x) { return x ^ y; });
+}
+template <typename X> inline X bit_not_(X a) {
+  if constexpr (is_vec<X>::value) return a ^ as_mask<X>(true);
+  else return !a;
+}
+
+template <typename C, typename X> inline X where_(C condition, X a, X b) {
+  if constexpr (is_vec<C>::value) return X::blendv(b, a, condition);
+  else return condition ? a : b;
+}
+template <typename X> inline X maximum_(X a, X b) {
+  if constexpr (is_vec<X>::value) return at::vec::maximum(a, b);
+  else return a != a || a > b ? a : b;
+}
+template <typename X> inline X minimum_(X a, X b) {
+  if constexpr (is_vec<X>::value) return at::vec::minimum(a, b);
+  else return a != a || a < b ? a : b;
+}
+template <typename X> inline X relu_(X a) { return where_(le_(a, X(0)), X(0), a); }
+template <typename X> inline X sign_(X a) {
+  return sub_(where_(gt_(a, X(0)), X(1), X(0)), where_(lt_(a, X(0)), X(1), X(0)));
+}
+
+#define FTBPTT_UNARY(name, of_vector, of_number)            \
+  template <typename X>                                     \
+  inline X name##_(X a) {                                   \
+    if constexpr (is_vec<X>::value) return a.of_vector();   \
+    else return static_cast<X>(of_number(a));               \
+  }
+FTBPTT_UNARY(abs, abs, std::abs)
+FTBPTT_UNARY(exp2, exp2, std::exp2)
+FTBPTT_UNARY(expm1, expm1, std::expm1)
+FTBPTT_UNARY(log, log, std::log)
+FTBPTT_UNARY(log2, log2, std::log2)
+FTBPTT_UNARY(log1p, log1p, std::log1p)
+FTBPTT_UNARY(sqrt, sqrt, std::sqrt)
+FTBPTT_UNARY(sin, sin, std::sin)
+FTBPTT_UNARY(cos, cos, std::cos)
+FTBPTT_UNARY(tan, tan, std::tan)
+FTBPTT_UNARY(sinh, sinh, std::sinh)
+FTBPTT_UNARY(cosh, cosh, std::cosh)
+FTBPTT_UNARY(asin, asin, std::asin)
+FTBPTT_UNARY(acos, acos, std::acos)
+FTBPTT_UNARY(atan, atan, std::atan)
+FTBPTT_UNARY(erf, erf, std::erf)
+FTBPTT_UNARY(erfc, erfc, std::erfc)
+FTBPTT_UNARY(floor, floor, std::floor)
+FTBPTT_UNARY(ceil, ceil, std::ceil)
+FTBPTT_UNARY(trunc, trunc, std::trunc)
+FTBPTT_UNARY(round, round, std::nearbyint)
+#undef FTBPTT_UNARY
+
+template <typename X> inline X exp_(X a) {
+  if constexpr (std::is_same_v<X, Vec<float>>) return fast_exp(a);
+  else if constexpr (is_vec<X>::value) return a.exp();
+  else return std::exp(a);
+}
+template <typename X> inline X tanh_(X a) {
+  if constexpr (std::is_same_v<X, Vec<float>>) return fast_tanh(a);
+  else if constexpr (is_vec<X>::value) return a.tanh();
+  else return std::tanh(a);
+}
+template <typename X> inline X sigmoid_(X a) { return X(1) / (X(1) + exp_(neg_(a))); }
+template <typename X> inline X rsqrt_(X a) { return X(1) / sqrt_(a); }
+template <typename X> inline X pow_(X a, X b) {
+  if constexpr (is_vec<X>::value) return a.pow(b);
+  else return std::pow(a, b);
+}
+template <typename X> inline X atan2_(X a, X b) {
+  if constexpr (is_vec<X>::value) return a.atan2(b);
+  else return std::atan2(a, b);
+}
+template <typename X> inline X fmod_(X a, X b) {
+  if constexpr (is_vec<X>::value) return a.fmod(b);
+  else return std::fmod(a, b);
+}
+
+// -- reductions: of single numbers, of vectors, of the first ``count`` elements of a vector -------
+
+template <typename T> T maximum_neutral() { return -std::numeric_limits<T>::infinity(); }
+template <typename T> T minimum_neutral() { return std::numeric_limits<T>::infinity(); }
+
+#define FTBPTT_REDUCTION(name, op)                                                        \
+  template <typename X>                                                                   \
+  inline X name##_of(X total, X x) { return op(total, x); }                               \
+  template <typename X>                                                                   \
+  inline X name##_of(X total, X x, int64_t count) { return X::set(total, op(total, x), count); } \
+  template <typename T>                                                                   \
+  inline T name##_all(Vec<T> total) {                                                     \
+    return at::vec::vec_reduce_all<T>([](Vec<T>& a, Vec<T>& b) { return op(a, b); }, total); \
+  }
+FTBPTT_REDUCTION(sum, add_)
+FTBPTT_REDUCTION(product, mul_)
+FTBPTT_REDUCTION(maximum, maximum_)
+FTBPTT_REDUCTION(minimum, minimum_)
+#undef FTBPTT_REDUCTION
+
+// -- rows -----------------------------------------------------------------------------------------
+
+// Rows that one thread runs all steps on; those of one group share all weights.
+struct Tile {
+  int64_t group, first, rows;
+};
+
+// ``total`` rows in ``groups`` of the same size, cut into tiles of at most ``most`` rows, at least
+// one for each thread if there are as many rows.
+struct Tiles {
+  int64_t total, groups, parts, rows, threads;
+
+  Tiles(int64_t total, int64_t groups, int64_t most, int64_t threads) : total(total), groups(groups) {
+    const int64_t size = total / std::max<int64_t>(groups, 1);
+    const int64_t for_threads = (threads + groups - 1) / std::max<int64_t>(groups, 1);
+    parts = std::max<int64_t>((size + most - 1) / most, std::min(for_threads, size));
+    // As many tiles for each thread.
+    if (parts > for_threads) parts = (parts + for_threads - 1) / for_threads * for_threads;
+    parts = std::max<int64_t>(std::min(parts, size), 1);
+    rows = (size + parts - 1) / parts;
+    this->threads = total == 0 ? 1 : std::min(threads, groups * parts);
+  }
+
+  struct Range {
+    const Tiles& tiles;
+    int64_t at, behind;
+    struct Iterator {
+      const Tiles& tiles;
+      int64_t at;
+      bool operator!=(const Iterator& other) const { return at != other.at; }
+      void operator++() { ++at; }
+      Tile operator*() const {
+        const int64_t size = tiles.total / tiles.groups, group = at / tiles.parts;
+        const int64_t part = at % tiles.parts;
+        const int64_t first = size * part / tiles.parts;
+        return {group, group * size + first, size * (part + 1) / tiles.parts - first};
+      }
+    };
+    Iterator begin() const { return {tiles, at}; }
+    Iterator end() const { return {tiles, behind}; }
+  };
+
+  Range of_thread() const {
+    const int64_t count = total == 0 ? 0 : groups * parts;
+    const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
+    return {*this, count * thread / team, count * (thread + 1) / team};
+  }
+};
+
+// The calling thread's part of packing ``count`` weights.
+template <typename T, typename S>
+void pack(const S* weight, const int64_t* strides, int64_t k, int64_t n, int64_t count, T* packed) {
+  const int64_t panels = Gemm<T>::panels(n), work = count * panels;
+  const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
+  int64_t at = work * thread / team;
+  const int64_t behind = work * (thread + 1) / team;
+  while (at < behind) {
+    const int64_t which = at / panels, first = at % panels;
+    const int64_t last = std::min(panels, first + behind - at);
+    Gemm<T>::pack(weight + which * strides[0], strides[1], strides[2], k, n,
+                  packed + which * Gemm<T>::packed_size(k, n), first, last);
+    at += last - first;
+  }
+}
+
+}  // namespace ftbptt

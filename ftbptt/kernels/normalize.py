@@ -1,0 +1,200 @@
+"""A block's graph -> the same in fewer kinds of nodes, for a kernel to be made of.
+
+Means and variances become sums, and whatever puts values together a ``cat``. A view of an
+elementwise result becomes the elementwise operation on views, so that the gates of an LSTM are
+slices of a product and no tensor of all gates is made.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..compiler.graphs import VIEWS, Node, aten, value_of
+from .expressions import is_constant, is_elementwise, refuse
+
+
+def normalize(module: fx.GraphModule, has_rows: Callable[[Node], bool]) -> fx.Graph:
+    """normalize : a block's step, node -> whether each row has a value of it -> its graph, anew"""
+    graph = copy.deepcopy(module.graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _IN_OTHER_WORDS:
+            with graph.inserting_before(node):
+                _IN_OTHER_WORDS[node.target](node)
+    graph.eliminate_dead_code()
+    for node in reversed(list(graph.nodes)):
+        if is_elementwise(node) and not is_constant(node):
+            _push_views(node, has_rows(node))
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _new(graph: fx.Graph, target: Any, *args: Any) -> Node:
+    """A new node with its value's shape and dtype."""
+    node = graph.call_function(target, args)
+
+    def empty(arg: Node) -> Tensor:
+        value = value_of(arg)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    node.meta["val"] = target(*fx.node.map_arg(args, empty))
+    return node
+
+
+def _reduced(node: Node, dims: Sequence[int] | None) -> tuple[list[int], int]:
+    shape = value_of(node.args[0]).shape
+    axes = [d % len(shape) for d in (dims or range(len(shape)))]
+    return axes, math.prod(shape[d] for d in axes)
+
+
+def _mean_of(x: Node, axes: list[int], count: int, keep: bool) -> Node:
+    total = _new(x.graph, aten.sum.dim_IntList, x, axes, keep)
+    return _new(x.graph, aten.mul.Tensor, total, 1.0 / count)
+
+
+def _replace_mean(node: Node) -> None:
+    axes, count = _reduced(node, node.args[1] if len(node.args) > 1 else None)
+    keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+    if node.kwargs.get("dtype") is not None or count == 0:
+        raise refuse(node, "a mean in another dtype or of nothing")
+    node.replace_all_uses_with(_mean_of(node.args[0], axes, count, keep))
+
+
+def _variance(node: Node) -> tuple[Node, Node]:
+    """(variance, mean), in two passes as torch does."""
+    graph, x = node.graph, node.args[0]
+    axes, count = _reduced(node, node.args[1] if len(node.args) > 1 else None)
+    correction = node.kwargs.get("correction")
+    correction = 1 if correction is None else correction
+    keep = node.kwargs.get("keepdim", False)
+    if count <= correction:
+        raise refuse(node, "a variance of too few numbers")
+    wide = _mean_of(x, axes, count, True)
+    apart = _new(graph, aten.sub.Tensor, x, wide)
+    square = _new(graph, aten.mul.Tensor, apart, apart)
+    total = _new(graph, aten.sum.dim_IntList, square, axes, keep)
+    variance = _new(graph, aten.mul.Tensor, total, 1.0 / (count - correction))
+    mean = wide if keep else _new(graph, aten.squeeze.dims, wide, axes)
+    return variance, mean
+
+
+def _replace_var(node: Node) -> None:
+    node.replace_all_uses_with(_variance(node)[0])
+
+
+def _replace_var_mean(node: Node) -> None:
+    parts = _variance(node)
+    for user in list(node.users):
+        user.replace_all_uses_with(parts[user.args[1]])
+
+
+def _replace_stack(node: Node) -> None:
+    dim = (node.args[1] if len(node.args) > 1 else 0) % value_of(node).dim()
+    parts = [_new(node.graph, aten.unsqueeze.default, part, dim) for part in node.args[0]]
+    _replace_by_cat(node, parts, dim)
+
+
+def _replace_slice_scatter(node: Node) -> None:
+    given = dict(zip(("whole", "part", "dim", "start", "end", "step"), node.args, strict=False))
+    if given.get("step", 1) != 1:
+        raise refuse(node, "a step in a slice")
+    whole = given["whole"]
+    dim = given.get("dim", 0) % value_of(whole).dim()
+    size = value_of(whole).shape[dim]
+    start, end = _index(given.get("start"), size, 0), _index(given.get("end"), size, size)
+    _replace_part(node, whole, given["part"], dim, start, end)
+
+
+def _replace_select_scatter(node: Node) -> None:
+    whole, part, dim, at = node.args
+    dim = dim % value_of(whole).dim()
+    at %= value_of(whole).shape[dim]
+    part = _new(node.graph, aten.unsqueeze.default, part, dim)
+    _replace_part(node, whole, part, dim, at, at + 1)
+
+
+def _index(at: int | None, size: int, default: int) -> int:
+    at = default if at is None else at
+    return min(max(at + size if at < 0 else at, 0), size)
+
+
+def _replace_part(node: Node, whole: Node, part: Node, dim: int, start: int, end: int) -> None:
+    size = value_of(whole).shape[dim]
+    parts = [part]
+    if start > 0:
+        parts.insert(0, _new(node.graph, aten.slice.Tensor, whole, dim, 0, start))
+    if end < size:
+        parts.append(_new(node.graph, aten.slice.Tensor, whole, dim, end, size))
+    _replace_by_cat(node, parts, dim)
+
+
+def _replace_by_cat(node: Node, parts: list[Node], dim: int) -> None:
+    joined = node.graph.call_function(aten.cat.default, (parts, dim))
+    joined.meta["val"] = value_of(node)
+    node.replace_all_uses_with(joined)
+
+
+_IN_OTHER_WORDS: dict[Any, Callable[[Node], None]] = {
+    aten.stack.default: _replace_stack,
+    aten.slice_scatter.default: _replace_slice_scatter,
+    aten.select_scatter.default: _replace_select_scatter,
+    aten.mean.dim: _replace_mean,
+    aten.mean.default: _replace_mean,
+    aten.var.correction: _replace_var,
+    aten.var_mean.correction: _replace_var_mean,
+}
+
+
+def _push_views(node: Node, has_rows: bool) -> None:
+    """Does the views of an elementwise node before it instead of behind it.
+
+    Only where that computes nothing twice; and always for a node that is not a value of each row
+    (such as the inverse of a flag that all rows share), which so comes to the nodes that read it.
+    """
+    views = [user for user in node.users if user.op == "call_function" and user.target in VIEWS]
+    apart = {(v.target, str(v.args[1:]), str(v.kwargs)): v for v in views}
+    work = sum(value_of(v).numel() for v in apart.values())
+    whole = value_of(node).numel()
+    if has_rows and (len(views) < len(node.users) or work > whole):
+        return
+    for view in views:
+        with node.graph.inserting_before(view):
+            pushed = _on_views(node, view)
+        if pushed is not None:
+            view.replace_all_uses_with(pushed)
+
+
+def _on_views(node: Node, view: Node) -> Node | None:
+    """``view(op(a, b))`` as ``op(view(a), view(b))``; None if an operand cannot be so viewed."""
+    graph, shape = node.graph, list(value_of(node).shape)
+
+    def seen(arg: Node) -> Node:
+        if not is_constant(arg):
+            if list(value_of(arg).shape) != shape:
+                arg = _new(graph, aten.expand.default, arg, shape)
+            return _new(graph, view.target, arg, *view.args[1:])
+        return arg
+
+    if view.kwargs or not all(_can_view(arg, view, shape) for arg in node.all_input_nodes):
+        return None
+    pushed = graph.call_function(node.target, fx.node.map_arg(node.args, seen), node.kwargs)
+    value = value_of(view)
+    pushed.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return pushed
+
+
+def _can_view(arg: Node, view: Node, shape: list[int]) -> bool:
+    """Whether the view can be taken of this operand without moving data."""
+    if is_constant(arg):
+        return True
+    value = value_of(arg)
+    memory = torch.empty_strided(value.shape, value.stride(), device="meta")
+    try:
+        return view.target(memory.expand(shape), *view.args[1:])._base is memory
+    except (RuntimeError, ValueError):
+        return False
