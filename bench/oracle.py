@@ -26,15 +26,15 @@ Errors = dict[str, float]
 
 def exact(case: Case) -> dict[str, Any]:
     """The loss (under the key "loss") and each gradient, from the reference loop in float64."""
-    problem = build(case, torch.float64)
-    model, params = problem.model, problem.params
-    if not case.per_sequence:
-        result = reference_segment(model, loss, params, problem.state, problem.x, problem.y)
-        return {"loss": result.loss.numpy(), **{n: g.numpy() for n, g in result.grads.items()}}
-    rows = zip(problem.x, problem.y, *problem.state, strict=True)
-    results = [reference_segment(model, loss, params, tuple(state), x, y) for x, y, *state in rows]
-    grads = {name: np.stack([r.grads[name].numpy() for r in results]) for name in params}
-    return {"loss": np.stack([r.loss.numpy() for r in results]), **grads}
+    found = []
+    for model, state, x, y in build(case, torch.float64).parts():
+        result = reference_segment(model, loss, dict(model.named_parameters()), state, x, y)
+        found.append(
+            {"loss": result.loss.numpy(), **{n: g.numpy() for n, g in result.grads.items()}}
+        )
+    if not case.apart:
+        return found[0]
+    return {name: np.stack([part[name] for part in found]) for name in found[0]}
 
 
 def errors(result: tuple[Any, dict[str, Any]], right: dict[str, Any]) -> Errors:

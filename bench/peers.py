@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .cases import Problem, loss
+from .cases import Part, Problem, loss
 
 Result = tuple[Any, dict[str, Any]]
 Call = Callable[[], Result]
@@ -35,8 +35,8 @@ def engine(problem: Problem, recompute: bool = False) -> Call:
 
     train_segment = ftbptt.make_train_segment(problem.model, loss, recompute=recompute)
     segment: Callable[..., Any] = train_segment
-    if problem.case.per_sequence:
-        segment = torch.func.vmap(train_segment, in_dims=(None, 0, 0, 0))
+    if problem.case.apart:
+        segment = torch.func.vmap(train_segment, in_dims=problem.case.in_dims)
     params = problem.params
 
     def call() -> Result:
@@ -53,47 +53,55 @@ def engine_recompute(problem: Problem) -> Call:
     return engine(problem, recompute=True)
 
 
-def unroll(problem: Problem, x: Tensor, y: Tensor, state: Any, params: Any = None) -> Tensor:
+def unroll(model: nn.Module, x: Tensor, y: Tensor, state: Any, params: Any = None) -> Tensor:
     """The loss of the segment by the plain loop over its steps."""
     outs = []
     for x_t in x:
         if params is None:
-            out, state = problem.model(x_t, state)
+            out, state = model(x_t, state)
         else:
-            out, state = functional_call(problem.model, params, (x_t, state))
+            out, state = functional_call(model, params, (x_t, state))
         outs.append(out)
     return loss(torch.stack(outs), y)
 
 
-def eager(problem: Problem) -> Call:
-    """The loop as it is written by hand: modules, autograd."""
-    params = problem.params
-    leaves = list(params.values())
-
-    def segment(x: Tensor, y: Tensor, state: Any) -> Result:
-        value = unroll(problem, x, y, state)
-        return value.detach(), dict(zip(params, torch.autograd.grad(value, leaves), strict=True))
+def one_by_one(calls: list[Call]) -> Call:
+    """The calls of the parts in a loop, their results stacked."""
 
     def call() -> Result:
-        return segment(problem.x, problem.y, problem.state)
+        values, grads = zip(*(part() for part in calls), strict=True)
+        return torch.stack(values), {n: torch.stack([g[n] for g in grads]) for n in grads[0]}
 
-    def one_by_one() -> Result:
-        rows = zip(problem.x, problem.y, *problem.state, strict=True)
-        values, grads = zip(*(segment(x, y, state) for x, y, *state in rows), strict=True)
-        return torch.stack(values), {n: torch.stack([g[n] for g in grads]) for n in params}
+    return call
 
-    return one_by_one if problem.case.per_sequence else call
+
+def eager(problem: Problem) -> Call:
+    """The loop as it is written by hand: modules, autograd."""
+
+    def of(part: Part) -> Call:
+        params = dict(part.model.named_parameters())
+        leaves = list(params.values())
+
+        def call() -> Result:
+            value = unroll(part.model, part.x, part.y, part.state)
+            grads = torch.autograd.grad(value, leaves)
+            return value.detach(), dict(zip(params, grads, strict=True))
+
+        return call
+
+    calls = [of(part) for part in problem.parts()]
+    return one_by_one(calls) if problem.case.apart else calls[0]
 
 
 def torch_func(problem: Problem) -> Call:
     """``torch.func.grad`` over the functional loop, under ``vmap`` where the rows are apart."""
 
     def value(params: Any, state: Any, x: Tensor, y: Tensor) -> Tensor:
-        return unroll(problem, x, y, state, params)
+        return unroll(problem.model, x, y, state, params)
 
     segment = torch.func.grad_and_value(value)
-    if problem.case.per_sequence:
-        segment = torch.func.vmap(segment, in_dims=(None, 0, 0, 0))
+    if problem.case.apart:
+        segment = torch.func.vmap(segment, in_dims=problem.case.in_dims)
     params = {name: p.detach() for name, p in problem.params.items()}
 
     def call() -> Result:
@@ -107,7 +115,8 @@ def unrolled_compile(problem: Problem) -> Call:
     """``torch.compile`` of the unrolled loop, autograd outside."""
     if not problem.case.unrolled:
         raise Skip("compiles too long, or under vmap not at all")
-    compiled = torch.compile(lambda x, y, state: unroll(problem, x, y, state), fullgraph=True)
+    model = problem.model
+    compiled = torch.compile(lambda x, y, state: unroll(model, x, y, state), fullgraph=True)
     params = problem.params
     leaves = list(params.values())
 
@@ -119,34 +128,35 @@ def unrolled_compile(problem: Problem) -> Call:
 
 
 def library(problem: Problem) -> Call:
-    """``nn.LSTM`` or ``nn.GRU`` over the whole chunk, then the readout."""
+    """``nn.LSTM`` or ``nn.GRU`` over the whole chunk, then the readout; models one by one."""
     case = problem.case
     layers: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
     if case.kind not in layers or case.per_sequence:
         raise Skip("torch has no such layer" if case.kind not in layers else "has no vmap")
-    layer = layers[case.kind](case.inputs, case.hidden, case.layers)
-    own = dict(layer.named_parameters())
-    params = problem.params
-    leaves = {}
-    for name, p in params.items():
-        if name.startswith("readout"):
+
+    def of(part: Part) -> Call:
+        layer = layers[case.kind](case.inputs, case.hidden, case.layers)
+        own = dict(layer.named_parameters())
+        leaves = {}
+        for name, p in part.model.named_parameters():
             leaves[name] = p
-            continue
-        depth = name.split(".")[1] if case.kind == "gru" else "0"
-        leaf = own[f"{name.rsplit('.', 1)[1]}_l{depth}"]
-        leaf.data.copy_(p.data)
-        leaves[name] = leaf
-    readout = problem.model.get_submodule("readout")
-    state: Any = tuple(leaf[None] for leaf in problem.state)
-    if case.kind == "gru":
-        state = torch.stack(problem.state)
+            if name.startswith("cells."):
+                _, depth, of_cell = name.split(".")
+                leaves[name] = own[f"{of_cell}_l{depth}"]
+                leaves[name].data.copy_(p.data)
+        state: Any = torch.stack(part.state) if case.kind == "gru" else None
+        if case.kind == "lstm":
+            state = tuple(torch.stack(leaf) for leaf in zip(*part.state, strict=True))
 
-    def call() -> Result:
-        value = loss(readout(layer(problem.x, state)[0]), problem.y)
-        grads = torch.autograd.grad(value, list(leaves.values()))
-        return value.detach(), dict(zip(leaves, grads, strict=True))
+        def call() -> Result:
+            value = loss(part.model.readout(layer(part.x, state)[0]), part.y)
+            grads = torch.autograd.grad(value, list(leaves.values()))
+            return value.detach(), dict(zip(leaves, grads, strict=True))
 
-    return call
+        return call
+
+    calls = [of(part) for part in problem.parts()]
+    return one_by_one(calls) if case.apart else calls[0]
 
 
 def jax_scan(problem: Problem) -> Call:

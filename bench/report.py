@@ -205,10 +205,15 @@ def _summary(results: Results) -> list[str]:
 
 
 def _floor_line(floor: dict[str, float]) -> str:
+    rates = f"{floor['batched_rate'] / 1e9:.0f} GFLOP/s in the batched GEMMs"
+    if floor["step_rate"]:
+        rates = (
+            f"{floor['step_rate'] / 1e9:.0f} GFLOP/s in the steps' GEMMs and "
+            f"{floor['batched_rate'] / 1e9:.0f} in the batched ones"
+        )
     return (
-        f"Floor {1e3 * floor['seconds']:.2f} ms: {floor['flops'] / 1e9:.3g} GFLOP, at "
-        f"{floor['step_rate'] / 1e9:.0f} GFLOP/s in the steps' GEMMs and "
-        f"{floor['batched_rate'] / 1e9:.0f} in the batched ones; {floor['bytes'] / 1e6:.1f} MB at "
+        f"Floor {1e3 * floor['seconds']:.2f} ms: {floor['flops'] / 1e9:.3g} GFLOP, at {rates}; "
+        f"{floor['bytes'] / 1e6:.1f} MB at "
         f"{floor['bandwidth'] / 1e9:.0f} GB/s take {1e3 * floor['copy_seconds']:.2f} ms."
     )
 

@@ -24,8 +24,9 @@ from typing import Any
 from tqdm import tqdm
 
 from . import limits, oracle, report
-from .cases import CASES, QUICK, Case, build
+from .cases import Case, build
 from .peers import PEERS, Peer
+from .suites import CASES, QUICK
 from .worker import serve
 
 BASE = "eager"  # the peer that ratios and errors are taken against
@@ -81,7 +82,7 @@ class Worker:
 def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> dict[str, Any]:
     """Everything about one case, as it goes into the results."""
     bar.set_postfix_str("machine's floor")
-    parameters = sum(p.numel() for p in build(case).params.values())
+    parameters = sum(p.numel() for p in build(case).model.parameters())
     floor = limits.floor(case, parameters)
     workers: list[Worker] = []
     try:
