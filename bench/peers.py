@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +28,19 @@ class Peer:
     name: str
     label: str
     make: Callable[[Problem], Call]
+    threads: int | None = None  # how many torch may use; None leaves it to torch
 
 
-def engine(problem: Problem, recompute: bool = False) -> Call:
-    """This package, its backend left to itself."""
+def engine(problem: Problem, backend: str = "auto", recompute: bool = False) -> Call:
+    """This package; its backend is left to itself unless one is named."""
     import ftbptt
 
-    train_segment = ftbptt.make_train_segment(problem.model, loss, recompute=recompute)
+    try:
+        train_segment = ftbptt.make_train_segment(
+            problem.model, loss, backend=backend, recompute=recompute
+        )
+    except ValueError as error:  # a backend that this version does not have
+        raise Skip(str(error)) from error
     segment: Callable[..., Any] = train_segment
     if problem.case.apart:
         segment = torch.func.vmap(train_segment, in_dims=problem.case.in_dims)
@@ -175,3 +182,23 @@ PEERS = (
     Peer("library", "nn.LSTM / nn.GRU", library),
     Peer("jax", "JAX scan, jit", jax_scan),
 )
+
+
+def find(name: str) -> Peer:
+    """The peer of a name: one of PEERS, or ``engine-NAME`` for this package on a certain backend;
+    either may end in ``@N`` for N threads. ValueError for any other name.
+    """
+    base, at, threads = name.partition("@")
+    peer = next((peer for peer in PEERS if peer.name == base), None)
+    if peer is None and base.startswith("engine-"):
+        backend = base.removeprefix("engine-")
+        peer = Peer(base, f"ftbptt, {backend}", partial(engine, backend=backend))
+    if peer is None:
+        known = ", ".join(peer.name for peer in PEERS)
+        raise ValueError(f"no {name!r}; there are {known}, and engine-BACKEND")
+    if not at:
+        return peer
+    if base == "jax" or not threads.isdecimal() or int(threads) < 1:
+        raise ValueError(f"{name!r}: a number of threads, 1 or more, for a peer that runs in torch")
+    count = "1 thread" if int(threads) == 1 else f"{int(threads)} threads"
+    return replace(peer, name=name, label=f"{peer.label}, {count}", threads=int(threads))
