@@ -6,13 +6,15 @@ error, and the gradients of all parameters.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
-Tree = Any
+from .cells import KINDS, Stack, Tree
 
 
 @dataclass(frozen=True)
@@ -20,105 +22,78 @@ class Case:
     """A step's kind and its sizes: K steps, B rows, D inputs (and outputs), H units, L layers."""
 
     name: str
-    kind: str  # "lstm", "lnlstm" or "gru": a key of MODELS
+    kind: str  # a key of KINDS
     steps: int
     batch: int
     inputs: int
     hidden: int
     layers: int = 1
     per_sequence: bool = False  # under vmap, one gradient for each of the B sequences
+    models: int = 1  # under vmap, as many of them, each with B rows of its own
     unrolled: bool = False  # K is small enough for torch.compile of the unrolled loop
     recompute: bool = False  # also time the engine with recompute=True
 
     @property
     def title(self) -> str:
         sizes = f"T={self.steps} B={self.batch} D={self.inputs} H={self.hidden}"
-        cell = {"lstm": "LSTM", "lnlstm": "layer-norm LSTM", "gru": "GRU"}[self.kind]
+        cell = KINDS[self.kind].label
         cell = cell if self.layers == 1 else f"{self.layers}-layer {cell}"
+        if self.per_sequence:
+            return f"vmap over {self.batch} {cell}s, {sizes}"
         return (
-            f"vmap over {self.batch} {cell}s, {sizes}" if self.per_sequence else f"{cell} {sizes}"
+            f"vmap over {self.models} {cell} models, {sizes}" if self.apart else f"{cell} {sizes}"
         )
 
+    @property
+    def apart(self) -> int:
+        """How many gradients there are, each of a part of its own; 0 without vmap."""
+        return self.batch if self.per_sequence else self.models if self.models > 1 else 0
 
-class LSTM(nn.Module):
-    """One nn.LSTMCell and a linear readout."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(case.inputs, case.hidden)
-        self.readout = nn.Linear(case.hidden, case.inputs)
-
-    def forward(self, x_t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tree]:
-        h, c = self.cell(x_t, state)
-        return self.readout(h), (h, c)
+    @property
+    def in_dims(self) -> tuple[int | None, int, int, int]:
+        """Of params, state, x and y, for vmap."""
+        return (0 if self.models > 1 else None, 0, 0, 0)
 
 
-class LayerNormLSTM(nn.Module):
-    """An LSTM with layer norm on both projections and on the cell, and a linear readout."""
+class Part(NamedTuple):
+    """A model and the data of its gradient."""
 
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        gates = 4 * case.hidden
-        self.from_x = nn.Linear(case.inputs, gates)
-        self.from_h = nn.Linear(case.hidden, gates, bias=False)
-        self.norm_x, self.norm_h = nn.LayerNorm(gates), nn.LayerNorm(gates)
-        self.norm_c = nn.LayerNorm(case.hidden)
-        self.readout = nn.Linear(case.hidden, case.inputs)
-
-    def forward(self, x_t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tree]:
-        h, c = state
-        gates = self.norm_x(self.from_x(x_t)) + self.norm_h(self.from_h(h))
-        i, f, g, o = gates.chunk(4, dim=-1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        h = torch.sigmoid(o) * torch.tanh(self.norm_c(c))
-        return self.readout(h), (h, c)
-
-
-class GRU(nn.Module):
-    """A stack of nn.GRUCells and a linear readout."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        sizes = [case.inputs, *[case.hidden] * case.layers]
-        self.cells = nn.ModuleList(map(nn.GRUCell, sizes[:-1], sizes[1:]))
-        self.readout = nn.Linear(case.hidden, case.inputs)
-
-    def forward(self, x_t: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, Tree]:
-        after: list[Tensor] = []
-        for cell, h in zip(self.cells, state, strict=True):
-            x_t = cell(x_t, h)
-            after.append(x_t)
-        return self.readout(x_t), tuple(after)
-
-
-MODELS: dict[str, type[nn.Module]] = {"lstm": LSTM, "lnlstm": LayerNormLSTM, "gru": GRU}
-
-CASES = (
-    Case("lstm", "lstm", 64, 32, 64, 128, unrolled=True, recompute=True),
-    Case("lstm-one-row", "lstm", 100, 1, 8, 50),
-    Case("lstm-small", "lstm", 64, 16, 16, 32),
-    Case("lstm-large", "lstm", 32, 256, 32, 256, unrolled=True),
-    Case("layer-norm-lstm", "lnlstm", 64, 32, 64, 128),
-    Case("gru-3-layers", "gru", 64, 32, 64, 128, layers=3),
-    Case("vmap-64", "lstm", 32, 64, 16, 32, per_sequence=True),
-    Case("lstm-long", "lstm", 1024, 32, 64, 128, recompute=True),
-)
-QUICK = ("lstm", "lstm-one-row", "vmap-64")
+    model: Stack
+    state: Tree
+    x: Tensor
+    y: Tensor
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A case with its numbers. With ``per_sequence``, the rows come first: x[B, K, D]."""
+    """A case with its numbers. Where gradients are apart, their axis comes first: x[apart, K, D]
+    for sequences, x[apart, K, B, D] and params[apart, ...] for models.
+    """
 
     case: Case
-    model: nn.Module
-    state: tuple[Tensor, ...]
+    models: tuple[Stack, ...]
+    state: Tree
     x: Tensor
     y: Tensor
 
     @property
+    def model(self) -> Stack:
+        return self.models[0]
+
+    @property
     def params(self) -> dict[str, Tensor]:
+        if self.case.models > 1:
+            return torch.func.stack_module_state(list(self.models))[0]
         return dict(self.model.named_parameters())
+
+    def parts(self) -> Iterator[Part]:
+        """The segments whose gradients are apart, one by one; without vmap, the only one."""
+        if not self.case.apart:
+            yield Part(self.model, self.state, self.x, self.y)
+        for i in range(self.case.apart):
+            model = self.models[i if self.case.models > 1 else 0]
+            state = pytree.tree_map(lambda leaf, i=i: leaf[i], self.state)
+            yield Part(model, state, self.x[i], self.y[i])
 
 
 def loss(out: Tensor, y: Tensor) -> Tensor:
@@ -129,11 +104,16 @@ def loss(out: Tensor, y: Tensor) -> Tensor:
 def build(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
     """The case's numbers, the same in every process; drawn in float32, then converted."""
     torch.manual_seed(0)
-    model = MODELS[case.kind](case).to(dtype)
-    shape = (case.steps, case.batch, case.inputs)
+    kind = KINDS[case.kind]
+    models = [Stack(kind, case.inputs, case.hidden, case.layers) for _ in range(case.models)]
+    ensemble = (case.models,) if case.models > 1 else ()
+    shape = (*ensemble, case.steps, case.batch, case.inputs)
     x, y = torch.randn(shape), torch.randn(shape)
     if case.per_sequence:
         x, y = x.movedim(1, 0).contiguous(), y.movedim(1, 0).contiguous()
-    leaves = case.layers if case.kind == "gru" else 2
-    state = tuple(torch.zeros(case.batch, case.hidden, dtype=dtype) for _ in range(leaves))
-    return Problem(case, model, state, x.to(dtype), y.to(dtype))
+
+    def zero() -> Tensor:
+        return torch.zeros(*ensemble, case.batch, case.hidden, dtype=dtype)
+
+    state = tuple(zero() if kind.leaves == 1 else (zero(), zero()) for _ in range(case.layers))
+    return Problem(case, tuple(m.to(dtype) for m in models), state, x.to(dtype), y.to(dtype))

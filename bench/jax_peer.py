@@ -1,12 +1,17 @@
 """The same steps in JAX: ``lax.scan`` under ``jit``, gradients by ``value_and_grad``.
 
-Parameters keep torch's names and layout, ``[out, in]``, so that gradients compare leaf by leaf.
+Written as cells are in JAX's libraries: a cell takes one step's input and its own parameters, and
+the scan's body calls the cells and the readout. So the input's projection stays in the body for
+every cell, as it does in the step that this package is given. Parameters keep torch's names and
+layout, ``[out, in]``, so that gradients compare leaf by leaf.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from typing import Any
+
+from torch.utils import _pytree as pytree
 
 from .cases import Problem
 from .peers import Call, Result, Skip
@@ -23,8 +28,8 @@ EPSILON = 1e-5  # of torch's LayerNorm
 
 def _lstm(p: Any, x: Any, state: Any) -> tuple[Any, Any]:
     h, c = state
-    gates = x @ p["cell.weight_ih"].T + p["cell.bias_ih"]
-    gates = gates + h @ p["cell.weight_hh"].T + p["cell.bias_hh"]
+    gates = x @ p["weight_ih"].T + p["bias_ih"]
+    gates = gates + h @ p["weight_hh"].T + p["bias_hh"]
     i, f, g, o = jnp.split(gates, 4, axis=-1)
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
     h = jax.nn.sigmoid(o) * jnp.tanh(c)
@@ -47,42 +52,84 @@ def _layer_norm_lstm(p: Any, x: Any, state: Any) -> tuple[Any, Any]:
     return h, (h, c)
 
 
-def _gru(p: Any, x: Any, state: Any) -> tuple[Any, Any]:
-    after = []
-    for layer, h in enumerate(state):
-        name = f"cells.{layer}."
-        from_x = x @ p[name + "weight_ih"].T + p[name + "bias_ih"]
-        from_h = h @ p[name + "weight_hh"].T + p[name + "bias_hh"]
-        (xr, xz, xn), (hr, hz, hn) = jnp.split(from_x, 3, -1), jnp.split(from_h, 3, -1)
-        z = jax.nn.sigmoid(xz + hz)
-        n = jnp.tanh(xn + jax.nn.sigmoid(xr + hr) * hn)
-        x = (1 - z) * n + z * h
-        after.append(x)
-    return x, tuple(after)
+def _peephole(p: Any, x: Any, state: Any) -> tuple[Any, Any]:
+    h, c = state
+    gates = x @ p["from_x.weight"].T + p["from_x.bias"] + h @ p["from_h.weight"].T
+    i, f, g, o = jnp.split(gates, 4, axis=-1)
+    i, f = jax.nn.sigmoid(i + p["peep_i"] * c), jax.nn.sigmoid(f + p["peep_f"] * c)
+    c = f * c + i * jnp.tanh(g)
+    h = jax.nn.sigmoid(o + p["peep_o"] * c) * jnp.tanh(c)
+    return h, (h, c)
 
 
-CELLS = {"lstm": _lstm, "lnlstm": _layer_norm_lstm, "gru": _gru}
+def _gru(p: Any, x: Any, h: Any) -> tuple[Any, Any]:
+    from_x = x @ p["weight_ih"].T + p["bias_ih"]
+    from_h = h @ p["weight_hh"].T + p["bias_hh"]
+    (xr, xz, xn), (hr, hz, hn) = jnp.split(from_x, 3, -1), jnp.split(from_h, 3, -1)
+    z = jax.nn.sigmoid(xz + hz)
+    n = jnp.tanh(xn + jax.nn.sigmoid(xr + hr) * hn)
+    h = (1 - z) * n + z * h
+    return h, h
+
+
+def _cho_gru(p: Any, x: Any, h: Any) -> tuple[Any, Any]:
+    xr, xz, xn = jnp.split(x @ p["from_x.weight"].T + p["from_x.bias"], 3, -1)
+    hr, hz = jnp.split(h @ p["from_h.weight"].T, 2, -1)
+    r, z = jax.nn.sigmoid(xr + hr), jax.nn.sigmoid(xz + hz)
+    h = z * h + (1 - z) * jnp.tanh(xn + (r * h) @ p["from_reset.weight"].T)
+    return h, h
+
+
+def _min_gru(p: Any, x: Any, h: Any) -> tuple[Any, Any]:
+    z = jax.nn.sigmoid(x @ p["gate.weight"].T + p["gate.bias"])
+    h = (1 - z) * h + z * (x @ p["candidate.weight"].T + p["candidate.bias"])
+    return h, h
+
+
+CELLS = {
+    "lstm": _lstm,
+    "lnlstm": _layer_norm_lstm,
+    "peephole": _peephole,
+    "gru": _gru,
+    "chogru": _cho_gru,
+    "mingru": _min_gru,
+}
+
+
+def _own(p: Any, depth: int) -> Any:
+    """The parameters of one cell, by the names they have in it."""
+    prefix = f"cells.{depth}."
+    return {name.removeprefix(prefix): leaf for name, leaf in p.items() if name.startswith(prefix)}
 
 
 def make(problem: Problem) -> Call:
     """A jitted call that waits for its result."""
-    cell = CELLS[problem.case.kind]
+    case = problem.case
+    cell = CELLS[case.kind]
 
     def value(p: Any, state: Any, x: Any, y: Any) -> Any:
+        cells = [_own(p, depth) for depth in range(case.layers)]
+
         def step(state: Any, x_t: Any) -> tuple[Any, Any]:
-            h, state = cell(p, x_t, state)
-            return state, h @ p["readout.weight"].T + p["readout.bias"]
+            after = []
+            for own, before in zip(cells, state, strict=True):
+                x_t, leaves = cell(own, x_t, before)
+                after.append(leaves)
+            return tuple(after), x_t @ p["readout.weight"].T + p["readout.bias"]
 
         _, out = lax.scan(step, state, x)
         return jnp.square(out - y).mean()
 
     segment = jax.value_and_grad(value)
-    if problem.case.per_sequence:
-        segment = jax.vmap(segment, in_axes=(None, 0, 0, 0))
+    if case.apart:
+        segment = jax.vmap(segment, in_axes=case.in_dims)
     compiled = jax.jit(segment)
-    params = {name: jnp.asarray(p.detach().numpy()) for name, p in problem.params.items()}
-    state = tuple(jnp.asarray(leaf.numpy()) for leaf in problem.state)
-    x, y = jnp.asarray(problem.x.numpy()), jnp.asarray(problem.y.numpy())
+
+    def given(tree: Any) -> Any:
+        return pytree.tree_map(lambda leaf: jnp.asarray(leaf.detach().numpy()), tree)
+
+    params, state = given(problem.params), given(problem.state)
+    x, y = given(problem.x), given(problem.y)
 
     def call() -> Result:
         return jax.block_until_ready(compiled(params, state, x, y))

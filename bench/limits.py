@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from .cases import Case
-
-GATES = {"lstm": 4, "lnlstm": 4, "gru": 3}
+from .cells import KINDS
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Floor:
     copy_seconds: float
     flops: float
     bytes: float
-    step_rate: float  # FLOP/s of the GEMMs of one step
+    step_rate: float  # FLOP/s of the GEMMs of one step; 0 if there are none
     batched_rate: float  # FLOP/s of the GEMMs over all rows
     bandwidth: float
 
@@ -56,34 +55,39 @@ class Floor:
 
 def gemms(case: Case) -> tuple[list[Gemm], list[Gemm]]:
     """(per step, over all steps): the matrix products of a case's forward and backward pass."""
-    rows, gates = case.steps * case.batch, GATES[case.kind] * case.hidden
+    rows, kind = case.steps * case.batch, KINDS[case.kind]
+    from_h = [case.hidden * width for width in kind.from_h]
     step, batched = [], []
+
+    def each(rows: int, inner: int, columns: int, count: int = 1) -> Gemm:
+        return Gemm(rows, inner, columns, count, case.models)
 
     def weight(inner: int, columns: int) -> Gemm:
         if case.per_sequence:
             return Gemm(columns, case.steps, inner, copies=case.batch)
-        return Gemm(columns, rows, inner)
+        return each(columns, rows, inner)
 
     for layer in range(case.layers):
-        inputs = case.hidden if layer else case.inputs
-        step.append(Gemm(case.batch, case.hidden, gates, case.steps))
-        step.append(Gemm(case.batch, gates, case.hidden, case.steps))
-        batched += [Gemm(rows, inputs, gates), weight(inputs, gates), weight(case.hidden, gates)]
+        inputs, from_x = case.hidden if layer else case.inputs, case.hidden * kind.from_x
+        for columns in from_h:
+            step.append(each(case.batch, case.hidden, columns, case.steps))
+            step.append(each(case.batch, columns, case.hidden, case.steps))
+            batched.append(weight(case.hidden, columns))
+        batched += [each(rows, inputs, from_x), weight(inputs, from_x)]
         if layer:  # the first layer's input needs no gradient
-            batched.append(Gemm(rows, gates, inputs))
-    batched += [Gemm(rows, case.hidden, case.inputs), Gemm(rows, case.inputs, case.hidden)]
+            batched.append(each(rows, from_x, inputs))
+    batched += [each(rows, case.hidden, case.inputs), each(rows, case.inputs, case.hidden)]
     batched.append(weight(case.hidden, case.inputs))
     return step, batched
 
 
 def least_bytes(case: Case, parameters: int) -> float:
-    """Bytes that any implementation moves: see the top of the file."""
-    rows = case.steps * case.batch
+    """Bytes that any implementation moves, with so many parameters in each model."""
+    rows, kind = case.models * case.steps * case.batch, KINDS[case.kind]
     data = 3 * rows * case.inputs  # x and y read, out written
-    carries = 1 if case.kind == "gru" else 2
-    saved = rows * case.layers * case.hidden * (GATES[case.kind] + carries)
-    gradients = parameters * (case.batch if case.per_sequence else 1)
-    return 4.0 * (data + 2 * saved + parameters + gradients)
+    saved = rows * case.layers * case.hidden * (kind.from_x + kind.leaves)
+    gradients = parameters * max(case.apart, 1)
+    return 4.0 * (data + 2 * saved + parameters * case.models + gradients)
 
 
 def floor(case: Case, parameters: int) -> Floor:
@@ -99,7 +103,7 @@ def floor(case: Case, parameters: int) -> Floor:
         copy_seconds=copied,
         flops=sum(gemm.flops for gemm in step + batched),
         bytes=moved,
-        step_rate=sum(gemm.flops for gemm in step) / step_seconds,
+        step_rate=sum(gemm.flops for gemm in step) / step_seconds if step else 0.0,
         batched_rate=sum(gemm.flops for gemm in batched) / batched_seconds,
         bandwidth=moved / copied,
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .cases import Problem, loss
+from .cases import Part, Problem, loss
 
 Result = tuple[Any, dict[str, Any]]
 Call = Callable[[], Result]
@@ -27,16 +28,22 @@ class Peer:
     name: str
     label: str
     make: Callable[[Problem], Call]
+    threads: int | None = None  # how many torch may use; None leaves it to torch
 
 
-def engine(problem: Problem, recompute: bool = False) -> Call:
-    """This package, its backend left to itself."""
+def engine(problem: Problem, backend: str = "auto", recompute: bool = False) -> Call:
+    """This package; its backend is left to itself unless one is named."""
     import ftbptt
 
-    train_segment = ftbptt.make_train_segment(problem.model, loss, recompute=recompute)
+    try:
+        train_segment = ftbptt.make_train_segment(
+            problem.model, loss, backend=backend, recompute=recompute
+        )
+    except ValueError as error:  # a backend that this version does not have
+        raise Skip(str(error)) from error
     segment: Callable[..., Any] = train_segment
-    if problem.case.per_sequence:
-        segment = torch.func.vmap(train_segment, in_dims=(None, 0, 0, 0))
+    if problem.case.apart:
+        segment = torch.func.vmap(train_segment, in_dims=problem.case.in_dims)
     params = problem.params
 
     def call() -> Result:
@@ -53,47 +60,55 @@ def engine_recompute(problem: Problem) -> Call:
     return engine(problem, recompute=True)
 
 
-def unroll(problem: Problem, x: Tensor, y: Tensor, state: Any, params: Any = None) -> Tensor:
+def unroll(model: nn.Module, x: Tensor, y: Tensor, state: Any, params: Any = None) -> Tensor:
     """The loss of the segment by the plain loop over its steps."""
     outs = []
     for x_t in x:
         if params is None:
-            out, state = problem.model(x_t, state)
+            out, state = model(x_t, state)
         else:
-            out, state = functional_call(problem.model, params, (x_t, state))
+            out, state = functional_call(model, params, (x_t, state))
         outs.append(out)
     return loss(torch.stack(outs), y)
 
 
-def eager(problem: Problem) -> Call:
-    """The loop as it is written by hand: modules, autograd."""
-    params = problem.params
-    leaves = list(params.values())
-
-    def segment(x: Tensor, y: Tensor, state: Any) -> Result:
-        value = unroll(problem, x, y, state)
-        return value.detach(), dict(zip(params, torch.autograd.grad(value, leaves), strict=True))
+def one_by_one(calls: list[Call]) -> Call:
+    """The calls of the parts in a loop, their results stacked."""
 
     def call() -> Result:
-        return segment(problem.x, problem.y, problem.state)
+        values, grads = zip(*(part() for part in calls), strict=True)
+        return torch.stack(values), {n: torch.stack([g[n] for g in grads]) for n in grads[0]}
 
-    def one_by_one() -> Result:
-        rows = zip(problem.x, problem.y, *problem.state, strict=True)
-        values, grads = zip(*(segment(x, y, state) for x, y, *state in rows), strict=True)
-        return torch.stack(values), {n: torch.stack([g[n] for g in grads]) for n in params}
+    return call
 
-    return one_by_one if problem.case.per_sequence else call
+
+def eager(problem: Problem) -> Call:
+    """The loop as it is written by hand: modules, autograd."""
+
+    def of(part: Part) -> Call:
+        params = dict(part.model.named_parameters())
+        leaves = list(params.values())
+
+        def call() -> Result:
+            value = unroll(part.model, part.x, part.y, part.state)
+            grads = torch.autograd.grad(value, leaves)
+            return value.detach(), dict(zip(params, grads, strict=True))
+
+        return call
+
+    calls = [of(part) for part in problem.parts()]
+    return one_by_one(calls) if problem.case.apart else calls[0]
 
 
 def torch_func(problem: Problem) -> Call:
     """``torch.func.grad`` over the functional loop, under ``vmap`` where the rows are apart."""
 
     def value(params: Any, state: Any, x: Tensor, y: Tensor) -> Tensor:
-        return unroll(problem, x, y, state, params)
+        return unroll(problem.model, x, y, state, params)
 
     segment = torch.func.grad_and_value(value)
-    if problem.case.per_sequence:
-        segment = torch.func.vmap(segment, in_dims=(None, 0, 0, 0))
+    if problem.case.apart:
+        segment = torch.func.vmap(segment, in_dims=problem.case.in_dims)
     params = {name: p.detach() for name, p in problem.params.items()}
 
     def call() -> Result:
@@ -107,7 +122,8 @@ def unrolled_compile(problem: Problem) -> Call:
     """``torch.compile`` of the unrolled loop, autograd outside."""
     if not problem.case.unrolled:
         raise Skip("compiles too long, or under vmap not at all")
-    compiled = torch.compile(lambda x, y, state: unroll(problem, x, y, state), fullgraph=True)
+    model = problem.model
+    compiled = torch.compile(lambda x, y, state: unroll(model, x, y, state), fullgraph=True)
     params = problem.params
     leaves = list(params.values())
 
@@ -119,34 +135,35 @@ def unrolled_compile(problem: Problem) -> Call:
 
 
 def library(problem: Problem) -> Call:
-    """``nn.LSTM`` or ``nn.GRU`` over the whole chunk, then the readout."""
+    """``nn.LSTM`` or ``nn.GRU`` over the whole chunk, then the readout; models one by one."""
     case = problem.case
     layers: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
     if case.kind not in layers or case.per_sequence:
         raise Skip("torch has no such layer" if case.kind not in layers else "has no vmap")
-    layer = layers[case.kind](case.inputs, case.hidden, case.layers)
-    own = dict(layer.named_parameters())
-    params = problem.params
-    leaves = {}
-    for name, p in params.items():
-        if name.startswith("readout"):
+
+    def of(part: Part) -> Call:
+        layer = layers[case.kind](case.inputs, case.hidden, case.layers)
+        own = dict(layer.named_parameters())
+        leaves = {}
+        for name, p in part.model.named_parameters():
             leaves[name] = p
-            continue
-        depth = name.split(".")[1] if case.kind == "gru" else "0"
-        leaf = own[f"{name.rsplit('.', 1)[1]}_l{depth}"]
-        leaf.data.copy_(p.data)
-        leaves[name] = leaf
-    readout = problem.model.get_submodule("readout")
-    state: Any = tuple(leaf[None] for leaf in problem.state)
-    if case.kind == "gru":
-        state = torch.stack(problem.state)
+            if name.startswith("cells."):
+                _, depth, of_cell = name.split(".")
+                leaves[name] = own[f"{of_cell}_l{depth}"]
+                leaves[name].data.copy_(p.data)
+        state: Any = torch.stack(part.state) if case.kind == "gru" else None
+        if case.kind == "lstm":
+            state = tuple(torch.stack(leaf) for leaf in zip(*part.state, strict=True))
 
-    def call() -> Result:
-        value = loss(readout(layer(problem.x, state)[0]), problem.y)
-        grads = torch.autograd.grad(value, list(leaves.values()))
-        return value.detach(), dict(zip(leaves, grads, strict=True))
+        def call() -> Result:
+            value = loss(part.model.readout(layer(part.x, state)[0]), part.y)
+            grads = torch.autograd.grad(value, list(leaves.values()))
+            return value.detach(), dict(zip(leaves, grads, strict=True))
 
-    return call
+        return call
+
+    calls = [of(part) for part in problem.parts()]
+    return one_by_one(calls) if case.apart else calls[0]
 
 
 def jax_scan(problem: Problem) -> Call:
@@ -165,3 +182,23 @@ PEERS = (
     Peer("library", "nn.LSTM / nn.GRU", library),
     Peer("jax", "JAX scan, jit", jax_scan),
 )
+
+
+def find(name: str) -> Peer:
+    """The peer of a name: one of PEERS, or ``engine-NAME`` for this package on a certain backend;
+    either may end in ``@N`` for N threads. ValueError for any other name.
+    """
+    base, at, threads = name.partition("@")
+    peer = next((peer for peer in PEERS if peer.name == base), None)
+    if peer is None and base.startswith("engine-"):
+        backend = base.removeprefix("engine-")
+        peer = Peer(base, f"ftbptt, {backend}", partial(engine, backend=backend))
+    if peer is None:
+        known = ", ".join(peer.name for peer in PEERS)
+        raise ValueError(f"no {name!r}; there are {known}, and engine-BACKEND")
+    if not at:
+        return peer
+    if base == "jax" or not threads.isdecimal() or int(threads) < 1:
+        raise ValueError(f"{name!r}: a number of threads, 1 or more, for a peer that runs in torch")
+    count = "1 thread" if int(threads) == 1 else f"{int(threads)} threads"
+    return replace(peer, name=name, label=f"{peer.label}, {count}", threads=int(threads))

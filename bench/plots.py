@@ -47,18 +47,27 @@ def save_figure(figure: Figure, path: Path) -> None:
     os.replace(temporary, path)
 
 
+def peer_labels(results: Mapping[str, Any]) -> dict[str, str]:
+    """The label of each peer, in order; without those that only show how a peer scales."""
+    labels: dict[str, str] = {}
+    for case in results["cases"].values():
+        rows = case["peers"].items()
+        labels |= {name: row["label"] for name, row in rows if "threads" not in row}
+    return labels
+
+
 def plot_bars(path: Path, results: Mapping[str, Any]) -> None:
     """How many times faster than the eager loop, a group of bars for each case."""
     cases = list(results["cases"].values())
-    labels: dict[str, str] = {}
-    for case in cases:
-        labels |= {name: row["label"] for name, row in case["peers"].items()}
+    labels = peer_labels(results)
     height = 0.8 / max(len(labels), 1)
-    figure = Figure(figsize=(9, 1.2 + 1.15 * len(cases)), dpi=120)
+    figure = Figure(figsize=(9, 1.2 + (0.1 + 0.15 * len(labels)) * len(cases)), dpi=120)
     axes = figure.subplots()
     for place, (name, label) in enumerate(labels.items()):
         rows = [(group, case["peers"].get(name, {})) for group, case in enumerate(cases)]
         bars = [(group + place * height, row["ratio"]) for group, row in rows if "ratio" in row]
+        if not bars:
+            continue
         colour = COLOURS[place % len(COLOURS)]
         drawn = axes.barh([y for y, _ in bars], [x for _, x in bars], height, color=colour)
         drawn.set_label(label)
@@ -68,7 +77,7 @@ def plot_bars(path: Path, results: Mapping[str, Any]) -> None:
     axes.set_yticks([group + 0.4 - height / 2 for group in range(len(cases))])
     axes.set_yticklabels([case["title"] for case in cases], fontsize=8)
     axes.invert_yaxis()
-    axes.margins(x=0.08)
+    axes.margins(x=0.08, y=0.25 / max(len(cases), 1))
     axes.set_xlabel("times faster than the eager autograd loop (log scale)")
     axes.set_title(f"One segment, forward and backward, float32\n{results['machine']['cpu']}")
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .plots import plot_bars
+from .plots import peer_labels, plot_bars
 
 Results = dict[str, Any]
 
@@ -88,68 +88,12 @@ def busy(results: Results) -> bool:
 
 
 def tag(results: Results) -> str:
-    """A file name for the machine, such as ``intel-xeon-processor-2-threads``."""
+    """A file name for machine and suite, such as ``intel-xeon-processor-2-threads``."""
     about = results["machine"]
     words = re.sub(r"\([^)]*\)|@.*", " ", about["cpu"]).lower()
-    return "-".join([*re.findall(r"[a-z0-9]+", words), f"{about['threads']}-threads"])
-
-
-def targets(results: Results) -> list[dict[str, Any]]:
-    """What was to be reached, what was measured, and whether it is enough."""
-
-    def value(case: str, key: str, peer: str = "engine") -> float | None:
-        row = results["cases"].get(case, {}).get("peers", {}).get(peer, {})
-        return row.get(key) if row.get("status") == "ok" else None
-
-    def against(case: str, peer: str) -> float | None:
-        """How many times faster than the peer."""
-        return _divided(value(case, "ratio"), value(case, "ratio", peer))
-
-    def memory(peer: str) -> float | None:
-        peak = value("lstm-long", "peak_bytes", peer)
-        return _divided(peak, value("lstm-long", "peak_bytes", "eager"))
-
-    cold = results.get("compile_s") or {}
-    first = "LSTM T=64 B=32 D=64 H=128"
-    table = [
-        (f"{first}, vs eager autograd loop", value("lstm", "ratio"), ">=", 1.8, "x"),
-        (f"{first}, vs torch.func eager", against("lstm", "torch-func"), ">=", 3.0, "x"),
-        ("LSTM T=100 B=1 D=8 H=50, vs eager", value("lstm-one-row", "ratio"), ">=", 12.0, "x"),
-        ("layer-norm LSTM, vs eager", value("layer-norm-lstm", "ratio"), ">=", 1.8, "x"),
-        ("3-layer GRU, vs eager", value("gru-3-layers", "ratio"), ">=", 1.8, "x"),
-        ("vmap over 64 sequences, vs a loop over them", value("vmap-64", "ratio"), ">=", 20.0, "x"),
-        (f"{first}, cold compile", value("lstm", "compile_s"), "<=", 15.0, " s"),
-        (
-            "cold compile at T=1024, vs T=16",
-            _divided(cold.get("1024"), cold.get("16")),
-            "<=",
-            1.3,
-            "x",
-        ),
-        ("peak memory at T=1024, vs eager", memory("engine"), "<=", 1.0, "x"),
-        ("the same with recompute=True", memory("engine-recompute"), "<=", 0.5, "x"),
-    ]
-    rows = []
-    for what, measured, sign, wanted, unit in table:
-        if measured is None:
-            verdict = "not measured"
-        else:
-            reached = measured >= wanted if sign == ">=" else measured <= wanted
-            verdict = "ok" if reached else "short"
-        rows.append(
-            {
-                "what": what,
-                "target": f"{'at least' if sign == '>=' else 'at most'} {wanted:g}{unit}",
-                "measured": measured,
-                "unit": unit,
-                "verdict": verdict,
-            }
-        )
-    return rows
-
-
-def _divided(a: float | None, b: float | None) -> float | None:
-    return None if a is None or not b else a / b
+    suite = results.get("suite", "default")
+    ending = [] if suite == "default" else [suite]
+    return "-".join([*re.findall(r"[a-z0-9]+", words), f"{about['threads']}-threads", *ending])
 
 
 def markdown(results: Results) -> str:
@@ -193,9 +137,7 @@ def markdown(results: Results) -> str:
 
 def _summary(results: Results) -> list[str]:
     cases = results["cases"].values()
-    labels: dict[str, str] = {}
-    for case in cases:
-        labels |= {name: row["label"] for name, row in case["peers"].items()}
+    labels = peer_labels(results)
     lines = ["| | " + " | ".join(labels.values()) + " |", "| --- |" + " ---: |" * len(labels)]
     for case in cases:
         rows = [case["peers"].get(name, {}) for name in labels]
@@ -205,10 +147,15 @@ def _summary(results: Results) -> list[str]:
 
 
 def _floor_line(floor: dict[str, float]) -> str:
+    rates = f"{floor['batched_rate'] / 1e9:.0f} GFLOP/s in the batched GEMMs"
+    if floor["step_rate"]:
+        rates = (
+            f"{floor['step_rate'] / 1e9:.0f} GFLOP/s in the steps' GEMMs and "
+            f"{floor['batched_rate'] / 1e9:.0f} in the batched ones"
+        )
     return (
-        f"Floor {1e3 * floor['seconds']:.2f} ms: {floor['flops'] / 1e9:.3g} GFLOP, at "
-        f"{floor['step_rate'] / 1e9:.0f} GFLOP/s in the steps' GEMMs and "
-        f"{floor['batched_rate'] / 1e9:.0f} in the batched ones; {floor['bytes'] / 1e6:.1f} MB at "
+        f"Floor {1e3 * floor['seconds']:.2f} ms: {floor['flops'] / 1e9:.3g} GFLOP, at {rates}; "
+        f"{floor['bytes'] / 1e6:.1f} MB at "
         f"{floor['bandwidth'] / 1e9:.0f} GB/s take {1e3 * floor['copy_seconds']:.2f} ms."
     )
 

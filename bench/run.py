@@ -1,7 +1,10 @@
 """The bench: cases crossed with peers in one run.
 
-    python -m bench.run             everything, about ten minutes; writes bench/results/
-    python -m bench.run --quick     three cases, few rounds; writes runs/bench/
+    python -m bench.run                     everything, about ten minutes; writes bench/results/
+    python -m bench.run --quick             three cases, few rounds; writes runs/bench/
+    python -m bench.run --suite fused       the fused kernels against nn.LSTM and JAX
+    python -m bench.run --backends compile,fused --threads 1,2
+                                            two backends side by side, and how each scales
 
 For each case: the machine's floor; then every peer in a process of its own, cold, so that its
 first call shows its compile time; then each result against the loop in float64 (a wrong one gets no
@@ -24,14 +27,14 @@ from typing import Any
 from tqdm import tqdm
 
 from . import limits, oracle, report
-from .cases import CASES, QUICK, Case, build
-from .peers import PEERS, Peer
+from .cases import Case, build
+from .peers import Peer, find
+from .suites import SUITES
+from .targets import targets
 from .worker import serve
 
 BASE = "eager"  # the peer that ratios and errors are taken against
-OWN = ("engine", "engine-recompute")  # the peers that are this package
 TURN = 0.15  # seconds of calls that a peer gets in a round
-COMPILE_STEPS = (16, 1024)  # the first case's cold compile at these lengths
 
 
 @dataclass
@@ -52,7 +55,10 @@ class Worker:
         process = context.Process(target=serve, args=(other, case, peer.name, cache.name))
         process.start()
         other.close()
-        return cls(peer, pipe, process, cache, {"label": peer.label, "status": "ok"})
+        row: dict[str, Any] = {"label": peer.label, "status": "ok"}
+        if peer.threads:
+            row["threads"] = peer.threads
+        return cls(peer, pipe, process, cache, row)
 
     def ask(self, *command: Any) -> Any:
         """The answer, or None once the peer has skipped or failed; the row says so."""
@@ -81,7 +87,7 @@ class Worker:
 def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> dict[str, Any]:
     """Everything about one case, as it goes into the results."""
     bar.set_postfix_str("machine's floor")
-    parameters = sum(p.numel() for p in build(case).params.values())
+    parameters = sum(p.numel() for p in build(case).model.parameters())
     floor = limits.floor(case, parameters)
     workers: list[Worker] = []
     try:
@@ -95,7 +101,8 @@ def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> 
                 worker.row.update(times, compile_s=max(times["first_s"] - times["warm_s"], 0))
                 results[peer.name] = worker.ask("result")
         bar.set_postfix_str("float64 oracle")
-        oracle.check(case, results, BASE, OWN, {w.peer.name: w.row for w in workers})
+        own = [peer.name for peer in peers if peer.name.startswith("engine")]
+        oracle.check(case, results, BASE, own, {w.peer.name: w.row for w in workers})
         times_of: dict[str, list[list[float]]] = {w.peer.name: [] for w in workers}
         for turn in range(rounds):
             bar.set_postfix_str(f"round {turn + 1} of {rounds}")
@@ -116,6 +123,7 @@ def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> 
             worker.end()
     return {
         "title": case.title,
+        "batch": case.batch,
         "floor": floor.as_dict(),
         "peers": {worker.peer.name: worker.row for worker in workers},
     }
@@ -138,10 +146,9 @@ def _summarise(
 
 def compile_seconds(case: Case, steps: int, repeats: int) -> float | None:
     """The engine's cold compile of a case at another length: the best of some fresh processes."""
-    peer = next(peer for peer in PEERS if peer.name == "engine")
     found = []
     for _ in range(repeats):
-        worker = Worker.begin(replace(case, steps=steps), peer)
+        worker = Worker.begin(replace(case, steps=steps), find("engine"))
         try:
             times = worker.ask("start")
         finally:
@@ -155,41 +162,64 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; unknown names of cases and peers are errors."""
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    cases, peers = [case.name for case in CASES], [peer.name for peer in PEERS]
     add = parser.add_argument
-    add("--quick", action="store_true", help=f"only {', '.join(QUICK)}, in few rounds")
-    add("--cases", help=f"a comma-separated choice of {', '.join(cases)}")
-    add("--peers", help=f"a comma-separated choice of {', '.join(peers)}; {BASE} always takes part")
+    add("--suite", choices=SUITES, default="default", help="which cases and peers (see suites.py)")
+    add("--quick", action="store_true", help="only a few cases, in few rounds")
+    add("--cases", help="a comma-separated choice of the suite's cases")
+    add("--peers", help=f"a comma-separated choice of peers; {BASE} always takes part")
+    add("--backends", help="this package's backends to time, in place of its own choice")
+    add("--threads", help="also time this package with these numbers of threads, such as 1,2")
     add("--rounds", type=int, help="rounds in which the peers take turns (default 12, quick 4)")
     add("--out", type=Path, help="folder (default bench/results; for part of the bench runs/bench)")
     options = parser.parse_args(arguments)
-    part = bool(options.quick or options.cases or options.peers)
+    suite = SUITES[options.suite]
+    part = bool(options.quick or options.cases or options.peers or options.backends)
     options.out = options.out or Path("runs/bench" if part else "bench/results")
     options.rounds = options.rounds if options.rounds is not None else 4 if options.quick else 12
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, found {options.rounds}")
-    chosen = options.cases.split(",") if options.cases else list(QUICK) if options.quick else cases
-    others = options.peers.split(",") if options.peers else peers
-    if options.quick and not options.peers:
-        others = [name for name in peers if name != "unrolled"]
-    for option, names, known in (("cases", chosen, cases), ("peers", others, peers)):
-        for name in names:
-            if name not in known:
-                parser.error(f"--{option}: no {name!r}; there are {', '.join(known)}")
-    options.cases = [case for case in CASES if case.name in chosen]
-    options.peers = [peer for peer in PEERS if peer.name in others or peer.name == BASE]
+    known = [case.name for case in suite.cases]
+    chosen = options.cases.split(",") if options.cases else suite.quick if options.quick else known
+    for name in chosen:
+        if name not in known:
+            parser.error(f"--cases: no {name!r}; there are {', '.join(known)}")
+    options.cases = [case for case in suite.cases if case.name in chosen]
+    try:
+        options.peers = choose_peers(options)
+    except ValueError as error:
+        parser.error(f"--peers, --backends, --threads: {error}")
     return options
+
+
+def choose_peers(options: argparse.Namespace) -> list[Peer]:
+    """This package's peers come first, the others in the suite's order."""
+    order = SUITES[options.suite].peers
+    names = options.peers.split(",") if options.peers else list(order)
+    if options.quick and not options.peers:
+        names = [name for name in names if name != "unrolled"]
+    if options.backends:
+        backends = [f"engine-{name}" for name in options.backends.split(",")]
+        names = backends + [name for name in names if name != "engine"]
+    if BASE not in names:
+        names.append(BASE)
+    names.sort(key=lambda name: order.index(name) if name in order else 0)
+    if options.threads:
+        own = [name for name in names if name.startswith("engine") and "@" not in name]
+        names += [f"{name}@{count}" for name in own for count in options.threads.split(",")]
+    return [find(name) for name in dict.fromkeys(names)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit status is 1 if a result was wrong."""
     options = parse(arguments)
-    results: dict[str, Any] = {"machine": report.machine(), "rounds": options.rounds, "cases": {}}
+    results: dict[str, Any] = {"machine": report.machine(), "rounds": options.rounds}
+    results.update(suite=options.suite, cases={})
     if report.busy(results):
         used = results["machine"]["busy_before"]
         print(f"other work uses {used:.0%} of the processors: figures will be off", file=sys.stderr)
-    lengths = COMPILE_STEPS if any(peer.name == "engine" for peer in options.peers) else ()
-    lengths = () if CASES[0] not in options.cases else lengths
+    suite = SUITES[options.suite]
+    lengths = suite.compile_steps if suite.cases[0] in options.cases else ()
+    lengths = lengths if any(peer.name == "engine" for peer in options.peers) else ()
     try:
         with tqdm(total=len(options.cases) + len(lengths), unit="case", dynamic_ncols=True) as bar:
             for case in options.cases:
@@ -201,12 +231,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 bar.set_description("cold compile")
                 bar.set_postfix_str(f"T={steps}")
                 repeats = 1 if options.quick else 2
-                results["compile_s"][str(steps)] = compile_seconds(CASES[0], steps, repeats)
+                results["compile_s"][str(steps)] = compile_seconds(suite.cases[0], steps, repeats)
                 bar.update()
     except KeyboardInterrupt:
         print("\nstopped; nothing was written", file=sys.stderr)
         return 130
-    results["targets"] = report.targets(results)
+    results["targets"] = targets(results)
     written = report.write(results, options.out)
     print(report.markdown(results))
     print("written: " + ", ".join(str(path) for path in written))

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from .cases import Case, build
-from .peers import PEERS, Call, Skip
+from .peers import Call, Skip, find
 
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # in glibc's malloc.h
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
@@ -63,12 +63,14 @@ def serve(pipe: Connection, case: Case, peer: str, cache: str) -> None:
 
 def _start(case: Case, peer: str) -> tuple[Call, dict[str, float]]:
     """The call, after its first run; how long that took, and how long it takes once warm."""
+    found = find(peer)
+    if found.threads:  # before anything is compiled: programs are made for a number of threads
+        torch.set_num_threads(found.threads)
     problem = build(case)
-    make = next(p.make for p in PEERS if p.name == peer)
     if peer == "jax" and importlib.util.find_spec("jax"):
         import jax.numpy  # noqa: F401  (imports are no part of a compile)
     start = time.perf_counter()
-    call = make(problem)
+    call = found.make(problem)
     call()
     first = time.perf_counter() - start
     call()

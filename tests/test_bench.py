@@ -1,0 +1,126 @@
+"""The bench itself: its peers compute the same thing, and its targets are read rightly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import oracle, report, run
+from bench.cases import Case, build
+from bench.cells import KINDS
+from bench.peers import Skip, find
+from bench.suites import SUITES
+from bench.targets import targets
+
+PEERS = ("eager", "engine-eager", "torch-func", "library", "jax")
+CASES = (
+    *(Case(kind, kind, 5, 3, 4, 6) for kind in KINDS),
+    *(Case(f"{kind}-2-layers", kind, 5, 3, 4, 6, layers=2) for kind in KINDS),
+    Case("models", "lstm", 5, 3, 4, 6, models=4),
+    Case("sequences", "lstm", 5, 3, 4, 6, per_sequence=True),
+)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_peer_passes_the_gate(case: Case) -> None:
+    results: dict[str, Any] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for name in PEERS:
+        try:
+            value, grads = find(name).make(build(case))()
+        except Skip:
+            continue
+        results[name] = np.asarray(value), {n: np.asarray(grad) for n, grad in grads.items()}
+        rows[name] = {"status": "ok"}
+    assert ("library" in rows) == (case.kind in ("lstm", "gru") and not case.per_sequence)
+    oracle.check(case, results, "eager", PEERS, rows)
+    assert {name: row.get("why") for name, row in rows.items()} == dict.fromkeys(rows)
+
+
+def _results(**of_peer: tuple[float, ...]) -> dict[str, Any]:
+    """One case of the fused suite, its peers by their milliseconds in each round."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, times in of_peer.items():
+        peer = find(name.replace("_at_", "@"))
+        rows[peer.name] = {"label": peer.label, "status": "ok", "round_ms": list(times)}
+        if peer.threads:
+            rows[peer.name]["threads"] = peer.threads
+    case = {"title": "LSTM", "batch": 32, "peers": rows}
+    return {"suite": "fused", "cases": {"lstm-one-row": case}}
+
+
+def test_the_best_peer_of_the_rounds_is_the_measure() -> None:
+    results = _results(engine=(1.0, 2.0, 1.0), library=(3.0, 6.0, 9.0), jax=(2.5, 5.0, 2.5))
+    (row,) = targets(results)
+    assert row["what"] == "LSTM: ftbptt, vs JAX scan, jit"
+    assert (row["measured"], row["verdict"]) == (2.5, "ok")
+    del results["cases"]["lstm-one-row"]["peers"]["library"]
+    (row,) = targets(results)
+    assert (row["measured"], row["verdict"]) == (None, "not measured")
+
+
+def test_threads_are_compared_with_the_fewest() -> None:
+    results = _results(engine_at_2=(1.0,), engine_at_1=(1.5,))
+    (row,) = targets(results)
+    assert row["what"] == "LSTM: ftbptt, 2 threads, vs 1"
+    assert (row["measured"], row["verdict"]) == (1.5, "short")
+    results["cases"]["lstm-one-row"]["batch"] = 1
+    assert targets(results)[0]["verdict"] == ""
+
+
+def test_every_target_is_of_a_case_and_its_peers() -> None:
+    for suite in SUITES.values():
+        assert set(suite.targets) <= {case.name for case in suite.cases}
+        assert all(find(name).name == name for name in suite.peers)
+        for wanted in suite.targets.values():
+            assert all(set(peers) <= set(suite.peers) for peers, _ in wanted)
+
+
+def test_recorded_results_still_render() -> None:
+    for path in Path(run.__file__).with_name("results").glob("*.json"):
+        results = json.loads(path.read_text())
+        assert report.markdown(results) == path.with_suffix(".md").read_text()
+        assert report.tag(results) == path.stem
+
+
+def test_backends_stand_side_by_side() -> None:
+    options = run.parse(["--suite", "fused", "--backends", "compile,other", "--threads", "1,2"])
+    assert [peer.name for peer in options.peers] == [
+        *("engine-compile", "engine-other", "eager", "library", "jax"),
+        *("engine-compile@1", "engine-compile@2", "engine-other@1", "engine-other@2"),
+    ]
+    with pytest.raises(Skip, match="found 'other'"):
+        options.peers[1].make(build(CASES[0]))
+
+
+@pytest.mark.parametrize("wrong", [["--peers", "jaxx"], ["--peers", "jax@2"], ["--threads", "0"]])
+def test_a_wrong_choice_is_an_error(wrong: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        run.parse(wrong)
+    assert "--peers" in capsys.readouterr().err
+
+
+def test_a_library_that_errs_with_the_problem_is_marked_and_kept() -> None:
+    """Where roundings are magnified, another library may err more than this package may."""
+    case = CASES[0]
+    right = oracle.exact(case)
+
+    def erring(by: float) -> tuple[Any, dict[str, Any]]:
+        return right["loss"], {n: v * (1 + by) for n, v in right.items() if n != "loss"}
+
+    results = {"eager": erring(1e-5), "jax": erring(5e-5), "engine": erring(5e-5)}
+    results["library"] = erring(2e-4)
+    rows: dict[str, dict[str, Any]] = {name: {"status": "ok"} for name in results}
+    oracle.check(case, results, "eager", ["engine"], rows)
+    found = {name: (row["status"], "why" in row) for name, row in rows.items()}
+    assert found == {
+        "eager": ("ok", False),
+        "jax": ("ok", True),
+        "engine": ("wrong", True),
+        "library": ("wrong", True),
+    }
