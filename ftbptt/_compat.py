@@ -254,6 +254,18 @@ def not_traced() -> Any:
     return _disable_current_modes()
 
 
+def calls_in_cpp(op: Any, definition: str) -> Any:
+    """A context in which compiled programs call a custom operator by a C++ function of their own.
+
+    Without it they would call Python. Inductor copies the text into the program, behind "extern",
+    where it expects the declaration of ``aoti_torch_cpu_<operator>`` (AOTInductor's C shim).
+    """
+    from torch._inductor import config
+
+    text = f'"C++" {{\n{definition}\n}}'
+    return config.patch({"aot_inductor.custom_ops_to_c_shims": {op: [text]}})
+
+
 def inside_functorch() -> bool:
     """Whether a ``torch.func`` transform (vmap, grad, ...) is active around this call."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,7 +1,8 @@
 """A plan and a backend -> a segment that runs, in chunks of steps.
 
 Long segments run chunk by chunk, so that what only lives inside a chunk (projected inputs, the
-gradients of the gates) does not grow with K, and stays in the cache.
+gradients of the gates) does not grow with K, and stays in the cache. A small cell's segment is one
+program from the parameters to their gradients: there, what a call costs counts most.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from .compiler.program import run_loop
 # What lives only inside a chunk should stay in a CPU's outer cache.
 _CHUNK_BYTES = 16 << 20
 _LEAST_STEPS = 16
+# From so many steps in a chunk on, a segment is not cut: what it keeps is little at any length.
+_UNCUT_STEPS = 256
+# Gradients of the trained invariants, parts of the state, loss, outputs.
+Result = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]
 
 
 class Executable:
@@ -33,17 +38,86 @@ class Executable:
         self.plan, self.backend, self.count_compile = plan, backend, count_compile
         self.functions: dict[Any, Function] = {}
         self.chunk = _steps_per_chunk(plan)
+        self.uncut = self.chunk >= _UNCUT_STEPS
 
     def run(self, groups: dict[str, list[Tensor]], *, graded: bool) -> list[Tensor]:
         """``[*grads, *state, loss, *out]``, or without the gradients if not ``graded``."""
         plan = self.plan
         given = [*groups["params"], *groups["buffers"], *plan.captures, *groups["initial_state"]]
+        x = [*groups["x"], *groups["reset"], *groups["mask"]]
+        rest = [*groups["y"], *groups["mask"]]
+        carries = self._parts(groups["state"])
+        run = self._whole if self.uncut else self._chunked
+        grads, carries, loss, out = run(given, x, rest, carries, graded)
+        state = self._packed(carries)
+        return [*(self._of_params(grads) if graded else ()), *state, loss, *out]
+
+    def _whole(
+        self,
+        given: list[Tensor],
+        x: list[Tensor],
+        rest: list[Tensor],
+        carries: list[Tensor],
+        graded: bool,
+    ) -> Result:
+        """The segment as one program."""
+        plan = self.plan
+        key, graphs = plan.loss.graphs_for(x[0].shape[0])
+        n_given, n_x, n_rest, n_outs = len(given), len(x), len(rest), plan.loops.outs
+
+        def function(*args: Tensor) -> list[Tensor]:
+            given, sequences = args[:n_given], args[n_given : n_given + n_x + n_rest]
+            carries, x, rest = args[n_given + n_x + n_rest :], sequences[:n_x], sequences[n_x:]
+            steps = x[0].shape[0]
+            prepared = plan.preparation.prepare(*given) if plan.preparation is not None else []
+            invariants = [*given, *prepared]
+            loop = plan.forward if graded else plan.evaluate
+            finals, stacked, _ = run_loop(
+                loop, self.backend.run_scan, invariants, x, carries, steps
+            )
+            out, saved = stacked[:n_outs], stacked[n_outs:]
+            if not graded:
+                return [*finals, *graphs.value(*out, *rest), *out]
+            loss, *d_outs = graphs.joint(*out, *rest)
+            _, _, sums = run_loop(
+                plan.reverse,
+                self.backend.run_scan,
+                invariants,
+                [*x, *saved, *d_outs],
+                self._zero_gradients(x[0].device),
+                steps,
+            )
+            d_prepared = [
+                sums[i] for i, at in enumerate(plan.loops.trained_invariants) if at >= n_given
+            ]
+            finish = plan.preparation.finish if plan.preparation is not None else None
+            more = finish(*given, *d_prepared) if finish is not None else []
+            return [*sums, *more, *finals, loss, *out]
+
+        name = ("segment" if graded else "evaluate", key)
+        if name not in self.functions:
+            last = n_given + n_x + n_rest if key is None else n_given
+            self._build(name, function, [*given, *x, *rest, *carries], n_given, last)
+        result = self.functions[name](*given, *x, *rest, *carries)
+        n_grads = len(result) - len(carries) - 1 - n_outs
+        grads, result = result[:n_grads], result[n_grads:]
+        n = len(carries)
+        return grads, result[:n], result[n], result[n + 1 :]
+
+    def _chunked(
+        self,
+        given: list[Tensor],
+        x: list[Tensor],
+        rest: list[Tensor],
+        carries: list[Tensor],
+        graded: bool,
+    ) -> Result:
+        """The segment in chunks of steps: all forward, the loss, all in reverse."""
+        plan = self.plan
         prepared: list[Tensor] = []
         if plan.preparation is not None:
             prepared = self._call("prepare", plan.preparation.prepare, given)
         invariants = [*given, *prepared]
-        x = [*groups["x"], *groups["reset"], *groups["mask"]]
-        carries = self._parts(groups["state"])
         steps = x[0].shape[0]
         bounds = _chunks(steps, self.chunk)
 
@@ -58,15 +132,24 @@ class Executable:
             saved.append(result[len(carries) + plan.loops.outs :])
         out = [torch.cat(own) if len(own) > 1 else own[0] for own in zip(*outs, strict=True)]
         key, graphs = plan.loss.graphs_for(steps)
-        rest = [*groups["y"], *groups["mask"]]
         graph = graphs.joint if graded else graphs.value
         name = ("loss", graded, key)
         loss, *d_outs = self._call(name, graph, [*out, *rest], time=True)
-        state = self._packed(carries)
         if not graded:
-            return [*state, loss, *out]
+            return [], carries, loss, out
         grads = self._reverse(bounds, invariants, x, saved, d_outs)
-        return [*self._finish(given, grads), *state, loss, *out]
+        if plan.preparation is not None and plan.preparation.finish is not None:
+            trained = plan.loops.trained_invariants
+            d_prepared = [grad for grad, at in zip(grads, trained, strict=True) if at >= len(given)]
+            grads += self._call("finish", plan.preparation.finish, [*given, *d_prepared])
+        return grads, carries, loss, out
+
+    def _zero_gradients(self, device: torch.device) -> list[Tensor]:
+        """d(state) behind the last step: no gradient comes from later segments."""
+        return [
+            torch.zeros(value_of(node).shape, dtype=value_of(node).dtype, device=device)
+            for node in self.plan.reverse.loop.carries
+        ]
 
     def _reverse(
         self,
@@ -78,10 +161,7 @@ class Executable:
     ) -> list[Tensor]:
         """The gradient of each trained invariant, summed over the chunks, the last first."""
         loop = self.plan.reverse
-        d_carries = [
-            torch.zeros(value_of(node).shape, dtype=value_of(node).dtype, device=x[0].device)
-            for node in loop.loop.carries
-        ]
+        d_carries = self._zero_gradients(x[0].device)
         sums: list[Tensor] = []
         for a, b in reversed(bounds):
             whole = len(bounds) == 1
@@ -92,15 +172,16 @@ class Executable:
             sums = [p + q for p, q in zip(sums, chunk_sums, strict=True)] if sums else chunk_sums
         return sums
 
-    def _finish(self, given: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        """From the invariants' gradients to those of the parameters, zero where there is none."""
+    def _of_params(self, grads: list[Tensor]) -> list[Tensor]:
+        """From the trained invariants' gradients to the parameters', zero where there is none.
+
+        ``grads``: those that the reverse loop sums, then those that come through the preparation.
+        """
         plan, s = self.plan, self.plan.signature
-        by_index = dict(zip(plan.loops.trained_invariants, grads, strict=True))
-        preparation = plan.preparation
-        if preparation is not None and preparation.finish is not None:
-            d_prepared = [by_index[len(given) + i] for i in preparation.graded]
-            more = self._call("finish", preparation.finish, [*given, *d_prepared])
-            for i, grad in zip(preparation.trained, more, strict=True):
+        trained = plan.loops.trained_invariants
+        by_index = dict(zip(trained, grads, strict=False))
+        if plan.preparation is not None and plan.preparation.finish is not None:
+            for i, grad in zip(plan.preparation.trained, grads[len(trained) :], strict=True):
                 by_index[i] = by_index[i] + grad
         axes = [level.size for level in reversed(s.levels)]
         found: list[Tensor] = []

@@ -37,7 +37,7 @@ class Explanation:
     step: str
     backend: str
     steps: int
-    chunk: int
+    chunk: int | None  # None: the segment is never cut
     blocks: list[BlockReport]
     saved: list[str]
     saved_bytes: int
@@ -47,9 +47,9 @@ class Explanation:
         return sum(block.flops for block in self.blocks)
 
     def __str__(self) -> str:
+        cut = "in one program" if self.chunk is None else f"in chunks of up to {self.chunk} steps"
         lines = [
-            f"{self.step}: K={self.steps} steps, backend {self.backend}, in chunks of up to "
-            f"{self.chunk} steps",
+            f"{self.step}: K={self.steps} steps, backend {self.backend}, {cut}",
             f"  {_count(self.flops, 'FLOP')} in GEMMs, {_count(self.saved_bytes, 'B')} saved from "
             "forward for reverse",
         ]
@@ -87,7 +87,7 @@ def explain(executable: Executable, step_name: str, steps: int) -> Explanation:
         step=step_name,
         backend=backend.name,
         steps=steps,
-        chunk=executable.chunk,
+        chunk=None if executable.uncut else executable.chunk,
         blocks=blocks,
         saved=[names.get(node, node.name) for node in saved],
         saved_bytes=steps * sum(map(nbytes, saved)),

@@ -7,110 +7,97 @@ which also runs the blocks that do not qualify.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._compat import not_traced
+from .._compat import calls_in_cpp, not_traced
 from ..compiler.distribute import ScanBlock
-from ..compiler.graphs import Node, value_of
-from ..kernels.build import build
+from ..compiler.graphs import value_of
+from ..kernels.build import INCLUDE, library_of, load
 from ..kernels.cpp import print_cpp
 from ..kernels.expressions import Unsupported
 from ..kernels.rowloop import make_row_loop
 from ..kernels.schedule import make_schedule
-from .base import Backend
+from .base import Backend, Function
 from .compile import COMPILE
 from .compile import run_scan as run_while_loop
 
-Spec = tuple[tuple[int, ...], torch.dtype]
+# c10::ScalarType, by which C++ knows a dtype.
+_SCALAR_TYPES = {
+    torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4,
+    torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.complex64: 9,
+    torch.complex128: 10, torch.bool: 11, torch.bfloat16: 15,
+}  # fmt: skip
+_DTYPES = {code: dtype for dtype, code in _SCALAR_TYPES.items()}
 
-
-@dataclass(frozen=True)
-class Kernel:
-    """A scan block as the source of ``run(memory, numbers)``, and what of the block it takes."""
-
-    source: str
-    invariants: list[int]
-    weights: list[int]
-    sequences: list[int]
-    row_axes: tuple[int, ...]
-    history: list[bool]
-    carries: list[Spec]
-    emits: list[Spec]
-
-    def outputs(self, steps: Any) -> list[Tensor]:
-        """``[*finals, *histories [K + 1, ...], *emits [K, ...]]``, not yet filled."""
-        kept = [spec for spec, flag in zip(self.carries, self.history, strict=True) if flag]
-        return [
-            *(torch.empty(shape, dtype=dtype) for shape, dtype in self.carries),
-            *(torch.empty((steps + 1, *shape), dtype=dtype) for shape, dtype in kept),
-            *(torch.empty((steps, *shape), dtype=dtype) for shape, dtype in self.emits),
-        ]
-
-
-# The operator takes a kernel by its name: a program that holds the name can be kept and copied.
-_kernels: dict[str, Kernel] = {}
-
-
-def _kernel_for(block: ScanBlock, reverse: bool) -> str:
-    """The name of the block's kernel, which is built if it is new; raises Unsupported."""
-    with not_traced():
-        loop = make_row_loop(block)
-        source = print_cpp(loop, make_schedule(loop), block.history, reverse=reverse)
-
-    def specs(nodes: Sequence[Node]) -> list[Spec]:
-        return [(tuple(value_of(node).shape), value_of(node).dtype) for node in nodes]
-
-    kernel = Kernel(
-        source,
-        sorted(loop.invariants),
-        list(loop.weight_dtypes),
-        sorted(loop.sequences),
-        loop.rows.dims,
-        list(block.history),
-        specs(block.carries),
-        specs(block.emits),
-    )
-    build(source)
-    name = hashlib.sha256(repr(kernel).encode()).hexdigest()
-    _kernels[name] = kernel
-    return name
-
-
+# Runs a kernel, which is a library on disk. ``numbers`` are the kernel's own; ``shapes``, ``ranks``
+# and ``dtypes`` say what its outputs are, so that all of a call stands in the program.
 _library = torch.library.Library("ftbptt", "FRAGMENT")
 _library.define(
-    "scan(Tensor[] inputs, str kernel, SymInt steps) -> Tensor[]",
+    "scan(Tensor[] inputs, str library, SymInt[] numbers, SymInt[] shapes, int[] ranks, "
+    "int[] dtypes) -> Tensor[]",
     tags=(torch.Tag.needs_exact_strides,),
 )
 
 
-def _scan(inputs: list[Tensor], name: str, steps: int) -> list[Tensor]:
-    """Runs a kernel on its invariants, weights, sequences and carries."""
-    kernel = _kernels[name]
-    outputs = kernel.outputs(steps)
-    first, behind = len(kernel.invariants), len(kernel.invariants) + len(kernel.weights)
-    numbers = [steps, torch.get_num_threads(), *kernel.row_axes]
-    numbers += [t.stride(0) for t in inputs[behind : behind + len(kernel.sequences)]]
-    for weight in inputs[first:behind]:
-        numbers += weight.stride() if weight.dim() == 3 else (0, *weight.stride())
+def _outputs(
+    inputs: Sequence[Tensor],
+    library: str,
+    numbers: Sequence[Any],
+    shapes: Sequence[Any],
+    ranks: Sequence[int],
+    dtypes: Sequence[int],
+) -> list[Tensor]:
+    """The outputs, not yet filled: what the operator returns for fake tensors."""
+    ends = list(accumulate(ranks))
+    return [
+        torch.empty(list(shapes[end - rank : end]), dtype=_DTYPES[code])
+        for end, rank, code in zip(ends, ranks, dtypes, strict=True)
+    ]
+
+
+def _scan(inputs: Sequence[Tensor], library: str, numbers: Sequence[int], *spec: Any) -> Any:
+    """The operator outside of a compiled program, which calls the kernel as SHIM does."""
+    outputs = _outputs(inputs, library, numbers, *spec)
     memory = [t.data_ptr() for t in (*inputs, *outputs)]
-    build(kernel.source)(
-        (ctypes.c_void_p * len(memory))(*memory), (ctypes.c_int64 * len(numbers))(*numbers)
-    )
+    run = load(library)
+    run((ctypes.c_void_p * len(memory))(*memory), (ctypes.c_int64 * len(numbers))(*numbers))
     return outputs
 
 
-def _scan_shapes(inputs: list[Tensor], name: str, steps: Any) -> list[Tensor]:
-    return _kernels[name].outputs(steps)
-
-
 _library.impl("scan", _scan, "CPU")
-torch.library.register_fake("ftbptt::scan", _scan_shapes, lib=_library)
+torch.library.register_fake("ftbptt::scan", _outputs, lib=_library)
+_SHIM = (INCLUDE / "shim.h").read_text()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's library, and which of its block's tensors it takes."""
+
+    library: str
+    invariants: list[int]
+    weights: list[int]
+    sequences: list[int]
+    row_axes: tuple[int, ...]
+
+
+def _kernel_for(block: ScanBlock, reverse: bool) -> Kernel:
+    """The block's kernel, built if it is new; raises Unsupported."""
+    with not_traced():
+        loop = make_row_loop(block)
+        source = print_cpp(loop, make_schedule(loop), block.history, reverse=reverse)
+    return Kernel(
+        str(library_of(source)),
+        sorted(loop.invariants),
+        list(loop.weight_dtypes),
+        sorted(loop.sequences),
+        loop.rows.dims,
+    )
 
 
 def run_scan(
@@ -125,21 +112,39 @@ def run_scan(
     if carries[0].device.type != "cpu":
         return run_while_loop(block, invariants, sequences, carries, steps, reverse)
     try:
-        name = _kernel_for(block, reverse)
+        kernel = _kernel_for(block, reverse)
     except Unsupported:
         return run_while_loop(block, invariants, sequences, carries, steps, reverse)
-    kernel = _kernels[name]
+    weights = [invariants[i] for i in kernel.weights]
+    own = [_in_order(sequences[i]) for i in kernel.sequences]
     inputs = [
         *(_in_order(invariants[i]) for i in kernel.invariants),
-        *(invariants[i] for i in kernel.weights),
-        *(_in_order(sequences[i]) for i in kernel.sequences),
+        *weights,
+        *own,
         *map(_in_order, carries),
     ]
-    result = torch.ops.ftbptt.scan(inputs, name, steps)
-    finals, result = result[: len(carries)], result[len(carries) :]
-    kept = iter(result[: sum(block.history)])
-    histories = [next(kept) if flag else None for flag in block.history]
-    return finals, histories, result[sum(block.history) :]
+    numbers = [steps, *kernel.row_axes, *(t.stride(0) for t in own)]
+    for weight in weights:
+        numbers += weight.stride() if weight.dim() == 3 else (0, *weight.stride())
+    values = [value_of(node) for node in (*block.carries, *block.emits)]
+    finals, emits = values[: len(carries)], values[len(carries) :]
+    kept = [value for value, flag in zip(finals, block.history, strict=True) if flag]
+    shapes = [
+        *(tuple(value.shape) for value in finals),
+        *((steps + 1, *value.shape) for value in kept),
+        *((steps, *value.shape) for value in emits),
+    ]
+    result = torch.ops.ftbptt.scan(
+        inputs,
+        kernel.library,
+        numbers,
+        [size for shape in shapes for size in shape],
+        [len(shape) for shape in shapes],
+        [_SCALAR_TYPES[value.dtype] for value in (*finals, *kept, *emits)],
+    )
+    behind = iter(result[len(finals) : len(finals) + len(kept)])
+    histories = [next(behind) if flag else None for flag in block.history]
+    return result[: len(finals)], histories, result[len(finals) + len(kept) :]
 
 
 def _in_order(tensor: Tensor) -> Tensor:
@@ -157,4 +162,9 @@ def _describe(block: ScanBlock) -> str:
     return "one generated C++ kernel for all steps"
 
 
-FUSED = Backend("fused", _describe, run_scan, COMPILE.build)
+def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
+    with calls_in_cpp(torch.ops.ftbptt.scan.default, _SHIM):
+        return COMPILE.build(function, examples, mode)
+
+
+FUSED = Backend("fused", _describe, run_scan, _build)

@@ -26,20 +26,19 @@ def _headers() -> bytes:
 
 
 @cache
-def build(source: str) -> Callable[[Any, Any], None]:
-    """build : source of a kernel -> its function ``run(memory, numbers)``
-
-    Raises RuntimeError if there is no working compiler.
-    """
-    library = ctypes.CDLL(str(library_of(source)))
-    run = library.run
+def load(library: str) -> Callable[[Any, Any], None]:
+    """load : path of a library -> its function ``run(memory, numbers)``"""
+    run = ctypes.CDLL(library).run
     run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     run.restype = None
     return cast(Callable[[Any, Any], None], run)
 
 
 def library_of(source: str) -> Path:
-    """The shared library of a source; compiled now if it is not there."""
+    """library_of : source of a kernel -> its shared library, compiled now if it is not there
+
+    Raises RuntimeError if there is no working compiler.
+    """
     content = [source.encode(), _headers(), cpp_command([str(INCLUDE)]).encode()]
     key = hashlib.sha256(b"\0".join(content)).hexdigest()[:32]
     folder = Path(kernel_cache_dir())

@@ -25,8 +25,8 @@ def print_cpp(loop: RowLoop, schedule: Schedule, history: list[bool], *, reverse
     """print_cpp : RowLoop, its Schedule, which carries have a history -> source of the kernel
 
     The function is ``run(memory, numbers)``; ``memory`` are pointers to: invariants, weights,
-    sequences, carries, final carries, histories, emits. ``numbers`` are: steps, threads, the sizes
-    of the row axes, elements of each sequence per step, strides (group, k, n) of each weight.
+    sequences, carries, final carries, histories, emits. ``numbers`` are: steps, the sizes of the
+    row axes, elements of each sequence per step, strides (group, k, n) of each weight.
     """
     printer = _Printer(loop, schedule, history, reverse)
     return "\n".join(printer.lines()) + "\n"
@@ -49,7 +49,7 @@ class _Printer:
         yield 'extern "C" void run(void* const* memory, const int64_t* numbers) {'
         yield from self._arguments()
         yield from self._packing_space()
-        yield f"  const Tiles tiles(total, {self._axes(0, self.groups)}, {self._tile()}, threads);"
+        yield f"  const Tiles tiles(total, {self._axes(0, self.groups)}, {self._tile()});"
         yield "#pragma omp parallel num_threads(tiles.threads) if (tiles.threads > 1)"
         yield "  {"
         yield from self._pack()
@@ -96,11 +96,11 @@ class _Printer:
             yield self._argument(f"emits{i}", memory.dtype, place, const=False)
             place += 1
         dims = len(loop.rows.dims)
-        yield "  const int64_t steps = numbers[0], threads = numbers[1];"
+        yield "  const int64_t steps = numbers[0];"
         for axis in range(dims):
-            yield f"  const int64_t axis{axis} = numbers[{2 + axis}];"
+            yield f"  const int64_t axis{axis} = numbers[{1 + axis}];"
         yield f"  const int64_t total = {self._axes(0, dims)};"
-        place = 2 + dims
+        place = 1 + dims
         for i in sorted(loop.sequences):
             yield f"  const int64_t step{i} = numbers[{place}];"
             place += 1

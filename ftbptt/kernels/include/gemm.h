@@ -1,3 +1,12 @@
+// Single-thread GEMM for the K-step loops: c[rows, n] (+)= a[rows, k] @ b[k, n], where b is packed once and then
+// multiplied at every step. a and c are row-major and may be unaligned; packed must be 64-byte aligned. n > 0; rows and
+// k may be 0. NaN and inf propagate as in a plain loop.
+//
+// Packed layout: b is cut into panels of at most `width(k, n)` vectors of columns (balanced, so the widths of one
+// matrix differ by at most one vector; only the last vector is padded, with zeros), each stored row after row. The
+// product goes panel by panel, and in a panel block by block of rows: a block keeps its [rows, panel] piece of c in
+// registers over the whole of k, and reads b as one contiguous stream. k is not blocked: a panel is read again from L2
+// for every block of rows, at 1/3 of what L2 can deliver, and that costs less than to store and reload c.
 #pragma once
 #include <ATen/cpu/vec/vec.h>
 
@@ -6,143 +15,177 @@
 #include <cstdint>
 #include <utility>
 
-#ifndef FT_W
-#define FT_W 3
-#endif
-#ifndef FT_KB
-#define FT_KB (24 * 1024)
-#endif
-#ifndef FT_PF
-#define FT_PF 0
-#endif
-#ifndef FT_CAP
-#define FT_CAP 14
-#endif
-
 namespace ftbptt {
 
+// Hidden: a process loads many kernels, possibly built for different instruction sets, and must not share this code
+// between them.
 template <typename T>
-struct Gemm {
-  using Vec = at::vec::Vectorized<T>;
-  static constexpr int64_t kLanes = Vec::size();
-  static constexpr int kRegisters = kLanes * sizeof(T) >= 64 ? 32 : 16;
-  static constexpr int kWidth = FT_W;
-
-  static constexpr int64_t vectors(int64_t n) { return (n + kLanes - 1) / kLanes; }
-  static constexpr int64_t panels(int64_t n) { return (vectors(n) + kWidth - 1) / kWidth; }
+struct __attribute__((visibility("hidden"))) Gemm {
   static constexpr int64_t packed_size(int64_t k, int64_t n) { return k * vectors(n) * kLanes; }
-  // first vector of a panel
-  static constexpr int64_t start(int64_t panel, int64_t n) {
-    int64_t count = panels(n), total = vectors(n);
-    return panel * (total / count) + std::min(panel, total % count);
-  }
 
+  static constexpr int64_t panels(int64_t k, int64_t n) { return (vectors(n) + width(k, n) - 1) / width(k, n); }
+
+  // Packs b[i, j] = b[i * stride_k + j * stride_n]; panels first .. last - 1 only, so that threads can share the work.
   template <typename S>
-  static void pack(const S* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, T* packed,
-                   int64_t first_panel, int64_t last_panel) {
-    for (int64_t p = first_panel; p < last_panel; ++p) {
-      int64_t begin = start(p, n) * kLanes, width = start(p + 1, n) * kLanes - begin;
-      int64_t real = std::min(width, n - begin);
-      T* out = packed + begin * k;
+  static void pack(const S* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, T* packed, int64_t first,
+                   int64_t last) {
+    const int64_t count = panels(k, n), base = vectors(n) / count, wider = vectors(n) % count;
+    for (int64_t p = first; p < last; ++p) {
+      const int64_t begin = (p * base + std::min(p, wider)) * kLanes, columns = (base + (p < wider)) * kLanes;
+      const int64_t real = std::min(columns, n - begin);
       const S* in = b + begin * stride_n;
-      for (int64_t i0 = 0; i0 < k; i0 += 16) {
-        int64_t i1 = std::min(k, i0 + 16);
-        for (int64_t j = 0; j < real; ++j)
-          for (int64_t i = i0; i < i1; ++i) out[i * width + j] = static_cast<T>(in[i * stride_k + j * stride_n]);
-        for (int64_t j = real; j < width; ++j)
-          for (int64_t i = i0; i < i1; ++i) out[i * width + j] = T(0);
+      T* out = packed + begin * k;
+      // 16 rows at a time: the lines in use stay in L1 whichever of the two strides is 1
+      for (int64_t first_row = 0; first_row < k; first_row += 16) {
+        const int64_t last_row = std::min(k, first_row + 16);
+        for (int64_t j = 0; j < columns; ++j)
+          for (int64_t i = first_row; i < last_row; ++i)
+            out[i * columns + j] = j < real ? static_cast<T>(in[i * stride_k + j * stride_n]) : T(0);
       }
     }
   }
 
-  static void run(int64_t rows, int64_t k, int64_t n, const T* a, int64_t lda, const T* packed, T* c,
-                  int64_t ldc, bool accumulate) {
-    int64_t count = panels(n);
+  static void run(int64_t rows, int64_t k, int64_t n, const T* a, int64_t lda, const T* packed, T* c, int64_t ldc,
+                  bool accumulate) {
+    const int64_t count = panels(k, n), base = vectors(n) / count, wider = vectors(n) % count;
+    Ahead ahead = kLines;
+    if (bytes(k, n) <= kSmall) ahead = kNothing;
+    if (bytes(k, n) >= kOutsideL2 && rows > max_rows(kPrefetchedWidth)) ahead = kNextPanel;
+    const T* b = packed;
     for (int64_t p = 0; p < count; ++p) {
-      int64_t begin = start(p, n), width = start(p + 1, n) - begin;
-      int64_t tail = std::min(width * kLanes, n - begin * kLanes) - (width - 1) * kLanes;
-      dispatch(std::make_integer_sequence<int, kWidth>(), width, rows, k, a, lda, packed + begin * kLanes * k,
-               c + begin * kLanes, ldc, tail, accumulate);
+      const bool last = p + 1 == count;
+      const int64_t size = base + (p < wider), tail = last ? n - (vectors(n) - 1) * kLanes : kLanes;
+      const T* end = b + size * kLanes * k;
+      panel(std::make_integer_sequence<int, kMaxWidth>(), size, rows, k, a, lda, b, last ? packed : end, ahead, c, ldc,
+            tail, accumulate);
+      b = end;
+      c += size * kLanes;
     }
   }
 
  private:
-  static constexpr int max_rows(int w) { return std::min((kRegisters - 1 - w) / w, FT_CAP); }
+  using Vec = at::vec::Vectorized<T>;
+  static constexpr int64_t kLanes = Vec::size();
+  static constexpr int kRegisters = kLanes * sizeof(T) >= 64 ? 32 : 16;
+  static constexpr int kPrefetchedWidth = 3, kMaxWidth = kRegisters >= 32 ? 4 : 3;
+  // Bytes of one packed b. From kOutsideL2 on we assume that it comes from L3 at each step: a cell has several weights,
+  // and where b does stay in L2 after all, prefetching the next panel costs nothing measurable.
+  static constexpr int64_t kSmall = 64 << 10, kOutsideL2 = 512 << 10;
 
-  template <int... W, typename... Args>
-  static void dispatch(std::integer_sequence<int, W...>, int64_t width, Args... args) {
-    ((width == W + 1 ? panel<W + 1>(args...) : void()), ...);
+  static constexpr int64_t vectors(int64_t n) { return (n + kLanes - 1) / kLanes; }
+  static constexpr int64_t bytes(int64_t k, int64_t n) { return packed_size(k, n) * int64_t(sizeof(T)); }
+
+  // 9 rows x 3 vectors read the fewest bytes per FMA, which is what counts once b comes from L2 or beyond. A matrix
+  // that stays in L1 is rather the weight of a small cell with few rows, where 4 vectors give more independent sums
+  // (with 16 registers, 4 rows x 3 vectors are best for both).
+  static constexpr int64_t width(int64_t k, int64_t n) {
+    return bytes(k, n) <= kSmall ? kMaxWidth : kPrefetchedWidth;
   }
 
-  using Block = void (*)(int64_t, const T*, int64_t, const T*, T*, int64_t, int64_t, bool);
-  template <int W, int... R>
+  // The sums, one row of the panel and one element of a must fit in the registers; and more than 12 rows would not find
+  // enough address registers.
+  static constexpr int max_rows(int panel_width) { return std::min((kRegisters - 1 - panel_width) / panel_width, 12); }
+
+  // An FMA takes 4 cycles and two start per cycle: blocks of few rows split the sum over k so as to have at least 8,
+  // better 12 independent sums, as far as the registers go.
+  static constexpr int partial_sums(int sums, int panel_width) {
+    int parts = 1;
+    while (parts < 8 && sums * parts < 12 && sums * parts * 2 + panel_width + 1 <= kRegisters) parts *= 2;
+    return parts;
+  }
+
+  // What a block prefetches at each row of the panel: nothing (b is in L1); the panel's own rows a little later, into
+  // L1; and with that two lines of the next panel, into L2. The blocks of rows share out the next panel between them,
+  // which hides the L3 under the arithmetic of all of them; with one block there is nothing to hide it under.
+  enum Ahead { kNothing, kLines, kNextPanel };
+
+  using Block = void (*)(int64_t, const T*, int64_t, const T*, const T*, int64_t, T*, int64_t, int64_t, bool);
+
+  // Prefetching pays from 3 rows on: below, the loads of b take all the load slots.
+  template <int W, Ahead A, int... R>
   static constexpr std::array<Block, sizeof...(R)> table(std::integer_sequence<int, R...>) {
-    return {&block<R + 1, W>...};
+    return {&block<R + 1, W, R + 1 >= 3 && W == kPrefetchedWidth ? A : kNothing>...};
+  }
+
+  template <int... W, typename... Args>
+  static void panel(std::integer_sequence<int, W...>, int64_t size, Args... args) {
+    ((size == W + 1 ? panel<W + 1>(args...) : void()), ...);
   }
 
   template <int W>
-  static void panel(int64_t rows, int64_t k, const T* a, int64_t lda, const T* b, T* c, int64_t ldc,
-                    int64_t tail, bool accumulate) {
-    static constexpr auto blocks = table<W>(std::make_integer_sequence<int, max_rows(W)>());
-    constexpr int64_t kc_max = FT_KB / (W * kLanes * sizeof(T));
-    int64_t row_blocks = (rows + max_rows(W) - 1) / max_rows(W);
-    int64_t k_blocks = row_blocks > 1 ? std::max<int64_t>(1, (k + kc_max - 1) / kc_max) : 1;
-    int64_t k0 = 0;
-    for (int64_t kb = 0; kb < k_blocks; ++kb) {
-      int64_t k1 = k * (kb + 1) / k_blocks;
-      int64_t r0 = 0;
-      for (int64_t rb = 0; rb < row_blocks; ++rb) {
-        int64_t r1 = rows * (rb + 1) / row_blocks;
-        blocks[r1 - r0 - 1](k1 - k0, a + r0 * lda + k0, lda, b + k0 * W * kLanes, c + r0 * ldc, ldc, tail,
-                            accumulate || kb > 0);
-        r0 = r1;
-      }
-      k0 = k1;
+  static void panel(int64_t rows, int64_t k, const T* a, int64_t lda, const T* b, const T* next, Ahead ahead, T* c,
+                    int64_t ldc, int64_t tail, bool accumulate) {
+    constexpr int kRows = max_rows(W);
+    using Rows = std::make_integer_sequence<int, kRows>;
+    static constexpr std::array<Block, kRows> blocks[] = {table<W, kNothing>(Rows()), table<W, kLines>(Rows()),
+                                                          table<W, kNextPanel>(Rows())};
+    // blocks of equal size (up to one row), so that no remainder of few rows runs at a fraction of the speed
+    int left = (static_cast<int>(rows) + kRows - 1) / kRows;
+    const int64_t next_stride = left > 0 ? (W * kLanes + left - 1) / left : 0;
+    for (; left > 0; --left) {
+      const int size = (static_cast<int>(rows) + left - 1) / left;
+      blocks[ahead][size - 1](k, a, lda, b, next, next_stride, c, ldc, tail, accumulate);
+      next += next_stride * k;
+      a += size * lda;
+      c += size * ldc;
+      rows -= size;
     }
   }
 
-  template <int R, int W>
-  static void block(int64_t k, const T* a, int64_t lda, const T* b, T* c, int64_t ldc, int64_t tail,
-                    bool accumulate) {
-    constexpr int U = R * W >= 8 ? 1 : R * W >= 4 ? 2 : R * W >= 2 ? 4 : 8;
-    Vec acc[U][R][W];
+  // R rows x W vectors of c; the last vector has `tail` columns. The loops over R, W and U unroll completely, which
+  // turns the arrays into registers. The last bits of an element depend on U, hence on the block that it falls in.
+  template <int R, int W, Ahead A>
+  static void block(int64_t k, const T* a, int64_t lda, const T* b, const T* next, int64_t next_stride, T* c,
+                    int64_t ldc, int64_t tail, bool accumulate) {
+    constexpr int U = partial_sums(R * W, W);
+    Vec sum[U][R][W];
     if (accumulate) {
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w)
-          acc[0][r][w] = Vec::loadu(c + r * ldc + w * kLanes, w + 1 < W ? kLanes : tail);
-      }
+          sum[0][r][w] = Vec::loadu(c + r * ldc + w * kLanes, w + 1 < W ? kLanes : tail);
     }
     int64_t i = 0;
     for (; i + U <= k; i += U) {
 #pragma GCC unroll 8
-      for (int u = 0; u < U; ++u) step<R, W>(a + i + u, lda, b + (i + u) * W * kLanes, acc[u]);
+      for (int u = 0; u < U; ++u) {
+        if constexpr (A == kNextPanel) {
+          __builtin_prefetch(next, 0, 2);
+          __builtin_prefetch(next + kLanes, 0, 2);
+          next += next_stride;
+        }
+        add_row<R, W, A != kNothing>(a + i + u, lda, b + (i + u) * W * kLanes, sum[u]);
+      }
     }
     if constexpr (U > 1) {
-      for (; i < k; ++i) step<R, W>(a + i, lda, b + i * W * kLanes, acc[0]);
+      for (; i < k; ++i) add_row<R, W, false>(a + i, lda, b + i * W * kLanes, sum[0]);
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int w = 0; w < W; ++w) {
 #pragma GCC unroll 8
-        for (int u = 1; u < U; ++u) acc[0][r][w] = acc[0][r][w] + acc[u][r][w];
-        acc[0][r][w].store(c + r * ldc + w * kLanes, w + 1 < W ? kLanes : tail);
+        for (int u = 1; u < U; ++u) sum[0][r][w] = sum[0][r][w] + sum[u][r][w];
+        sum[0][r][w].store(c + r * ldc + w * kLanes, w + 1 < W ? kLanes : tail);
       }
-    }
   }
 
-  template <int R, int W>
-  static inline __attribute__((always_inline)) void step(const T* a, int64_t lda, const T* b, Vec (&acc)[R][W]) {
-    Vec bv[W];
+  // sum[r, :] += a[r, i] * b[i, :] for one i
+  template <int R, int W, bool Prefetch>
+  static inline __attribute__((always_inline)) void add_row(const T* a, int64_t lda, const T* b, Vec (&sum)[R][W]) {
+    constexpr int64_t kDistance = 2048 / sizeof(T);
+    Vec row[W];
 #pragma GCC unroll 4
-    for (int w = 0; w < W; ++w) bv[w] = Vec::loadu(b + w * kLanes);
+    for (int w = 0; w < W; ++w) {
+      row[w] = Vec::loadu(b + w * kLanes);
+      if constexpr (Prefetch) __builtin_prefetch(b + w * kLanes + kDistance);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      Vec av(a[r * lda]);
+      const Vec element(a[r * lda]);
 #pragma GCC unroll 4
-      for (int w = 0; w < W; ++w) acc[r][w] = at::vec::fmadd(av, bv[w], acc[r][w]);
+      for (int w = 0; w < W; ++w) sum[r][w] = at::vec::fmadd(element, row[w], sum[r][w]);
     }
   }
 };

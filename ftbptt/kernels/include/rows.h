@@ -267,7 +267,8 @@ struct Tile {
 struct Tiles {
   int64_t total, groups, parts, rows, threads;
 
-  Tiles(int64_t total, int64_t groups, int64_t most, int64_t threads) : total(total), groups(groups) {
+  Tiles(int64_t total, int64_t groups, int64_t most) : total(total), groups(groups) {
+    const int64_t threads = omp_in_parallel() ? 1 : omp_get_max_threads();
     const int64_t size = total / std::max<int64_t>(groups, 1);
     const int64_t for_threads = (threads + groups - 1) / std::max<int64_t>(groups, 1);
     parts = std::max<int64_t>((size + most - 1) / most, std::min(for_threads, size));
@@ -307,7 +308,7 @@ struct Tiles {
 // The calling thread's part of packing ``count`` weights.
 template <typename T, typename S>
 void pack(const S* weight, const int64_t* strides, int64_t k, int64_t n, int64_t count, T* packed) {
-  const int64_t panels = Gemm<T>::panels(n), work = count * panels;
+  const int64_t panels = Gemm<T>::panels(k, n), work = count * panels;
   const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
   int64_t at = work * thread / team;
   const int64_t behind = work * (thread + 1) / team;
