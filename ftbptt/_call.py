@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ._compat import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from ._layout import Layout, SharedLayout
+from ._step import Step
 from .compiler.signature import Leaf, Level, Recipe, Signature
 
 Tree = Any
@@ -178,7 +179,7 @@ def lay_out(
         shared=shared,
         shared_flags=tuple(flags_of),
         time_dim=layout.time_dim,
-        context=(step.modes(), *_autocast_context(x_leaves[0].device.type)),
+        context=context_of(step, x_leaves[0].device.type),
     )
     return call, tensors, layout
 
@@ -333,8 +334,8 @@ def _check_devices(arguments: Sequence[Argument]) -> None:
                 )
 
 
-def _autocast_context(device_type: str) -> tuple[Any, ...]:
-    """What else a trace depends on: autocast on the device of the data."""
+def context_of(step: Step, device_type: str) -> tuple[Any, ...]:
+    """What else a trace depends on: the module's modes, and autocast on the device of the data."""
     if not torch.is_autocast_enabled(device_type):
-        return ()
-    return ("autocast", device_type, torch.get_autocast_dtype(device_type))
+        return (step.modes(),)
+    return (step.modes(), "autocast", device_type, torch.get_autocast_dtype(device_type))

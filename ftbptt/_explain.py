@@ -82,15 +82,18 @@ def explain(executable: Executable, step_name: str, steps: int) -> Explanation:
             blocks.append(_invariant(loop.hoisted, phase, backend))
         blocks += [_block(block, phase, names, steps, backend) for block in loop.blocks]
         blocks += _sums(loop, steps)
-    saved = plan.loops.saved
+    forward = plan.loops.forward
+    after = dict(zip(forward.next_carries, forward.carries, strict=True))
+    # The state after a step is the one before the next: it is kept once.
+    kept = [node for node in plan.loops.saved if after.get(node) not in plan.loops.saved]
     return Explanation(
         step=step_name,
         backend=backend.name,
         steps=steps,
         chunk=None if executable.uncut else executable.chunk,
         blocks=blocks,
-        saved=[names.get(node, node.name) for node in saved],
-        saved_bytes=steps * sum(map(nbytes, saved)),
+        saved=[names.get(node, node.name) for node in kept],
+        saved_bytes=steps * sum(map(nbytes, kept)),
     )
 
 

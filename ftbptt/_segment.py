@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._call import Call, InDims, lay_out
+from ._call import Call, InDims, context_of, lay_out
 from ._compat import inside_derivative, inside_functorch, tree_unflatten
 from ._execute import Executable
 from ._explain import Explanation, explain
 from ._layout import SharedLayout
 from ._loss import Loss
 from ._output import SegmentOutput
+from ._recall import Known, Recall, Trees, like
 from ._step import Step, StepFunction, as_step
 from .backends import EAGER, NAMES, choose
 from .compiler.plan import make_plan
@@ -55,8 +56,9 @@ def make_train_segment(
         ``loss(out, y)`` sees the whole segment, ``[K, ...]``, and returns a scalar or one value
         per step and row, ``[K]`` or ``[K, B]``, which is averaged over the valid ones.
     ``backend``
-        "compile" (Inductor), "eager" (operation by operation), or "auto": compiled, with one
-        warning and "eager" if that fails.
+        "fused" (generated C++ kernels for the loops on a CPU, Inductor around them), "compile"
+        (Inductor alone), "eager" (operation by operation), or "auto": "fused", with one warning
+        and "eager" if that fails.
     ``time_dim``
         The axis of time in ``x``, ``y``, ``out``, and in a ``reset`` or ``mask`` of ``[K, B]``.
         None: 1 for batched data of a ``batch_first`` module, else 0.
@@ -136,6 +138,7 @@ class TrainSegment:
         self._recipe, self._backend = recipe, backend
         self._time_dim, self._in_dims = time_dim, in_dims
         self._executables: dict[Any, Executable] = {}
+        self._recall = Recall()
         self.trace_count = 0
         self.compile_count = 0
 
@@ -207,11 +210,20 @@ class TrainSegment:
         *,
         graded: bool,
     ) -> SegmentOutput:
+        mapped = inside_functorch()
+        key = trees = None
+        if not mapped and self._in_dims is None and state is not None:
+            trees = Trees.of((params, state, x, y, reset, mask))
+        if trees is not None:
+            key = (trees.key, graded, *self._surroundings(trees))
+            known = self._recall.find(key)
+            if known is not None:
+                return self._again(known, trees, params, state, graded)
         call, tensors, layout = lay_out(
             self._recipe, self._time_dim, self._in_dims, params, state, x, y, reset, mask
         )
         found = _Found()
-        if inside_functorch():
+        if mapped:
             if inside_derivative():
                 raise RuntimeError(
                     "a segment is not differentiable: it returns the gradients itself, as .grads, "
@@ -220,6 +232,10 @@ class TrainSegment:
             flat = _SegmentFunction.apply(self, call, graded, found, *tensors)
         else:
             flat = tuple(self._run(call, graded, found, tensors))
+            if key is not None and layout.time_dim == 0:
+                initial = call.groups(tensors)["initial_state"]
+                executable = self._executable(call, tensors)
+                self._recall.keep(key, Known(call, executable, initial))
         flat = list(flat)
         grads = tree_unflatten(flat[: call.counts[0]], call.specs[0]) if graded else None
         rest = flat[call.counts[0] :] if graded else flat
@@ -234,12 +250,42 @@ class TrainSegment:
             grads, tree_unflatten(after, call.specs[1]), value, tree_unflatten(out, found.out_spec)
         )
 
+    def _surroundings(self, trees: Trees) -> tuple[Any, ...]:
+        """What a call depends on besides its arguments."""
+        step = self._recipe.step
+        buffers = tuple((n, b.shape, b.dtype) for n, b in step.buffers().items())
+        return (buffers, *context_of(step, trees.device_type))
+
+    def _again(
+        self, known: Known, trees: Trees, params: Tree, state: Tree, graded: bool
+    ) -> SegmentOutput:
+        """A call like one before, its arguments as they lie."""
+        own_params, *others = trees.leaves
+        before = [*own_params, *self._recipe.step.buffers().values(), *known.initial]
+        tensors = [leaf.detach() for leaf in (*before, *(t for own in others for t in own))]
+        found = _Found()
+        flat = self._run(known.call, graded, found, tensors, known.executable)
+        n_params = len(own_params) if graded else 0
+        n_state = n_params + known.call.counts[3]
+        return SegmentOutput(
+            like(params, flat[:n_params]) if graded else None,
+            like(state, flat[n_params:n_state]),
+            flat[n_state],
+            tree_unflatten(flat[n_state + 1 :], found.out_spec),
+        )
+
     def _run(
-        self, call: Call, graded: bool, found: _Found, tensors: Sequence[Tensor]
+        self,
+        call: Call,
+        graded: bool,
+        found: _Found,
+        tensors: Sequence[Tensor],
+        executable: Executable | None = None,
     ) -> list[Tensor]:
         """The segment on plain tensors: finds or makes the plan, and runs it on its backend."""
         with torch.no_grad():
-            executable = self._executable(call, tensors)
+            if executable is None:
+                executable = self._executable(call, tensors)
             found.out_spec = executable.plan.out_spec
             groups = call.groups(tensors)
             if self._backend != "auto" or executable.backend.name == "eager":
@@ -250,12 +296,14 @@ class TrainSegment:
                 warnings.warn(
                     f"ftbptt: the {executable.backend.name} backend failed for "
                     f"{self._recipe.step.name} ({_first_line(error)}); this segment runs on the "
-                    "eager backend instead, slower. backend='compile' shows the whole error.",
+                    f"eager backend instead, slower. backend={executable.backend.name!r} shows the "
+                    "whole error.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
                 executable = Executable(executable.plan, EAGER, self._count_compile)
                 self._executables[call.key(tensors)] = executable
+                self._recall.forget()
                 return executable.run(groups, graded=graded)
 
     def _executable(self, call: Call, tensors: Sequence[Tensor]) -> Executable:

@@ -165,7 +165,7 @@ ORDER = [
     "compiler.program", "kernels.expressions", "kernels.accesses", "kernels.normalize",
     "kernels.rowloop", "kernels.schedule", "kernels.cpp_nest", "kernels.cpp", "kernels.build",
     "backends.base", "backends.eager", "backends.compile", "backends.fused", "backends",
-    "_execute", "_explain", "_call", "_segment",
+    "_execute", "_explain", "_call", "_recall", "_segment",
 ]  # fmt: skip
 
 

@@ -175,7 +175,9 @@ def _split_joint(
     read = {
         arg for node in backward & in_reverse for arg in inputs_of(node) if arg not in in_reverse
     } | {n for n in (*d_invariants, *d_before) if n not in in_reverse}
-    saved = values_to_save(read, known, set(carries), recompute=recompute)
+    # The state after a step is the one before the next: where that is kept, it costs nothing.
+    free = {b for a, b in zip(carries, after, strict=True) if a in read and not recompute}
+    saved = values_to_save(read, known, set(carries), free - set(carries), recompute=recompute)
     order = {node: i for i, node in enumerate(graph.nodes)}
     saved.sort(key=order.__getitem__)
 

@@ -16,9 +16,16 @@ from .graphs import CHEAP, VIEWS, Node, inputs_of, is_getitem, is_random, is_tup
 
 
 def values_to_save(
-    wanted: Iterable[Node], known: set[Node], carried: set[Node], *, recompute: bool
+    wanted: Iterable[Node],
+    known: set[Node],
+    carried: set[Node],
+    free: set[Node],
+    *,
+    recompute: bool,
 ) -> list[Node]:
-    """values_to_save : forward values read in reverse, free inputs, carried state -> kept values
+    """values_to_save : forward values read in reverse, known ones, carried state -> kept values
+
+    ``free`` are values that are kept anyway.
 
     ``recompute=False`` computes only views and cheap elementwise operations again;
     ``recompute=True`` everything but the carried state and random numbers.
@@ -37,6 +44,8 @@ def values_to_save(
         seen.add(node)
         # A view is saved as what it looks at, if that costs the same.
         cost = math.inf if is_tuple(node) else nbytes(node) + (0.5 if node.target in VIEWS else 0)
+        if node in free:
+            cost = 0.5
         graph.add_edge((node, "in"), (node, "out"), capacity=cost)
         again = recompute or node.target in CHEAP or node.target in VIEWS
         if node in carried or is_random(node) or not (again or is_getitem(node)):

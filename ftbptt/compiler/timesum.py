@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .graphs import VIEWS, Node, aten
+from .graphs import VIEWS, Node, aten, value_of
 
 Values = Callable[[Node], Tensor]
 
@@ -24,8 +24,8 @@ class Term:
     """A sum over the steps: of ``node`` itself, or ``kind`` applied to other values.
 
     ``kind`` is ``sum`` (add up the sequence), ``times_steps`` (an invariant, K times), ``gemm``
-    (one GEMM over all steps and rows), ``scatter`` (one scatter of all steps' rows), or ``apply``
-    (the node's own operation on the sums of its arguments).
+    (one GEMM over all steps and rows), ``rows`` (the sum over all steps and rows), ``scatter`` (one
+    scatter of all steps' rows), or ``apply`` (the node's own operation on its arguments' sums).
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Term:
         """The values that must exist at every step."""
         if self.kind == "sum":
             yield self.node
-        elif self.kind in ("gemm", "scatter"):
+        elif self.kind in ("gemm", "rows", "scatter"):
             yield from (operand for operand in self.operands if isinstance(operand, fx.Node))
         for operand in self.operands:
             if isinstance(operand, Term):
@@ -50,6 +50,8 @@ class Term:
             return invariant(self.node) * steps
         if self.kind == "gemm":
             return _gemm(*(sequence(operand) for operand in self.operands))
+        if self.kind == "rows":
+            return _sum_of_rows(sequence(self.operands[0])).reshape(value_of(self.node).shape)
         if self.kind == "scatter":
             values = [sequence(a) if isinstance(a, fx.Node) else a for a in self.operands]
             return self.node.target(*values)
@@ -67,6 +69,12 @@ def _gemm(a: Tensor, b: Tensor) -> Tensor:
     a = a.movedim(0, -2)  # [(n,) M, K, R]
     b = b.movedim(0, -3)  # [(n,) K, R, N]
     return torch.matmul(a.flatten(-2), b.flatten(-3, -2))
+
+
+def _sum_of_rows(x: Tensor) -> Tensor:
+    """``[K, B, N] -> [N]`` as a product with ones: a library reads it in order, in parallel."""
+    rows = x.flatten(0, -2)
+    return torch.mm(rows.new_ones(1, rows.shape[0]), rows)
 
 
 _LINEAR_VIEWS = VIEWS - {aten.lift_fresh.default}
@@ -90,6 +98,8 @@ def time_sum(node: Node, varying: set[Node]) -> Term:
         swapped = _swapped_gemm(args[0], args[1], varying)
         if swapped is not None:
             return swapped
+    if target is aten.sum.dim_IntList and _sums_rows(node) and args[0] in varying:
+        return Term("rows", node, (args[0],))
     if target in _LINEAR_VIEWS or target is aten.sum.dim_IntList or target is aten.neg.default:
         return pushed(into(args[0]), *args[1:])
     if target in (aten.add.Tensor, aten.sub.Tensor):
@@ -111,6 +121,12 @@ def time_sum(node: Node, varying: set[Node]) -> Term:
     if by_row and args[0] in varying and args[1] in varying:
         return Term("scatter", node, tuple(args))
     return Term("sum", node)
+
+
+def _sums_rows(node: Node) -> bool:
+    """Whether the node sums a matrix of floating point numbers over its first axis."""
+    value, dims = value_of(node.args[0]), node.args[1]
+    return value.dim() == 2 and list(dims) == [0] and value.is_floating_point()
 
 
 def _swapped_gemm(product: Node, dims: Sequence[int], varying: set[Node]) -> Term | None:
