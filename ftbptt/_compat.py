@@ -112,7 +112,8 @@ DECOMPOSITIONS_BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Inductor's table of decompositions into core operations, for graphs past autograd.
 
-    Without those whose parts the engine wants whole (one node of the reverse loop each); with
+    Without those whose parts the engine wants whole (one node of the reverse loop each) or that
+    vmap has no rule for (``flip`` becomes a prim); with
     biases apart from products, and ``split`` and ``unbind`` as single slices.
     """
     from torch._inductor.decomposition import select_decomp_table
@@ -123,6 +124,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.tanh_backward,
         aten.embedding_dense_backward,
         aten.threshold_backward,
+        aten.flip,
         aten.stack,
         aten._to_copy,
         aten.mm,
@@ -213,6 +215,9 @@ def inductor_compile(
         # Both take a buffer for dead that a loop has filled or will still read: wrong numbers.
         "inplace_buffers": False,
         "allow_buffer_reuse": False,
+        # For a convolution it copies every tensor of four axes behind it to another layout: also
+        # a sequence that a loop writes into, whose values it then loses.
+        "layout_optimization": False,
         # A loop of fewer elements costs more to share between threads than to run: in the body of
         # a recurrence that is paid at every step.
         "cpp.min_chunk_size": 16384,

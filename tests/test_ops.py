@@ -82,6 +82,14 @@ STEPS = {
     "view as complex": lambda w, x, h: torch.tanh(
         torch.view_as_real(torch.view_as_complex(torch.stack([h @ w, x], -1)) ** 2)[..., 0]
     ),
+    "convolutions": lambda w, x, h: torch.tanh(
+        F.conv1d(h[:, None], w[:2, None, :3], w[:2, 3], padding=1).sum(1)
+        + F.conv_transpose1d(x[:, None], w[None, :2, :3], padding=1).sum(1)
+    ),
+    "convolutions by changing kernels": lambda w, x, h: torch.tanh(
+        F.conv1d(h[None], (w[:B, :3] * x[:, :3])[:, None], groups=B, padding=1)[0]
+        + F.conv1d(x[None], (w[:B, :3] * x[:, :3])[:, None], w[0, :B], groups=B, padding=1)[0]
+    ),
     "checkpoint": lambda w, x, h: torch.utils.checkpoint.checkpoint(
         lambda a, b: torch.tanh(a @ w + b), h, x, use_reentrant=False
     ),
@@ -97,7 +105,10 @@ def test_in_the_step(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gather and scatter", "solve", "index_add", "attention"])
+@pytest.mark.parametrize(
+    "name",
+    ["gather and scatter", "solve", "index_add", "attention", "convolutions", "prod and cumsum"],
+)
 def test_in_the_step_compiled(name: str) -> None:
     check_both(problem_with(STEPS[name]), "compile")
 

@@ -158,11 +158,11 @@ def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPat
 # The order of the data's way; a module imports only from those before it.
 ORDER = [
     "_compat", "_output", "_step", "_layout", "_loss", "_reference", "compiler.graphs",
-    "compiler.rnn", "compiler.signature", "compiler.trace", "compiler.stacked", "compiler.restart",
-    "compiler.saving", "compiler.prepare", "compiler.adjoint", "compiler.timesum",
-    "compiler.timebatch", "compiler.distribute", "compiler.loss", "compiler.plan",
-    "compiler.program", "backends.base", "backends.eager", "backends.compile", "backends",
-    "_execute", "_explain", "_call", "_segment",
+    "compiler.convolution", "compiler.rnn", "compiler.signature", "compiler.trace",
+    "compiler.stacked", "compiler.restart", "compiler.saving", "compiler.prepare",
+    "compiler.adjoint", "compiler.timesum", "compiler.timebatch", "compiler.distribute",
+    "compiler.loss", "compiler.plan", "compiler.program", "backends.base", "backends.eager",
+    "backends.compile", "backends", "_execute", "_explain", "_call", "_segment",
 ]  # fmt: skip
 
 

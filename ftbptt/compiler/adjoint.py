@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from .._compat import FakeTensorMode
+from .convolution import split_gradients
 from .graphs import (
     Node,
     aten,
@@ -112,6 +113,7 @@ def make_loops(
         examples = with_level_axes([*values, *cotangents], levels, flags)
     both = trace_function(vmapped(joint, levels, flags), examples, mode)
     _simplify(both.graph)
+    split_gradients(both.graph)
     return _split_joint(
         both.graph,
         n_inv,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .convolution import weight_gradient
 from .graphs import VIEWS, Node, aten
 
 Values = Callable[[Node], Tensor]
@@ -24,8 +25,9 @@ class Term:
     """A sum over the steps: of ``node`` itself, or ``kind`` applied to other values.
 
     ``kind`` is ``sum`` (add up the sequence), ``times_steps`` (an invariant, K times), ``gemm``
-    (one GEMM over all steps and rows), ``scatter`` (one scatter of all steps' rows), or ``apply``
-    (the node's own operation on the sums of its arguments).
+    (one GEMM over all steps and rows), ``convolution`` (its weight's gradient, in the same way),
+    ``scatter`` (one scatter of all steps' rows), or ``apply`` (the node's own operation on the
+    sums of its arguments).
     """
 
     kind: str
@@ -36,7 +38,7 @@ class Term:
         """The values that must exist at every step."""
         if self.kind == "sum":
             yield self.node
-        elif self.kind in ("gemm", "scatter"):
+        elif self.kind in ("gemm", "convolution", "scatter"):
             yield from (operand for operand in self.operands if isinstance(operand, fx.Node))
         for operand in self.operands:
             if isinstance(operand, Term):
@@ -50,6 +52,10 @@ class Term:
             return invariant(self.node) * steps
         if self.kind == "gemm":
             return _gemm(*(sequence(operand) for operand in self.operands))
+        if self.kind == "convolution":
+            rows = [sequence(operand).flatten(0, 1) for operand in self.operands]
+            weight, *options = self.node.args[2:]
+            return self.node.target(*rows, invariant(weight), *options)
         if self.kind == "scatter":
             values = [sequence(a) if isinstance(a, fx.Node) else a for a in self.operands]
             return self.node.target(*values)
@@ -107,6 +113,8 @@ def time_sum(node: Node, varying: set[Node]) -> Term:
         return Term("sum", node)
     if target in (aten.slice_scatter.default, aten.select_scatter.default):
         return pushed(into(args[0]), into(args[1]), *args[2:])
+    if target is weight_gradient and args[2] not in varying:
+        return Term("convolution", node, args[:2])
     by_row = target is aten.embedding_dense_backward.default and not args[4]
     if by_row and args[0] in varying and args[1] in varying:
         return Term("scatter", node, tuple(args))
