@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ftbptt import make_train_segment
 
-from .oracle import check
+from .oracle import assert_close, check
 from .problem import B, Draw, H, Problem, mse
 
 Tree = Any
@@ -90,6 +90,7 @@ STEPS = {
         F.conv1d(h[None], (w[:B, :3] * x[:, :3])[:, None], groups=B, padding=1)[0]
         + F.conv1d(x[None], (w[:B, :3] * x[:, :3])[:, None], w[0, :B], groups=B, padding=1)[0]
     ),
+    "padded": lambda w, x, h: torch.tanh(F.pad(x @ w, (1, 0))[:, :H] + F.pad(h, (0, 1))[:, 1:] @ w),
     "checkpoint": lambda w, x, h: torch.utils.checkpoint.checkpoint(
         lambda a, b: torch.tanh(a @ w + b), h, x, use_reentrant=False
     ),
@@ -138,6 +139,17 @@ LOSSES = {
     "classes": lambda out, y: F.cross_entropy(
         out.flatten(0, 1), y[..., 0].flatten().abs().long().clamp(max=3)
     ),
+    "classes with options": lambda out, y: F.cross_entropy(
+        out.movedim(-1, 1),
+        y[..., 0].abs().long().clamp(max=3),
+        torch.arange(1, H + 1).to(out),
+        ignore_index=1,
+        label_smoothing=0.1,
+    ),
+    "soft classes": lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten(0, 1).softmax(-1)),
+    "gathered": lambda out, y: -out.log_softmax(-1).gather(-1, y.argsort(-1)[..., :1]).mean(),
+    "cosine similarity": lambda out, y: 1 - F.cosine_similarity(out, y, dim=-1).mean(),
+    "divergence": lambda out, y: F.kl_div(out.log_softmax(-1), y.softmax(-1), reduction="sum"),
     "huber and l1": lambda out, y: F.smooth_l1_loss(out, y) + F.l1_loss(out, y),
     "without y": lambda out, y: out.var(),
     "without out": lambda out, y: y.mean(),
@@ -148,6 +160,45 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_in_the_loss(name: str) -> None:
     check_both(problem_with(plain, loss=LOSSES[name]))
+
+
+@pytest.mark.parametrize("in_dims", [None, (None, 0, 1, 1)], ids=["vmap", "in_dims"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_in_the_loss_of_many_sequences(name: str, in_dims: Any) -> None:
+    made = problem_with(plain, loss=LOSSES[name])
+    params, *rest = made.data(4)
+    given = [torch.stack([leaf, -leaf]) for leaf in rest]
+    segment = make_train_segment(made.step, made.loss, backend="eager", in_dims=in_dims)
+    own = [make_train_segment(made.step, made.loss, backend="eager")(params, *pair)
+           for pair in zip(*given, strict=True)]  # fmt: skip
+    if in_dims is None:
+        found = torch.func.vmap(segment, in_dims=(None, 0, 0, 0))(params, *given)
+        assert_close(found.loss, torch.stack([one.loss for one in own]))
+        assert_close(found.grads["w"], torch.stack([one.grads["w"] for one in own]))
+    else:
+        state, x, y = given
+        found = segment(params, state, x.movedim(0, 1), y.movedim(0, 1))
+        assert_close(found.loss, (own[0].loss + own[1].loss) / 2)
+        assert_close(found.grads["w"], (own[0].grads["w"] + own[1].grads["w"]) / 2)
+
+
+ONE_PROGRAM = ["classes", "classes with options", "soft classes", "gathered", "time last"]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("in_dims", [None, (None, 0, 1, 1)], ids=["vmap", "in_dims"])
+@pytest.mark.parametrize("name", ONE_PROGRAM)
+def test_one_program_of_the_loss_for_every_k(name: str, in_dims: Any, backend: str) -> None:
+    made = problem_with(plain, loss=LOSSES[name])
+    segment = make_train_segment(made.step, made.loss, backend=backend, in_dims=in_dims)
+    call = segment if in_dims else torch.func.vmap(segment, (None, 0, 1, 1))
+    counts = []
+    for steps in (5, 3, 8):
+        params, *rest = made.data(steps)
+        state, x, y = (torch.stack([leaf, -leaf], min(i, 1)) for i, leaf in enumerate(rest))
+        assert call(params, state, x, y).loss.isfinite().all()
+        counts.append(segment.compile_count)
+    assert counts[0] == counts[1] == counts[2]
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """One step of a map block -> all steps at once: ``vmap`` over time, with rules of our own.
 
-functorch's rules for ``cat``, for writes into a slice and for convolutions read the batch size as
-a number, which would pin a program to one K. Its rule for products with a shared weight repeats
+functorch's rules for ``cat``, ``gather``, writes into a slice, convolutions and others read sizes
+as numbers, which would pin a program to one K. Its rule for products with a shared weight repeats
 the weight K times if the other operand lies in memory in another order; here the steps always
 become rows of one GEMM.
 """
@@ -49,17 +49,40 @@ def _with_rule(run: Callable[..., Tensor], rule: Callable[..., Any]) -> Callable
     return batched
 
 
-def _in_front(steps: Any, dims: Any, tensors: Any) -> list[Tensor]:
-    return [
-        t.expand(steps, *t.shape) if d is None else t.movedim(d, 0)
-        for t, d in zip(tensors, dims, strict=True)
-    ]
+def _in_front(steps: Any, dim: int | None, x: Any) -> Any:
+    """The steps as axis 0; what is no tensor as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.expand(steps, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _along(operation: Callable[..., Tensor], *axes: int) -> Callable[..., Tensor]:
+    """An operation that broadcasts nothing and finds its axes in ``args[i] for i in axes``."""
+
+    def rule(steps: Any, dims: Any, options: Any, *args: Any) -> tuple[Tensor, int]:
+        moved = [_in_front(steps, d, arg) for d, arg in zip(dims[1:], args, strict=True)]
+        for i in axes:
+            moved[i] += 1
+        return apply(options, *moved), 0  # by this rule again, if there is another vmap
+
+    apply = _with_rule(lambda options, *args: operation(*args, **options), rule)
+
+    def batched(*args: Any, **options: Any) -> Tensor:
+        rank, own = args[0].dim(), list(args)
+        if rank == 0 or len(args) <= max(axes, default=0):  # axes that are not there
+            return operation(*args, **options)
+        for i in axes:
+            own[i] %= rank
+        return apply(options, *own)
+
+    return batched
 
 
 def _join_over_time(
     steps: Any, dims: Any, join: Any, dim: int, *tensors: Tensor
 ) -> tuple[Tensor, int]:
-    return join(_in_front(steps, dims[2:], tensors), dim + 1), 0
+    moved = [_in_front(steps, d, t) for d, t in zip(dims[2:], tensors, strict=True)]
+    return _join(join, dim + 1, *moved), 0
 
 
 _join = _with_rule(lambda join, dim, *tensors: join(list(tensors), dim), _join_over_time)
@@ -71,24 +94,6 @@ def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 def _stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return _join(torch.stack, dim % (tensors[0].dim() + 1), *tensors)
-
-
-def _scatter_over_time(
-    steps: Any, dims: Any, scatter: Any, whole: Tensor, part: Tensor, dim: int, *where: Any
-) -> tuple[Tensor, int]:
-    whole, part = _in_front(steps, dims[1:3], (whole, part))
-    return scatter(whole, part, dim + 1, *where), 0
-
-
-_scatter = _with_rule(lambda scatter, *args: scatter(*args), _scatter_over_time)
-
-
-def _slice_scatter(whole: Tensor, part: Tensor, dim: int = 0, *where: Any) -> Tensor:
-    return _scatter(aten.slice_scatter.default, whole, part, dim % whole.dim(), *where)
-
-
-def _select_scatter(whole: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
-    return _scatter(aten.select_scatter.default, whole, part, dim % whole.dim(), index)
 
 
 def _product_over_time(steps: Any, dims: Any, a: Tensor, b: Tensor) -> tuple[Tensor, int]:
@@ -108,8 +113,15 @@ def _product_over_time(steps: Any, dims: Any, a: Tensor, b: Tensor) -> tuple[Ten
 _OURS = {
     aten.cat.default: _cat,
     aten.stack.default: _stack,
-    aten.slice_scatter.default: _slice_scatter,
-    aten.select_scatter.default: _select_scatter,
+    aten.slice_scatter.default: _along(aten.slice_scatter.default, 2),
+    aten.select_scatter.default: _along(aten.select_scatter.default, 2),
+    aten.diagonal_scatter.default: _along(aten.diagonal_scatter.default, 3, 4),
+    aten.gather.default: _along(aten.gather.default, 1),
+    aten.scatter.src: _along(aten.scatter.src, 1),
+    aten.scatter.value: _along(aten.scatter.value, 1),
+    aten.scatter_add.default: _along(aten.scatter_add.default, 1),
+    aten.scatter_reduce.two: _along(aten.scatter_reduce.two, 1),
+    aten.constant_pad_nd.default: _along(aten.constant_pad_nd.default),
     aten.mm.default: _with_rule(torch.mm, _product_over_time),
     aten.bmm.default: _with_rule(torch.bmm, _product_over_time),
     aten.convolution.default: _with_rule(aten.convolution.default, convolution_over_time),

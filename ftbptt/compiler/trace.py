@@ -57,17 +57,19 @@ def trace_function(
     mode: FakeTensorMode,
     *,
     before_autograd: bool = False,
+    functional: bool = False,
 ) -> fx.GraphModule:
     """The graph of ``function(*examples)``, in core operations.
 
     ``before_autograd``: a graph that is still to be differentiated keeps the operations that
     autograd knows. (Their parts are prims, which ``torch.func.vjp`` does not take; and the
-    gradient of a ``split`` is one ``cat``, that of its slices a sum.)
+    gradient of a ``split`` is one ``cat``, that of its slices a sum.) ``functional``: a function
+    that writes nothing in place, and may have rules of our own for vmap (functionalize takes none).
     """
     table = DECOMPOSITIONS_BEFORE_AUTOGRAD if before_autograd else decompositions()
     with mode, torch.enable_grad():
         # Some of autograd's own formulas write in place: without mutation, nodes can be moved.
-        pure = torch.func.functionalize(function)
+        pure = function if functional else torch.func.functionalize(function)
         module = make_fx(pure, decomposition_table=table)(*examples)
     _make_batchable(module.graph)
     module.graph.eliminate_dead_code()
@@ -82,6 +84,8 @@ def _make_batchable(graph: fx.Graph) -> None:
             node.target = aten.reshape.default  # a batched value may lie differently in memory
         elif node.target is aten.sym_size.int:
             node.target = _size
+        elif node.target is aten.sym_numel.default:
+            node.target = torch.numel
         elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
             # vmap's rules take no bound from the end, nor the largest integer for "to the end".
             dim_at = 1 if node.target is aten.slice.Tensor else 2
