@@ -36,7 +36,8 @@ PER_STEP = {
     "gru_cell": 2,
     "lstm": 2,
     "gru_3_layers": 6,
-    "gru_unbatched": 6,  # [L, H] is read through unsqueeze, and not split into its layers
+    "gru_unbatched": 4,
+    "lstm_unbatched": 2,
     "sequence_model": 4,
     "reads_time_twice": 4,
     "fast_weights": 0,  # linear in its carry: no product in the loop

@@ -50,6 +50,16 @@ def test_a_stack_falls_apart_into_one_scan_per_layer() -> None:
             assert len(block.gemms) <= 1
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_an_unbatched_stack_falls_apart_too(kind: Any, batch_first: bool) -> None:
+    layers = kind(D, H, num_layers=3, batch_first=batch_first)
+    segment = make_train_segment(layers, mse, backend="eager")
+    params = dict(layers.named_parameters())
+    found = segment.explain(params, None, torch.randn(K, D), torch.randn(K, H))
+    assert len(scans(found, "forward")) == len(scans(found, "reverse")) == 3
+
+
 def test_one_gemm_per_weight_and_none_of_them_in_the_loop() -> None:
     cell = nn.LSTMCell(D, H)
     found = plan(cell, dict(cell.named_parameters()), None)
