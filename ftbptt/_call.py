@@ -244,6 +244,7 @@ def _check_parameter_names(recipe: Recipe, params: Tree) -> None:
             f"params: expected a dict of {step.name}'s parameters by name, found "
             f"{type(params).__name__}. Pass dict(module.named_parameters())."
         )
+    params = step.own_names(params)
     if missing := [name for name in names if name not in params]:
         raise TypeError(
             f"params: {missing[0]!r} is missing, a parameter of {step.name}. Pass "

@@ -5,13 +5,15 @@ Nothing else in the package imports a private torch module. Read in torch 2.11 a
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # FakeTensorMode: shapes and dtypes without data; public only through torch.compile and export.
 from torch._subclasses.fake_tensor import (
@@ -42,10 +44,12 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "COMPILED_PREFIX",
     "DECOMPOSITIONS_BEFORE_AUTOGRAD",
     "UNTRACEABLE",
     "FakeTensorMode",
     "TreeSpec",
+    "calling_compiled_as_written",
     "decompositions",
     "holds_for",
     "inside_derivative",
@@ -59,6 +63,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "uncompiled",
 ]
 
 # What tracing raises when Python needs the value of a tensor (`if`, `.item()`, boolean index).
@@ -148,6 +153,29 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _slices(x: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [aten.slice.Tensor(x, dim, a, a + n) for a, n in zip(starts, sizes, strict=True)]
+
+
+# How torch.compile(module) names the module inside it, in front of the names of its parameters.
+COMPILED_PREFIX = "_orig_mod."
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` was given."""
+    while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+        module = inner
+    return module
+
+
+@contextmanager
+def calling_compiled_as_written() -> Iterator[None]:
+    """Within it, what ``torch.compile`` made runs as the Python it was made of, when traced."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled; importing it takes a second
+        yield
+        return
+    from torch._dynamo import config
+
+    with config.patch(error_on_nested_fx_trace=False):
+        yield
 
 
 def symbolic_steps() -> tuple[FakeTensorMode, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ._compat import tree_map
+from ._compat import COMPILED_PREFIX, tree_map, uncompiled
 
 Tree = Any
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -75,10 +75,15 @@ class Step:
         """The module's buffers: constants of a segment, read anew at each call."""
         return {name: getattr(owner, key) for name, owner, key in self._buffer_owners}
 
+    def own_names(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``params`` by the names of the module; torch.compile puts a prefix before them."""
+        return {name.removeprefix(COMPILED_PREFIX): value for name, value in params.items()}
+
     def apply(self, params: Tree, buffers: dict[str, Tensor], x_t: Tree, state: Tree) -> Any:
         if self.module is None:
             assert self.function is not None
             return self.function(params, x_t, state)
+        params = self.own_names(params)
         if self.call_module is None:
             return functional_call(self.module, {**buffers, **params}, (x_t, state))
         caller = _Caller(self.module, self.call_module)
@@ -138,6 +143,7 @@ def as_step(
                 "one step yourself: step(params, x_t, state)."
             )
         return Step(step, state_batch_dim=state_batch_dim)
+    step = uncompiled(step)  # what torch.compile wraps is compiled here, as part of the segment
     layers = _layers(step)
     for layer in layers:
         if layer.bidirectional:

@@ -23,6 +23,7 @@ from .._compat import (
     UNTRACEABLE,
     FakeTensorMode,
     TreeSpec,
+    calling_compiled_as_written,
     decompositions,
     keystr,
     make_fx,
@@ -67,7 +68,7 @@ def trace_function(
     that writes nothing in place, and may have rules of our own for vmap (functionalize takes none).
     """
     table = DECOMPOSITIONS_BEFORE_AUTOGRAD if before_autograd else decompositions()
-    with mode, torch.enable_grad():
+    with mode, torch.enable_grad(), calling_compiled_as_written():
         # Some of autograd's own formulas write in place: without mutation, nodes can be moved.
         pure = function if functional else torch.func.functionalize(function)
         module = make_fx(pure, decomposition_table=table)(*examples)
