@@ -90,6 +90,13 @@ STEPS = {
         F.conv1d(h[None], (w[:B, :3] * x[:, :3])[:, None], groups=B, padding=1)[0]
         + F.conv1d(x[None], (w[:B, :3] * x[:, :3])[:, None], w[0, :B], groups=B, padding=1)[0]
     ),
+    "Fourier transform": lambda w, x, h: torch.tanh(
+        torch.fft.irfft(torch.fft.rfft(x @ w) * torch.fft.rfft(h), n=H) / H
+        + torch.fft.ifft(torch.fft.fft(h, norm="ortho") * w[0]).real
+    ),
+    "Fourier transform of a parameter": lambda w, x, h: torch.tanh(
+        torch.fft.irfft(torch.fft.rfft(h) * torch.fft.rfft(w)[0], n=H) / H + x
+    ),
     "padded": lambda w, x, h: torch.tanh(F.pad(x @ w, (1, 0))[:, :H] + F.pad(h, (0, 1))[:, 1:] @ w),
     "checkpoint": lambda w, x, h: torch.utils.checkpoint.checkpoint(
         lambda a, b: torch.tanh(a @ w + b), h, x, use_reentrant=False
@@ -149,6 +156,7 @@ LOSSES = {
     "soft classes": lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten(0, 1).softmax(-1)),
     "gathered": lambda out, y: -out.log_softmax(-1).gather(-1, y.argsort(-1)[..., :1]).mean(),
     "cosine similarity": lambda out, y: 1 - F.cosine_similarity(out, y, dim=-1).mean(),
+    "spectrum": lambda out, y: (torch.fft.rfft(out) - torch.fft.rfft(y)).abs().mean(),
     "divergence": lambda out, y: F.kl_div(out.log_softmax(-1), y.softmax(-1), reduction="sum"),
     "huber and l1": lambda out, y: F.smooth_l1_loss(out, y) + F.l1_loss(out, y),
     "without y": lambda out, y: out.var(),

@@ -111,7 +111,8 @@ def make_loops(
         cotangents = [torch.empty_like(results[i]) for i in graded]
         flags = [[*own, *([True] * len(graded))] for own in batched]
         examples = with_level_axes([*values, *cotangents], levels, flags)
-    both = trace_function(vmapped(joint, levels, flags), examples, mode)
+    over_levels = vmapped(joint, levels, flags)
+    both = trace_function(over_levels, examples, mode, differentiated=module)
     _simplify(both.graph)
     split_gradients(both.graph)
     return _split_joint(

@@ -35,6 +35,10 @@ class LossGraphs:
         return steps == self.steps if isinstance(self.steps, int) else holds_for(self.steps, steps)
 
 
+# For what does not depend on K. torch cannot trace every loss with a symbol.
+_SOME_STEPS = 64
+
+
 class LossTracer:
     """Traces the loss for outputs like ``outs`` (fake, of one step, without the axes of vmap)."""
 
@@ -54,7 +58,7 @@ class LossTracer:
         self.leaves = [*self.outs, *signature.y, *mask]
         self.graphs: dict[int | None, LossGraphs] = {}
         self.tried = False  # whether they hold for more than one K
-        first = self._value_graph(*self._steps(None))
+        first = self._value_graph(*self._steps(_SOME_STEPS))
         self.graded = self._graded(first)
 
     def graphs_for(self, steps: int) -> tuple[int | None, LossGraphs]:
@@ -143,19 +147,25 @@ class LossTracer:
             return [value, *pull(torch.ones_like(value))]
 
         return LossGraphs(
-            self._over_axes(value, 0, mode, symbol),
-            self._over_axes(joint if graded else value, len(graded), mode, symbol),
+            self._over_axes(value, 0, plain, mode, symbol),
+            self._over_axes(joint if graded else value, len(graded), plain, mode, symbol),
             symbol,
         )
 
     def _over_axes(
-        self, function: Callable[..., list[Tensor]], grads: int, mode: FakeTensorMode, steps: Any
+        self,
+        function: Callable[..., list[Tensor]],
+        grads: int,
+        plain: fx.GraphModule,
+        mode: FakeTensorMode,
+        steps: Any,
     ) -> fx.GraphModule:
         """The graph of ``function -> [loss, *grads]`` under vmap, differentiated before that.
 
         So its operations are those that have a rule of our own, and K stays a symbol.
         """
-        graph = trace_function(function, self._examples(mode, steps, []), mode)
+        examples = self._examples(mode, steps, [])
+        graph = trace_function(function, examples, mode, differentiated=plain)
         s, out_dims = self.signature, [0] + [1] * grads
         axes = [
             (level, [leaf.batched[i] for leaf in self.leaves])

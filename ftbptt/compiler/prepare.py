@@ -131,7 +131,8 @@ def make_preparation(
         examples = with_level_axes(given, levels, flags)
     finish = None
     if graded:
-        finish = trace_function(vmapped(pull, levels, pull_flags), pull_examples, mode)
+        over_levels = vmapped(pull, levels, pull_flags)
+        finish = trace_function(over_levels, pull_examples, mode, differentiated=module)
     return Preparation(
         trace_function(run, examples, mode),
         finish,

@@ -59,6 +59,7 @@ def trace_function(
     *,
     before_autograd: bool = False,
     functional: bool = False,
+    differentiated: fx.GraphModule | None = None,
 ) -> fx.GraphModule:
     """The graph of ``function(*examples)``, in core operations.
 
@@ -66,16 +67,24 @@ def trace_function(
     autograd knows. (Their parts are prims, which ``torch.func.vjp`` does not take; and the
     gradient of a ``split`` is one ``cat``, that of its slices a sum.) ``functional``: a function
     that writes nothing in place, and may have rules of our own for vmap (functionalize takes none).
+    ``differentiated``: the graph whose gradient the function takes.
     """
     table = DECOMPOSITIONS_BEFORE_AUTOGRAD if before_autograd else decompositions()
     with mode, torch.enable_grad(), calling_compiled_as_written():
         # Some of autograd's own formulas write in place: without mutation, nodes can be moved.
+        if differentiated is not None and _has_fourier_transform(differentiated.graph):
+            # In autograd's formula of one, functionalize mistakes a size: let it see a graph.
+            function = make_fx(function)(*examples)
         pure = function if functional else torch.func.functionalize(function)
         module = make_fx(pure, decomposition_table=table)(*examples)
     _make_batchable(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
+
+
+def _has_fourier_transform(graph: fx.Graph) -> bool:
+    return any(str(node.target).startswith("aten._fft_") for node in graph.nodes)
 
 
 def _make_batchable(graph: fx.Graph) -> None:
