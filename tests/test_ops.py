@@ -67,6 +67,17 @@ STEPS = {
     "masked_fill": lambda w, x, h: torch.tanh((h @ w).masked_fill(x > 0, 0.2) + x),
     "roll and flip": lambda w, x, h: torch.tanh(h.roll(1, -1) @ w + h.flip(-1) + x),
     "cat of slices": lambda w, x, h: torch.tanh(torch.cat([x[:, :3], h[:, 3:]], -1) @ w),
+    "cat and linear": lambda w, x, h: torch.tanh(
+        F.linear(torch.cat([x[:, :2], h[:, 3:], x[:, 4:5]], -1), w, w[0])
+        + torch.addmm(h, torch.cat([h[:, :4], x[:, 4:]], -1), w.T)
+    ),
+    "cat of vectors": lambda w, x, h: torch.tanh(
+        (w @ torch.cat([x[0, :3], h[0, 3:]])) + torch.cat([h[1, 3:], x[1, :3]]) @ w + h
+    ),
+    "cat and a weight that changes": lambda w, x, h: torch.tanh(
+        torch.cat([x[:, :3], h[:, 3:]], -1) @ (w * h[0])
+        + torch.cat([x[:, :3], h[:, 3:]], -1) @ (w * x[0])
+    ),
     "stack and sum": lambda w, x, h: torch.tanh(torch.stack([x, h, h @ w]).sum(0)),
     "attention": lambda w, x, h: torch.tanh(
         F.scaled_dot_product_attention((h @ w).view(B, 1, H), h.view(B, 1, H), x.view(B, 1, H))
@@ -115,7 +126,15 @@ def test_in_the_step(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["gather and scatter", "solve", "index_add", "attention", "convolutions", "prod and cumsum"],
+    [
+        "gather and scatter",
+        "solve",
+        "index_add",
+        "attention",
+        "convolutions",
+        "prod and cumsum",
+        "cat and linear",
+    ],
 )
 def test_in_the_step_compiled(name: str) -> None:
     check_both(problem_with(STEPS[name]), "compile")
