@@ -320,6 +320,12 @@ def _check_rows(
                     "row of the batch, or [K] for all rows; if the rows of the state lie on "
                     "another axis, say so with as_step(..., state_batch_dim=)."
                 )
+            if axis == 1 and recipe.step.may_be_rows_first(leaf, states.leaves):
+                raise ValueError(
+                    f"{name}: has {own[1]} rows, and {states.path(i)} of shape {list(leaf.shape)} "
+                    "as many on axis 0 and on axis 1. Say which are the rows of the batch with "
+                    "as_step(..., state_batch_dim=)."
+                )
 
 
 def _check_devices(arguments: Sequence[Argument]) -> None:

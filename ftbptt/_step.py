@@ -7,7 +7,7 @@ where the rows of the batch lie in its state, and its zero state if it is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class Step:
     _parameter_names: list[str] | None = field(init=False, repr=False)
     _buffer_owners: list[tuple[str, nn.Module, str]] = field(init=False, repr=False)
     _modules: list[nn.Module] = field(init=False, repr=False)
+    _layers: list[nn.RNNBase] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         names, owners = None, []
@@ -50,6 +51,8 @@ class Step:
         object.__setattr__(self, "_buffer_owners", owners)
         modules = [] if self.module is None else list(self.module.modules())
         object.__setattr__(self, "_modules", modules)
+        layers = [] if self.module is None else _layers(self.module)
+        object.__setattr__(self, "_layers", layers)
 
     @property
     def name(self) -> str:
@@ -61,7 +64,27 @@ class Step:
         """The axis of the batch's rows in a state leaf."""
         if self.state_batch_dim is not None:
             return self.state_batch_dim
-        return 1 if leaf.dim() == 3 and self.module is not None and _layers(self.module) else 0
+        return 1 if self._is_of_a_layer(leaf) else 0
+
+    def _is_of_a_layer(self, leaf: Tensor) -> bool:
+        """Whether it looks like the ``[L, B, H]`` of one of torch's recurrent layers inside."""
+        return leaf.dim() == 3 and any(
+            leaf.shape[0] == layer.num_layers
+            and leaf.shape[2] in (layer.hidden_size, layer.proj_size)
+            for layer in self._layers
+        )
+
+    def may_be_rows_first(self, leaf: Tensor, state: Sequence[Tensor]) -> bool:
+        """Whether a leaf that looks like ``[L, B, H]`` may as well be ``[B, M, H]``.
+
+        Not if ``state_batch_dim`` says it, nor if the state has as many such leaves as the layers
+        have states.
+        """
+        if self.state_batch_dim is not None or leaf.shape[0] != leaf.shape[1]:
+            return False
+        found = sum(map(self._is_of_a_layer, state))
+        layers = sum(2 if isinstance(layer, nn.LSTM) else 1 for layer in self._layers)
+        return self._is_of_a_layer(leaf) and found != layers
 
     def parameter_names(self) -> list[str] | None:
         """The keys that ``params`` must have, or None for a plain function."""
@@ -121,8 +144,8 @@ def as_step(
 
     ``batch_first`` says that the chunk is ``[B, K, ...]`` (default: what the recurrent modules
     inside say); ``state_batch_dim`` is the axis of the rows in a state leaf, which ``reset`` and
-    ``mask`` of shape ``[K, B]`` need (default: 1 for the ``[L, B, H]`` leaves of torch's recurrent
-    layers, else 0).
+    ``mask`` of shape ``[K, B]`` need (default: 1 for leaves like the ``[L, B, H]`` of a torch
+    recurrent layer inside, else 0).
 
     Raises TypeError for what is none of these and ValueError for a bidirectional layer.
 
