@@ -1,7 +1,8 @@
 """The caller's loss as graphs over the whole segment: its value, and its gradient by the outputs.
 
 They hold for any K. A loss that reads K as a number (``out.reshape(64, -1)``) is noticed by the
-guards that tracing leaves, and gets graphs of its own for each K.
+guards that tracing leaves, and gets graphs of its own for each K; so does one that torch cannot
+trace with a symbol.
 """
 
 from __future__ import annotations
@@ -167,18 +168,15 @@ class LossTracer:
         examples = self._examples(mode, steps, [])
         graph = trace_function(function, examples, mode, differentiated=plain)
         s, out_dims = self.signature, [0] + [1] * grads
-        axes = [
-            (level, [leaf.batched[i] for leaf in self.leaves])
-            for i, level in enumerate(self.levels)
-        ]
+        flags = [[leaf.batched[i] for leaf in self.leaves] for i in range(len(self.levels))]
+        axes = list(zip(self.levels, flags, strict=True))
         batched: Callable[..., list[Tensor]] = for_any_length(graph)
         if s.shared is not None:
-            shared = (s.shared, [leaf.shared for leaf in self.leaves])
-            axes = [shared, *axes]
-            batched = _mean(vmapped(batched, [s.shared], [shared[1]], 1, out_dims), s.shared.size)
+            shared = [leaf.shared for leaf in self.leaves]
+            axes = [(s.shared, shared), *axes]
+            batched = _mean(vmapped(batched, [s.shared], [shared], 1, out_dims), s.shared.size)
         if not axes:
             return graph
-        flags = [[leaf.batched[i] for leaf in self.leaves] for i in range(len(self.levels))]
         over_levels = vmapped(batched, self.levels, flags, 1, out_dims)
         examples = self._examples(mode, steps, axes)
         return trace_function(over_levels, examples, mode, functional=True)
