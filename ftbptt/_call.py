@@ -245,6 +245,7 @@ def _check_parameter_names(recipe: Recipe, params: Tree) -> None:
             f"params: expected a dict of {step.name}'s parameters by name, found "
             f"{type(params).__name__}. Pass dict(module.named_parameters())."
         )
+    params = step.own_names(params)
     if missing := [name for name in names if name not in params]:
         raise TypeError(
             f"params: {missing[0]!r} is missing, a parameter of {step.name}. Pass "
@@ -319,6 +320,12 @@ def _check_rows(
                     f"{list(leaf.shape)} has {found or 'none'} on axis {axis}. Give one bool per "
                     "row of the batch, or [K] for all rows; if the rows of the state lie on "
                     "another axis, say so with as_step(..., state_batch_dim=)."
+                )
+            if axis == 1 and recipe.step.may_be_rows_first(leaf, states.leaves):
+                raise ValueError(
+                    f"{name}: has {own[1]} rows, and {states.path(i)} of shape {list(leaf.shape)} "
+                    "as many on axis 0 and on axis 1. Say which are the rows of the batch with "
+                    "as_step(..., state_batch_dim=)."
                 )
 
 

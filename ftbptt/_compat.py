@@ -6,14 +6,16 @@ Nothing else in the package imports a private torch module. Read in torch 2.11 a
 from __future__ import annotations
 
 import os
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # FakeTensorMode: shapes and dtypes without data; public only through torch.compile and export.
 from torch._subclasses.fake_tensor import (
@@ -44,10 +46,12 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "COMPILED_PREFIX",
     "DECOMPOSITIONS_BEFORE_AUTOGRAD",
     "UNTRACEABLE",
     "FakeTensorMode",
     "TreeSpec",
+    "calling_compiled_as_written",
     "decompositions",
     "holds_for",
     "inside_derivative",
@@ -61,6 +65,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "uncompiled",
 ]
 
 # What tracing raises when Python needs the value of a tensor (`if`, `.item()`, boolean index).
@@ -114,7 +119,8 @@ DECOMPOSITIONS_BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Inductor's table of decompositions into core operations, for graphs past autograd.
 
-    Without those whose parts the engine wants whole (one node of the reverse loop each); with
+    Without those whose parts the engine wants whole (one node of the reverse loop each) or that
+    vmap has no rule for (``flip`` becomes a prim); with
     biases apart from products, and ``split`` and ``unbind`` as single slices.
     """
     from torch._inductor.decomposition import select_decomp_table
@@ -125,6 +131,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.tanh_backward,
         aten.embedding_dense_backward,
         aten.threshold_backward,
+        aten.flip,
         aten.stack,
         aten._to_copy,
         aten.mm,
@@ -149,6 +156,29 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _slices(x: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [aten.slice.Tensor(x, dim, a, a + n) for a, n in zip(starts, sizes, strict=True)]
+
+
+# How torch.compile(module) names the module inside it, in front of the names of its parameters.
+COMPILED_PREFIX = "_orig_mod."
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` was given."""
+    while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+        module = inner
+    return module
+
+
+@contextmanager
+def calling_compiled_as_written() -> Iterator[None]:
+    """Within it, what ``torch.compile`` made runs as the Python it was made of, when traced."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled; importing it takes a second
+        yield
+        return
+    from torch._dynamo import config
+
+    with config.patch(error_on_nested_fx_trace=False):
+        yield
 
 
 def symbolic_steps() -> tuple[FakeTensorMode, Any]:
@@ -216,6 +246,9 @@ def inductor_compile(
         # Both take a buffer for dead that a loop has filled or will still read: wrong numbers.
         "inplace_buffers": False,
         "allow_buffer_reuse": False,
+        # For a convolution it copies every tensor of four axes behind it to another layout: also
+        # a sequence that a loop writes into, whose values it then loses.
+        "layout_optimization": False,
         # A loop of fewer elements costs more to share between threads than to run: in the body of
         # a recurrence that is paid at every step.
         "cpp.min_chunk_size": 16384,

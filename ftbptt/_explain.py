@@ -176,7 +176,7 @@ def _sums(loop: DistributedLoop, steps: int) -> list[BlockReport]:
 def _terms(terms: Sequence[Term]) -> Iterable[Term]:
     for term in terms:
         yield term
-        yield from _terms([operand for operand in term.operands if isinstance(operand, Term)])
+        yield from _terms(term.terms())
 
 
 def _work(module: fx.GraphModule, steps: int, how_often: str) -> tuple[list[str], int, int]:

@@ -7,7 +7,7 @@ where the rows of the batch lie in its state, and its zero state if it is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ._compat import tree_map
+from ._compat import COMPILED_PREFIX, tree_map, uncompiled
 
 Tree = Any
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -38,6 +38,7 @@ class Step:
     _parameter_names: list[str] | None = field(init=False, repr=False)
     _buffer_owners: list[tuple[str, nn.Module, str]] = field(init=False, repr=False)
     _modules: list[nn.Module] = field(init=False, repr=False)
+    _layers: list[nn.RNNBase] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         names, owners = None, []
@@ -50,6 +51,8 @@ class Step:
         object.__setattr__(self, "_buffer_owners", owners)
         modules = [] if self.module is None else list(self.module.modules())
         object.__setattr__(self, "_modules", modules)
+        layers = [] if self.module is None else _layers(self.module)
+        object.__setattr__(self, "_layers", layers)
 
     @property
     def name(self) -> str:
@@ -61,7 +64,27 @@ class Step:
         """The axis of the batch's rows in a state leaf."""
         if self.state_batch_dim is not None:
             return self.state_batch_dim
-        return 1 if leaf.dim() == 3 and self.module is not None and _layers(self.module) else 0
+        return 1 if self._is_of_a_layer(leaf) else 0
+
+    def _is_of_a_layer(self, leaf: Tensor) -> bool:
+        """Whether it looks like the ``[L, B, H]`` of one of torch's recurrent layers inside."""
+        return leaf.dim() == 3 and any(
+            leaf.shape[0] == layer.num_layers
+            and leaf.shape[2] in (layer.hidden_size, layer.proj_size)
+            for layer in self._layers
+        )
+
+    def may_be_rows_first(self, leaf: Tensor, state: Sequence[Tensor]) -> bool:
+        """Whether a leaf that looks like ``[L, B, H]`` may as well be ``[B, M, H]``.
+
+        Not if ``state_batch_dim`` says it, nor if the state has as many such leaves as the layers
+        have states.
+        """
+        if self.state_batch_dim is not None or leaf.shape[0] != leaf.shape[1]:
+            return False
+        found = sum(map(self._is_of_a_layer, state))
+        layers = sum(2 if isinstance(layer, nn.LSTM) else 1 for layer in self._layers)
+        return self._is_of_a_layer(leaf) and found != layers
 
     def parameter_names(self) -> list[str] | None:
         """The keys that ``params`` must have, or None for a plain function."""
@@ -75,10 +98,15 @@ class Step:
         """The module's buffers: constants of a segment, read anew at each call."""
         return {name: getattr(owner, key) for name, owner, key in self._buffer_owners}
 
+    def own_names(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``params`` by the names of the module; torch.compile puts a prefix before them."""
+        return {name.removeprefix(COMPILED_PREFIX): value for name, value in params.items()}
+
     def apply(self, params: Tree, buffers: dict[str, Tensor], x_t: Tree, state: Tree) -> Any:
         if self.module is None:
             assert self.function is not None
             return self.function(params, x_t, state)
+        params = self.own_names(params)
         if self.call_module is None:
             return functional_call(self.module, {**buffers, **params}, (x_t, state))
         caller = _Caller(self.module, self.call_module)
@@ -116,8 +144,8 @@ def as_step(
 
     ``batch_first`` says that the chunk is ``[B, K, ...]`` (default: what the recurrent modules
     inside say); ``state_batch_dim`` is the axis of the rows in a state leaf, which ``reset`` and
-    ``mask`` of shape ``[K, B]`` need (default: 1 for the ``[L, B, H]`` leaves of torch's recurrent
-    layers, else 0).
+    ``mask`` of shape ``[K, B]`` need (default: 1 for leaves like the ``[L, B, H]`` of a torch
+    recurrent layer inside, else 0).
 
     Raises TypeError for what is none of these and ValueError for a bidirectional layer.
 
@@ -138,6 +166,7 @@ def as_step(
                 "one step yourself: step(params, x_t, state)."
             )
         return Step(step, state_batch_dim=state_batch_dim)
+    step = uncompiled(step)  # what torch.compile wraps is compiled here, as part of the segment
     layers = _layers(step)
     for layer in layers:
         if layer.bidirectional:

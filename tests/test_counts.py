@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_leaves
 from .cells import CELLS, problem
 
 Segments = Callable[..., Any]
-GEMMS = {"mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"}
+GEMMS = {
+    "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward",
+}  # fmt: skip
 
 # GEMMs for one more step, forward and reverse: the products on the carry's own cycle, each once
 # forward and once in reverse. Everything else is batched over the steps, or done once.
@@ -34,10 +36,12 @@ PER_STEP = {
     "gru_cell": 2,
     "lstm": 2,
     "gru_3_layers": 6,
-    "gru_unbatched": 6,  # [L, H] is read through unsqueeze, and not split into its layers
+    "gru_unbatched": 4,
+    "lstm_unbatched": 2,
     "sequence_model": 4,
     "reads_time_twice": 4,
     "fast_weights": 0,  # linear in its carry: no product in the loop
+    "conv_field": 2,  # the gradient of the field, not that of the kernel
     "ema": 0,
     "min_gru": 0,
     "lru_complex": 0,
@@ -54,6 +58,7 @@ ONCE = {
     "stacked_lstm_cells": 11,  # 3 inputs; 6 weights; d of the inputs of layers 2 and 3
     "gru_3_layers": 11,
     "memoryless": 2,
+    "conv_field": 3,
 }
 
 

@@ -277,3 +277,50 @@ def test_a_copied_module_is_another_module() -> None:
     segment = make_train_segment(module, per_row, backend="eager")
     check(segment, one, K)
     check(segment, two, K)  # its parameters, through the first module's code
+
+
+# -- what torch.compile has made ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LSTMCell(D, H), Plain], ids=["cell", "module"])
+@pytest.mark.parametrize("names", ["its own", "of the module inside"])
+def test_a_compiled_module_is_the_module(make: Any, names: str) -> None:
+    draw = Draw(0)
+    module = draw.module(make)
+    compiled = torch.compile(module)
+    state = (draw(B, H), draw(B, H)) if isinstance(module, nn.LSTMCell) else draw(B, H)
+    made = problem_of(module, draw, state=state)
+    params = named(compiled if names == "its own" else module)
+    segment = make_train_segment(compiled, made.loss, backend="eager")
+    found = segment(params, *made.data(K)[1:])
+    assert list(found.grads) == list(params)
+    expected = segment(named(module), *made.data(K)[1:])
+    assert_close(found._replace(grads=list(found.grads.values())),
+                 expected._replace(grads=list(expected.grads.values())))  # fmt: skip
+    check(segment, made, K)
+
+
+class CompiledInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = torch.compile(nn.GRUCell(D, H))
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(x_t, h)
+        return h, h
+
+
+def test_compiled_parts_are_traced_as_they_are_written() -> None:
+    @torch.compile
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t @ params + h)
+        return h, h
+
+    draw = Draw(0)
+    module = CompiledInside().double()
+    for own, params in ((step, draw(D, H)), (module, named(module))):
+        made = problem_of(nn.Identity(), draw, step=own, params=params)
+        segment = make_train_segment(own, torch.compile(made.loss), backend="eager")
+        found = segment(*made.data(K))
+        assert found.loss.isfinite()
+        assert segment.trace_count == 1

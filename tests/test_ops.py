@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ftbptt import make_train_segment
 
-from .oracle import check
+from .oracle import assert_close, check
 from .problem import B, Draw, H, Problem, mse
 
 Tree = Any
@@ -67,6 +67,17 @@ STEPS = {
     "masked_fill": lambda w, x, h: torch.tanh((h @ w).masked_fill(x > 0, 0.2) + x),
     "roll and flip": lambda w, x, h: torch.tanh(h.roll(1, -1) @ w + h.flip(-1) + x),
     "cat of slices": lambda w, x, h: torch.tanh(torch.cat([x[:, :3], h[:, 3:]], -1) @ w),
+    "cat and linear": lambda w, x, h: torch.tanh(
+        F.linear(torch.cat([x[:, :2], h[:, 3:], x[:, 4:5]], -1), w, w[0])
+        + torch.addmm(h, torch.cat([h[:, :4], x[:, 4:]], -1), w.T)
+    ),
+    "cat of vectors": lambda w, x, h: torch.tanh(
+        (w @ torch.cat([x[0, :3], h[0, 3:]])) + torch.cat([h[1, 3:], x[1, :3]]) @ w + h
+    ),
+    "cat and a weight that changes": lambda w, x, h: torch.tanh(
+        torch.cat([x[:, :3], h[:, 3:]], -1) @ (w * h[0])
+        + torch.cat([x[:, :3], h[:, 3:]], -1) @ (w * x[0])
+    ),
     "stack and sum": lambda w, x, h: torch.tanh(torch.stack([x, h, h @ w]).sum(0)),
     "attention": lambda w, x, h: torch.tanh(
         F.scaled_dot_product_attention((h @ w).view(B, 1, H), h.view(B, 1, H), x.view(B, 1, H))
@@ -82,6 +93,22 @@ STEPS = {
     "view as complex": lambda w, x, h: torch.tanh(
         torch.view_as_real(torch.view_as_complex(torch.stack([h @ w, x], -1)) ** 2)[..., 0]
     ),
+    "convolutions": lambda w, x, h: torch.tanh(
+        F.conv1d(h[:, None], w[:2, None, :3], w[:2, 3], padding=1).sum(1)
+        + F.conv_transpose1d(x[:, None], w[None, :2, :3], padding=1).sum(1)
+    ),
+    "convolutions by changing kernels": lambda w, x, h: torch.tanh(
+        F.conv1d(h[None], (w[:B, :3] * x[:, :3])[:, None], groups=B, padding=1)[0]
+        + F.conv1d(x[None], (w[:B, :3] * x[:, :3])[:, None], w[0, :B], groups=B, padding=1)[0]
+    ),
+    "Fourier transform": lambda w, x, h: torch.tanh(
+        torch.fft.irfft(torch.fft.rfft(x @ w) * torch.fft.rfft(h), n=H) / H
+        + torch.fft.ifft(torch.fft.fft(h, norm="ortho") * w[0]).real
+    ),
+    "Fourier transform of a parameter": lambda w, x, h: torch.tanh(
+        torch.fft.irfft(torch.fft.rfft(h) * torch.fft.rfft(w)[0], n=H) / H + x
+    ),
+    "padded": lambda w, x, h: torch.tanh(F.pad(x @ w, (1, 0))[:, :H] + F.pad(h, (0, 1))[:, 1:] @ w),
     "checkpoint": lambda w, x, h: torch.utils.checkpoint.checkpoint(
         lambda a, b: torch.tanh(a @ w + b), h, x, use_reentrant=False
     ),
@@ -97,7 +124,18 @@ def test_in_the_step(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gather and scatter", "solve", "index_add", "attention"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gather and scatter",
+        "solve",
+        "index_add",
+        "attention",
+        "convolutions",
+        "prod and cumsum",
+        "cat and linear",
+    ],
+)
 def test_in_the_step_compiled(name: str) -> None:
     check_both(problem_with(STEPS[name]), "compile")
 
@@ -127,6 +165,18 @@ LOSSES = {
     "classes": lambda out, y: F.cross_entropy(
         out.flatten(0, 1), y[..., 0].flatten().abs().long().clamp(max=3)
     ),
+    "classes with options": lambda out, y: F.cross_entropy(
+        out.movedim(-1, 1),
+        y[..., 0].abs().long().clamp(max=3),
+        torch.arange(1, H + 1).to(out),
+        ignore_index=1,
+        label_smoothing=0.1,
+    ),
+    "soft classes": lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten(0, 1).softmax(-1)),
+    "gathered": lambda out, y: -out.log_softmax(-1).gather(-1, y.argsort(-1)[..., :1]).mean(),
+    "cosine similarity": lambda out, y: 1 - F.cosine_similarity(out, y, dim=-1).mean(),
+    "spectrum": lambda out, y: (torch.fft.rfft(out) - torch.fft.rfft(y)).abs().mean(),
+    "divergence": lambda out, y: F.kl_div(out.log_softmax(-1), y.softmax(-1), reduction="sum"),
     "huber and l1": lambda out, y: F.smooth_l1_loss(out, y) + F.l1_loss(out, y),
     "without y": lambda out, y: out.var(),
     "without out": lambda out, y: y.mean(),
@@ -137,6 +187,45 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_in_the_loss(name: str) -> None:
     check_both(problem_with(plain, loss=LOSSES[name]))
+
+
+@pytest.mark.parametrize("in_dims", [None, (None, 0, 1, 1)], ids=["vmap", "in_dims"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_in_the_loss_of_many_sequences(name: str, in_dims: Any) -> None:
+    made = problem_with(plain, loss=LOSSES[name])
+    params, *rest = made.data(4)
+    given = [torch.stack([leaf, -leaf]) for leaf in rest]
+    segment = make_train_segment(made.step, made.loss, backend="eager", in_dims=in_dims)
+    own = [make_train_segment(made.step, made.loss, backend="eager")(params, *pair)
+           for pair in zip(*given, strict=True)]  # fmt: skip
+    if in_dims is None:
+        found = torch.func.vmap(segment, in_dims=(None, 0, 0, 0))(params, *given)
+        assert_close(found.loss, torch.stack([one.loss for one in own]))
+        assert_close(found.grads["w"], torch.stack([one.grads["w"] for one in own]))
+    else:
+        state, x, y = given
+        found = segment(params, state, x.movedim(0, 1), y.movedim(0, 1))
+        assert_close(found.loss, (own[0].loss + own[1].loss) / 2)
+        assert_close(found.grads["w"], (own[0].grads["w"] + own[1].grads["w"]) / 2)
+
+
+ONE_PROGRAM = ["classes", "classes with options", "soft classes", "gathered", "time last"]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("in_dims", [None, (None, 0, 1, 1)], ids=["vmap", "in_dims"])
+@pytest.mark.parametrize("name", ONE_PROGRAM)
+def test_one_program_of_the_loss_for_every_k(name: str, in_dims: Any, backend: str) -> None:
+    made = problem_with(plain, loss=LOSSES[name])
+    segment = make_train_segment(made.step, made.loss, backend=backend, in_dims=in_dims)
+    call = segment if in_dims else torch.func.vmap(segment, (None, 0, 1, 1))
+    counts = []
+    for steps in (5, 3, 8):
+        params, *rest = made.data(steps)
+        state, x, y = (torch.stack([leaf, -leaf], min(i, 1)) for i, leaf in enumerate(rest))
+        assert call(params, state, x, y).loss.isfinite().all()
+        counts.append(segment.compile_count)
+    assert counts[0] == counts[1] == counts[2]
 
 
 @pytest.mark.slow

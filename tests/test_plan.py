@@ -50,6 +50,16 @@ def test_a_stack_falls_apart_into_one_scan_per_layer() -> None:
             assert len(block.gemms) <= 1
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_an_unbatched_stack_falls_apart_too(kind: Any, batch_first: bool) -> None:
+    layers = kind(D, H, num_layers=3, batch_first=batch_first)
+    segment = make_train_segment(layers, mse, backend="eager")
+    params = dict(layers.named_parameters())
+    found = segment.explain(params, None, torch.randn(K, D), torch.randn(K, H))
+    assert len(scans(found, "forward")) == len(scans(found, "reverse")) == 3
+
+
 def test_one_gemm_per_weight_and_none_of_them_in_the_loop() -> None:
     cell = nn.LSTMCell(D, H)
     found = plan(cell, dict(cell.named_parameters()), None)
@@ -60,6 +70,73 @@ def test_one_gemm_per_weight_and_none_of_them_in_the_loop() -> None:
     ]
     (scan,) = [b for b in found.blocks if b.phase == "reverse" and b.kind == "scan"]
     assert scan.gemms == [f"[3, 28] @ [28, 7] {K} times"]
+
+
+JOINED = {
+    "matmul": lambda w, x, h: torch.cat([x, h], -1) @ w,
+    "linear": lambda w, x, h: nn.functional.linear(torch.cat([x, h], 1), w.T.contiguous(), w[0]),
+    "three parts": lambda w, x, h: torch.cat([x[:, :2], h, x[:, 2:]], -1) @ w,
+    "parts of the state": lambda w, x, h: torch.cat([x, h[:, :3], h[:, 3:]], -1) @ w,
+    "reshaped": lambda w, x, h: torch.cat([x[:, None], h[:, None]], -1).matmul(w)[:, 0],
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_the_input_beside_the_state_in_one_product_leaves_the_loop(name: str) -> None:
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(JOINED[name](params["w"], x_t, h))
+        return h, h
+
+    params = {"w": torch.randn(D + H, H)}
+    found = plan(step, params, torch.zeros(B, H))
+    for phase in ("forward", "reverse"):
+        (scan,) = [b for b in found.blocks if b.phase == phase and b.kind == "scan"]
+        assert scan.gemms == [f"[3, 7] @ [7, 7] {K} times"]
+    (sums,) = [block for block in found.blocks if block.kind == "sum"]
+    assert all("contracted" in gemm for gemm in sums.gemms)
+    assert len(sums.gemms) == (3 if name == "three parts" else 2)
+
+
+def test_each_layer_of_joined_products_keeps_its_own_state_alone() -> None:
+    def step(params: Any, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
+        low = torch.tanh(torch.cat([x_t, state[0]], -1) @ params["w"])
+        high = torch.tanh(torch.cat([low, state[1]], -1) @ params["u"])
+        return high, (low, high)
+
+    params = {"w": torch.randn(D + H, H), "u": torch.randn(2 * H, H)}
+    found = plan(step, params, (torch.zeros(B, H), torch.zeros(B, H)))
+    loops = [b for b in found.blocks if b.kind == "scan"]
+    assert [b.gemms for b in loops] == [[f"[3, 7] @ [7, 7] {K} times"]] * 4
+
+
+@pytest.mark.parametrize("in_dims", [None, (None, 0, 1, 1)], ids=["unbatched", "in_dims"])
+def test_joined_vectors(in_dims: Any) -> None:
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(params["w"] @ torch.cat([x_t, h]) + params["b"])
+        return h, h
+
+    params = {"w": torch.randn(H, D + H), "b": torch.randn(H)}
+    segment = make_train_segment(step, mse, backend="eager", in_dims=in_dims)
+    rows = (B,) if in_dims else ()
+    data = torch.zeros(*rows, H), torch.randn(K, *rows, D), torch.randn(K, *rows, H)
+    found = segment.explain(params, *data)
+    loops = [b for b in found.blocks if b.kind == "scan"]
+    assert [b.gemms for b in loops] == [[f"[{B if rows else 1}, 7] @ [7, 7] {K} times"]] * 2
+
+
+def test_a_product_outside_the_loop_stays_one() -> None:
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t @ params["w"] + h @ params["u"])
+        return torch.cat([x_t, h], -1) @ params["v"], h
+
+    params = {"w": torch.randn(D, H), "u": torch.randn(H, H), "v": torch.randn(D + H, H)}
+    found = plan(step, params, torch.zeros(B, H))
+    gemms = [g for b in found.blocks if b.phase == "forward" for g in b.gemms]
+    assert sorted(gemms) == [
+        f"[3, 12] @ [12, 7] over {K} steps at once",
+        f"[3, 5] @ [5, 7] over {K} steps at once",
+        f"[3, 7] @ [7, 7] {K} times",
+    ]
 
 
 def test_work_on_parameters_alone_leaves_the_loop() -> None:
@@ -159,13 +236,14 @@ def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPat
 # The order of the data's way; a module imports only from those before it.
 ORDER = [
     "_compat", "_output", "_step", "_layout", "_loss", "_reference", "compiler.graphs",
-    "compiler.rnn", "compiler.signature", "compiler.trace", "compiler.stacked", "compiler.restart",
-    "compiler.saving", "compiler.prepare", "compiler.adjoint", "compiler.timesum",
-    "compiler.timebatch", "compiler.distribute", "compiler.loss", "compiler.plan",
-    "compiler.program", "kernels.expressions", "kernels.accesses", "kernels.normalize",
-    "kernels.rowloop", "kernels.schedule", "kernels.cpp_nest", "kernels.cpp", "kernels.build",
-    "backends.base", "backends.eager", "backends.compile", "backends.fused", "backends",
-    "_execute", "_explain", "_call", "_recall", "_segment",
+    "compiler.convolution", "compiler.rnn", "compiler.signature", "compiler.trace",
+    "compiler.stacked", "compiler.split", "compiler.restart", "compiler.saving",
+    "compiler.prepare", "compiler.adjoint", "compiler.timesum", "compiler.timebatch",
+    "compiler.distribute", "compiler.loss", "compiler.plan", "compiler.program",
+    "kernels.expressions", "kernels.accesses", "kernels.normalize", "kernels.rowloop",
+    "kernels.schedule", "kernels.cpp_nest", "kernels.cpp", "kernels.build", "backends.base",
+    "backends.eager", "backends.compile", "backends.fused", "backends", "_execute", "_explain",
+    "_call", "_recall", "_segment",
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftbptt import Step, as_step
+from ftbptt import Step, as_step, make_train_segment
 
 from .cells_torch import SequenceModel
 from .problem import OUT, B, D, H
@@ -165,6 +165,69 @@ def test_row_axis() -> None:
     assert as_step(SequenceModel(), sequence=True).row_axis(layered) == 1
     assert as_step(step_function, state_batch_dim=1).row_axis(layered) == 1
     assert as_step(SequenceModel(), sequence=True, state_batch_dim=0).row_axis(layered) == 0
+
+
+class WithMemory(nn.Module):
+    """An LSTM whose state is carried beside a memory ``[B, M, H]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(D, H, 2)
+
+    def forward(self, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        pair, memory = state
+        out, pair = self.rnn(x_t.unsqueeze(0), pair)
+        memory = 0.5 * memory + out.squeeze(0).unsqueeze(1)
+        return memory.sum(1), (pair, memory)
+
+
+def row_of(state: Tree, row: int) -> Tree:
+    (h, c), memory = state
+    own = slice(row, row + 1)
+    return (h[:, own], c[:, own]), memory[own]
+
+
+@pytest.mark.parametrize("slots", [B, 4])
+def test_rows_of_a_memory_beside_a_layer(slots: int) -> None:
+    """Also where there are as many slots as rows: the layer has two layers, the memory has not."""
+    module = WithMemory().double()
+    pair = torch.randn(2, B, H).double(), torch.randn(2, B, H).double()
+    state = pair, torch.randn(B, slots, H).double()
+    params, x, y = dict(module.named_parameters()), torch.randn(6, B, D), torch.randn(6, B, H)
+    segment = make_train_segment(
+        module, lambda out, y: (out - y).square().mean(-1), backend="eager"
+    )
+    reset, mask = torch.rand(6, B) < 0.4, torch.rand(6, B) < 0.7
+    found = segment(params, state, x.double(), y.double(), reset=reset, mask=mask)
+    row = [
+        segment(
+            params, row_of(state, b), x[:, b : b + 1].double(), y[:, b : b + 1].double(),
+            reset=reset[:, b : b + 1], mask=mask[:, b : b + 1],
+        )
+        for b in range(B)
+    ]  # fmt: skip
+    torch.testing.assert_close(found.out, torch.cat([one.out for one in row], 1))
+    torch.testing.assert_close(found.state[1], torch.cat([one.state[1] for one in row]))
+
+
+def test_rows_that_may_lie_on_two_axes() -> None:
+    """Two rows, two slots, two layers: nothing says which leaf is the memory."""
+    module = WithMemory()
+    state = ((torch.zeros(2, 2, H), torch.zeros(2, 2, H)), torch.zeros(2, 2, H))
+    params, x, y = dict(module.named_parameters()), torch.randn(6, 2, D), torch.randn(6, 2, H)
+    segment = make_train_segment(module, lambda out, y: (out - y).square().mean(), backend="eager")
+    assert segment(params, state, x, y, reset=torch.ones(6).bool()).loss.isfinite()
+    words = r"reset: has 2 rows, and state\[0\]\[0\] of shape \[2, 2, 7\] as many on axis 0 and"
+    with pytest.raises(ValueError, match=words):
+        segment(params, state, x, y, reset=torch.ones(6, 2).bool())
+    # The layer alone has as many states as there are leaves: no question.
+    model = SequenceModel()
+    pair = torch.zeros(2, 2, H), torch.zeros(2, 2, H)
+    segment = make_train_segment(
+        as_step(model, sequence=True), lambda out, y: out.square().mean(), backend="eager"
+    )
+    params = dict(model.named_parameters())
+    assert segment(params, pair, x, y, reset=torch.ones(6, 2).bool()).loss.isfinite()
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])

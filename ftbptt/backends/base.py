@@ -19,10 +19,10 @@ class Backend:
     """``run_scan`` is the one function from a scan block to its values.
 
     ``build(function, examples, mode)`` makes a function of the program ready for tensors like the
-    fake ``examples``; ``describe`` says in words how a scan block runs.
+    fake ``examples``; None: it runs as it is. ``describe`` says in words how a scan block runs.
     """
 
     name: str
     describe: Callable[[ScanBlock], str]
     run_scan: RunScan
-    build: Callable[[Function, Sequence[Tensor], Any], Function]
+    build: Callable[[Function, Sequence[Tensor], Any], Function] | None

@@ -163,7 +163,7 @@ def _keep_freed_memory() -> None:
     torch.empty(31 << 20, dtype=torch.uint8)
 
 
-def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
+def build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
     """The function as one Inductor graph."""
     _keep_freed_memory()
     return inductor_compile(make_program_graph(function, examples, mode), examples, mode)
@@ -173,4 +173,4 @@ def _describe(block: ScanBlock) -> str:
     return "a while_loop inside the compiled program"
 
 
-COMPILE = Backend("compile", _describe, run_scan, _build)
+COMPILE = Backend("compile", _describe, run_scan, build)

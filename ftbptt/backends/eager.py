@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..compiler.distribute import ScanBlock
-from .base import Backend, Function
+from .base import Backend
 
 
 def run_scan(
@@ -39,12 +36,8 @@ def run_scan(
     return finals, histories, [torch.stack(values) for values in zip(*emits, strict=True)]
 
 
-def _as_it_is(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
-    return function
-
-
 def _describe(block: ScanBlock) -> str:
     return "a Python loop"
 
 
-EAGER = Backend("eager", _describe, run_scan, _as_it_is)
+EAGER = Backend("eager", _describe, run_scan, None)

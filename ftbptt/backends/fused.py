@@ -25,6 +25,7 @@ from ..kernels.rowloop import make_row_loop
 from ..kernels.schedule import make_schedule
 from .base import Backend, Function
 from .compile import COMPILE
+from .compile import build as build_program
 from .compile import run_scan as run_while_loop
 
 # c10::ScalarType, by which C++ knows a dtype.
@@ -164,7 +165,7 @@ def _describe(block: ScanBlock) -> str:
 
 def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
     with calls_in_cpp(torch.ops.ftbptt.scan.default, _SHIM):
-        return COMPILE.build(function, examples, mode)
+        return build_program(function, examples, mode)
 
 
 FUSED = Backend("fused", _describe, run_scan, _build)

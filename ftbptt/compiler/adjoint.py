@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from .._compat import FakeTensorMode
+from .convolution import split_gradients
 from .graphs import (
     Node,
     aten,
@@ -110,8 +111,10 @@ def make_loops(
         cotangents = [torch.empty_like(results[i]) for i in graded]
         flags = [[*own, *([True] * len(graded))] for own in batched]
         examples = with_level_axes([*values, *cotangents], levels, flags)
-    both = trace_function(vmapped(joint, levels, flags), examples, mode)
+    over_levels = vmapped(joint, levels, flags)
+    both = trace_function(over_levels, examples, mode, differentiated=module)
     _simplify(both.graph)
+    split_gradients(both.graph)
     return _split_joint(
         both.graph,
         n_inv,

@@ -115,7 +115,7 @@ def distribute(loop: Loop) -> DistributedLoop:
     inputs = [*loop.invariants, *loop.sequences, *loop.carries]
     random = [n for n in loop.graph.nodes if n.op == "call_function" and is_random(n)]
     varying = reachable_from([*loop.sequences, *loop.carries, *random], loop.graph.nodes)
-    sums = [time_sum(node, varying) for node in loop.summed]
+    sums = [time_sum(node, varying, set(inputs)) for node in loop.summed]
     leaves = [leaf for term in sums for leaf in term.leaves()]
     wanted = [*loop.next_carries, *loop.stacked, *leaves]
     needed = needed_for(wanted, stop=inputs)

@@ -22,6 +22,9 @@ VIEWS = {
     aten.slice.Tensor, aten.alias.default, aten.detach.default, aten.lift_fresh.default,
 }  # fmt: skip
 
+# Operations that give views of parts of their input.
+SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
+
 # Elementwise operations so cheap that doing them twice costs less than keeping their result.
 CHEAP = {
     getattr(getattr(aten, name), overload)

@@ -1,12 +1,14 @@
 """The caller's loss as graphs over the whole segment: its value, and its gradient by the outputs.
 
 They hold for any K. A loss that reads K as a number (``out.reshape(64, -1)``) is noticed by the
-guards that tracing leaves, and gets graphs of its own for each K.
+guards that tracing leaves, and gets graphs of its own for each K; so does one that torch cannot
+trace with a symbol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,8 @@ from .._compat import FakeTensorMode, TreeSpec, holds_for, symbolic_steps, tree_
 from .._layout import Layout
 from .._loss import segment_loss
 from .graphs import reachable_from
-from .signature import Leaf, Recipe, Signature, vmapped
+from .signature import Leaf, Level, Recipe, Signature, vmapped
+from .timebatch import for_any_length
 from .trace import own_words, trace_function
 
 
@@ -33,6 +36,10 @@ class LossGraphs:
         return steps == self.steps if isinstance(self.steps, int) else holds_for(self.steps, steps)
 
 
+# For what does not depend on K. torch cannot trace every loss with a symbol.
+_SOME_STEPS = 64
+
+
 class LossTracer:
     """Traces the loss for outputs like ``outs`` (fake, of one step, without the axes of vmap)."""
 
@@ -42,18 +49,27 @@ class LossTracer:
         self.recipe, self.signature, self.out_spec = recipe, signature, out_spec
         self.levels = signature.levels
         mask = [] if signature.mask is None else [signature.mask]
-        self.rest: list[Leaf] = [*signature.y, *mask]
         batched = (True,) * len(self.levels)
-        self.outs = [Leaf(tuple(o.shape), o.dtype, o.device, batched) for o in outs]
+        shared = signature.shared is not None
+        shapes = [o.shape[1:] if shared else o.shape for o in outs]
+        self.outs = [
+            Leaf(tuple(shape), o.dtype, o.device, batched, shared)
+            for shape, o in zip(shapes, outs, strict=True)
+        ]
+        self.leaves = [*self.outs, *signature.y, *mask]
         self.graphs: dict[int | None, LossGraphs] = {}
-        first = self._value_graph(*self._steps(None))
+        self.tried = False  # whether they hold for more than one K
+        first = self._value_graph(*self._steps(_SOME_STEPS))
         self.graded = self._graded(first)
 
     def graphs_for(self, steps: int) -> tuple[int | None, LossGraphs]:
         """The loss of K steps, and the key it is known by: None if it holds for more than one K."""
-        if None not in self.graphs:
-            self.graphs[None] = self._trace(None)
-        if self.graphs[None].holds_for(steps):
+        if not self.tried:
+            self.tried = True
+            # torch cannot trace everything with a symbol; what is wrong in itself fails again.
+            with suppress(Exception):
+                self.graphs[None] = self._trace(None)
+        if None in self.graphs and self.graphs[None].holds_for(steps):
             return None, self.graphs[None]
         if steps not in self.graphs:
             self.graphs[steps] = self._trace(steps)
@@ -65,7 +81,7 @@ class LossTracer:
         return FakeTensorMode(allow_non_fake_inputs=True), steps
 
     def _value_graph(self, mode: FakeTensorMode, steps: Any) -> fx.GraphModule:
-        """The loss without levels of vmap, from a call of the caller's function."""
+        """The loss of one sequence or batch, from a call of the caller's function."""
         s, n_out, n_y = self.signature, len(self.outs), len(self.signature.y)
         layout = Layout(s.time_dim)
 
@@ -82,27 +98,25 @@ class LossTracer:
                 )
             ]
 
-        function: Any = value
-        if s.shared is not None:
-            flags = [True] * n_out + [leaf.shared for leaf in self.rest]
-            per_sequence = vmapped(value, [s.shared], [flags], dim=1)
-
-            def function(*args: Tensor) -> list[Tensor]:
-                return [per_sequence(*args)[0].mean()]
-
         with own_words("loss", self.recipe.loss):
-            return trace_function(function, self._examples(mode, steps), mode, before_autograd=True)
+            return trace_function(
+                value, self._examples(mode, steps, []), mode, before_autograd=True
+            )
 
-    def _examples(self, mode: FakeTensorMode, steps: Any, *, levels: bool = False) -> list[Tensor]:
-        s, examples = self.signature, []
+    def _examples(
+        self, mode: FakeTensorMode, steps: Any, axes: Sequence[tuple[Level, list[bool]]]
+    ) -> list[Tensor]:
+        shapes = [leaf.shape for leaf in self.leaves]
+        for level, flags in axes:
+            shapes = [
+                (level.size, *shape) if flag else shape
+                for shape, flag in zip(shapes, flags, strict=True)
+            ]
         with mode:
-            for leaf in [*self.outs, *self.rest]:
-                shape = [s.shared.size, *leaf.shape] if s.shared and leaf.shared else leaf.shape
-                if levels:
-                    for level, flag in zip(self.levels, leaf.batched, strict=True):
-                        shape = [level.size, *shape] if flag else shape
-                examples.append(torch.empty((steps, *shape), dtype=leaf.dtype, device=leaf.device))
-        return examples
+            return [
+                torch.empty((steps, *shape), dtype=leaf.dtype, device=leaf.device)
+                for leaf, shape in zip(self.leaves, shapes, strict=True)
+            ]
 
     def _graded(self, graph: fx.GraphModule) -> list[bool]:
         """Which outputs the loss reads and can have a gradient."""
@@ -118,8 +132,9 @@ class LossTracer:
         mode, symbol = self._steps(steps)
         plain = self._value_graph(mode, symbol)
         graded = [i for i, wanted in enumerate(self.graded) if wanted]
-        leaves = [*self.outs, *self.rest]
-        flags = [[leaf.batched[i] for leaf in leaves] for i in range(len(self.levels))]
+
+        def value(*args: Tensor) -> list[Tensor]:
+            return list(plain(*args))
 
         def joint(*args: Tensor) -> list[Tensor]:
             given = list(args)
@@ -129,17 +144,49 @@ class LossTracer:
                     given[i] = out
                 return plain(*given)[0]
 
-            if not graded:
-                return list(plain(*given))
             value, pull, *_ = torch.func.vjp(primal, *(given[i] for i in graded))
             return [value, *pull(torch.ones_like(value))]
 
-        examples = self._examples(mode, symbol, levels=True)
-        out_dims = [0] + [1] * len(graded)
-        over_levels = vmapped(joint, self.levels, flags, dim=1, out_dims=out_dims)
-        value_over_levels = vmapped(lambda *a: list(plain(*a)), self.levels, flags, 1, [0])
         return LossGraphs(
-            trace_function(value_over_levels, examples, mode),
-            trace_function(over_levels, examples, mode),
+            self._over_axes(value, 0, plain, mode, symbol),
+            self._over_axes(joint if graded else value, len(graded), plain, mode, symbol),
             symbol,
         )
+
+    def _over_axes(
+        self,
+        function: Callable[..., list[Tensor]],
+        grads: int,
+        plain: fx.GraphModule,
+        mode: FakeTensorMode,
+        steps: Any,
+    ) -> fx.GraphModule:
+        """The graph of ``function -> [loss, *grads]`` under vmap, differentiated before that.
+
+        So its operations are those that have a rule of our own, and K stays a symbol.
+        """
+        examples = self._examples(mode, steps, [])
+        graph = trace_function(function, examples, mode, differentiated=plain)
+        s, out_dims = self.signature, [0] + [1] * grads
+        flags = [[leaf.batched[i] for leaf in self.leaves] for i in range(len(self.levels))]
+        axes = list(zip(self.levels, flags, strict=True))
+        batched: Callable[..., list[Tensor]] = for_any_length(graph)
+        if s.shared is not None:
+            shared = [leaf.shared for leaf in self.leaves]
+            axes = [(s.shared, shared), *axes]
+            batched = _mean(vmapped(batched, [s.shared], [shared], 1, out_dims), s.shared.size)
+        if not axes:
+            return graph
+        over_levels = vmapped(batched, self.levels, flags, 1, out_dims)
+        examples = self._examples(mode, steps, axes)
+        return trace_function(over_levels, examples, mode, functional=True)
+
+
+def _mean(function: Callable[..., list[Tensor]], size: int) -> Callable[..., list[Tensor]]:
+    """The mean over the sequences of ``in_dims``, from each one's ``[loss, *d_out]``."""
+
+    def run(*args: Tensor) -> list[Tensor]:
+        values, *grads = function(*args)
+        return [values.mean(), *(grad / size for grad in grads)]
+
+    return run

@@ -18,6 +18,7 @@ from .loss import LossTracer
 from .prepare import Preparation, make_preparation, split_invariants
 from .restart import with_reset_and_mask
 from .signature import Leaf, Recipe, Signature, differentiable, vmapped, with_level_axes
+from .split import split_products
 from .stacked import Packing, split_stacked_state
 from .trace import trace_function, trace_step
 
@@ -66,6 +67,7 @@ def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str])
     by_row = any(leaf is not None and leaf.shape for leaf in (s.reset, s.mask))
     never = row_axes if by_row else [-1] * len(row_axes)
     module, packings = split_stacked_state(base.module, n_fixed + len(inputs), never)
+    module = split_products(module, sum(packing.count for packing in packings))
 
     unbatched = (False,) * len(s.levels)
     captures = [Leaf(tuple(c.shape), c.dtype, c.device, unbatched) for c in base.captures]

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, fx
 
 from .._compat import FakeTensorMode
-from .graphs import VIEWS, Node, extract, inputs_of, is_random, needed_for, reachable_from
+from .graphs import (
+    SPLITS,
+    VIEWS,
+    Node,
+    extract,
+    inputs_of,
+    is_getitem,
+    is_random,
+    needed_for,
+    reachable_from,
+)
 from .signature import Level, differentiable, vmapped, with_level_axes
 from .trace import trace_function
 
@@ -58,7 +68,8 @@ def split_invariants(
 
     def is_light(node: Node) -> bool:
         """A parameter, a view of one, or a constant made of nothing."""
-        return node.op == "placeholder" or node.target in VIEWS or not inputs_of(node)
+        light = node.target in VIEWS or node.target in SPLITS or is_getitem(node)
+        return node.op == "placeholder" or light or not inputs_of(node)
 
     read_in_step = [
         node
@@ -131,7 +142,8 @@ def make_preparation(
         examples = with_level_axes(given, levels, flags)
     finish = None
     if graded:
-        finish = trace_function(vmapped(pull, levels, pull_flags), pull_examples, mode)
+        over_levels = vmapped(pull, levels, pull_flags)
+        finish = trace_function(over_levels, pull_examples, mode, differentiated=module)
     return Preparation(
         trace_function(run, examples, mode),
         finish,

@@ -50,6 +50,7 @@ def split_stacked_state(
     graph = module.graph
     leaves = graph.find_nodes(op="placeholder")[first_state:]
     output = graph.output_node()
+    _move_size_one_axes(graph, leaves)
     values = list(output.args[0])
     outs, afters = values[: len(values) - len(leaves)], values[len(values) - len(leaves) :]
     packings: list[Packing] = []
@@ -74,6 +75,48 @@ def split_stacked_state(
         graph.erase_node(leaf)
     module.recompile()
     return module, packings
+
+
+def _move_size_one_axes(graph: fx.Graph, leaves: Sequence[Node]) -> None:
+    """Unbatched layers add an axis of rows to the whole state: let them add it to its parts.
+
+    ``leaf.unsqueeze(d).select(...)`` becomes ``leaf.select(...).unsqueeze(d)``, and
+    ``stack(parts).squeeze(d)`` a ``stack`` of squeezed parts.
+    """
+
+    def call(target: Any, *args: Any) -> Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*torch.fx.node.map_arg(args, value_of))
+        return node
+
+    for leaf in leaves:
+        rank = value_of(leaf).dim() + 1
+        for view in [user for user in leaf.users if user.target is aten.unsqueeze.default]:
+            for reader in [user for user in view.users if user.target is aten.select.int]:
+                added, dim = view.args[1] % rank, reader.args[1] % rank
+                if added != dim:
+                    with graph.inserting_before(reader):
+                        part = call(aten.select.int, leaf, dim - (dim > added), reader.args[2])
+                        part = call(aten.unsqueeze.default, part, added - (added > dim))
+                    reader.replace_all_uses_with(part)
+    output = graph.output_node()
+    values = list(output.args[0])
+    for i in range(len(values) - len(leaves), len(values)):
+        if values[i].target is not aten.squeeze.dim:
+            continue
+        whole, dropped = values[i].args
+        if whole.target is aten.stack.default:
+            rank = value_of(whole).dim()
+            dim, dropped = (whole.args[1] if len(whole.args) > 1 else 0) % rank, dropped % rank
+            if dim != dropped and value_of(whole).shape[dropped] == 1:
+                with graph.inserting_before(output):
+                    parts = [
+                        call(aten.squeeze.dim, part, dropped - (dropped > dim))
+                        for part in whole.args[0]
+                    ]
+                    values[i] = call(aten.stack.default, parts, dim - (dim > dropped))
+    output.args = (values,)
+    graph.eliminate_dead_code()
 
 
 def _packing(leaf: Node, after: Node) -> Packing:

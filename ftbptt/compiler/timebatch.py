@@ -1,8 +1,9 @@
 """One step of a map block -> all steps at once: ``vmap`` over time, with rules of our own.
 
-functorch's rule for ``cat`` reads the batch size as a number, which would pin a program to one K.
-Its rule for products with a shared weight repeats the weight K times if the other operand lies
-in memory in another order; here the steps always become rows of one GEMM.
+functorch's rules for ``cat``, ``gather``, writes into a slice, convolutions and others read sizes
+as numbers, which would pin a program to one K. Its rule for products with a shared weight repeats
+the weight K times if the other operand lies in memory in another order; here the steps always
+become rows of one GEMM.
 """
 
 from __future__ import annotations
@@ -14,76 +15,118 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .convolution import (
+    convolution_over_time,
+    input_gradient,
+    input_gradient_over_time,
+    weight_gradient,
+    weight_gradient_over_time,
+)
 from .graphs import aten
 
 
-class _Join(torch.autograd.Function):
-    """``torch.cat`` or ``torch.stack``."""
+def _with_rule(run: Callable[..., Tensor], rule: Callable[..., Any]) -> Callable[..., Tensor]:
+    """``run(*args)``, which vmap batches by ``rule(steps, dims, *args) -> (value, dim)``."""
 
-    generate_vmap_rule = False
+    class Batched(torch.autograd.Function):
+        generate_vmap_rule = False
 
-    @staticmethod
-    def forward(join: Callable[..., Tensor], dim: int, *tensors: Tensor) -> Tensor:
-        return join(list(tensors), dim)
+        @staticmethod
+        def forward(*args: Any) -> Tensor:
+            return run(*args)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is differentiated through a program."""
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            """Nothing is differentiated through a program."""
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, join: Any, dim: int, *tensors: Tensor) -> tuple[Tensor, int]:
-        whole = [
-            t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0)
-            for t, d in zip(tensors, in_dims[2:], strict=True)
-        ]
-        return join(whole, dim + 1), 0
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+            return rule(info.batch_size, in_dims, *args)
+
+    def batched(*args: Any) -> Tensor:  # a graph needs a function, with a name
+        return Batched.apply(*args)
+
+    return batched
 
 
-class _Product(torch.autograd.Function):
-    """``torch.mm`` or ``torch.bmm``."""
+def _in_front(steps: Any, dim: int | None, x: Any) -> Any:
+    """The steps as axis 0; what is no tensor as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.expand(steps, *x.shape) if dim is None else x.movedim(dim, 0)
 
-    generate_vmap_rule = False
 
-    @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
+def _along(operation: Callable[..., Tensor], *axes: int) -> Callable[..., Tensor]:
+    """An operation that broadcasts nothing and finds its axes in ``args[i] for i in axes``."""
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is differentiated through a program."""
+    def rule(steps: Any, dims: Any, options: Any, *args: Any) -> tuple[Tensor, int]:
+        moved = [_in_front(steps, d, arg) for d, arg in zip(dims[1:], args, strict=True)]
+        for i in axes:
+            moved[i] += 1
+        return apply(options, *moved), 0  # by this rule again, if there is another vmap
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, a: Tensor, b: Tensor) -> tuple[Tensor, int]:
-        steps, (a_dim, b_dim) = info.batch_size, in_dims
-        if b_dim is None:  # [(n,) K, M, D] @ [(n,) D, N]: the steps are rows
-            a = a.movedim(a_dim, -3)
-            product = torch.matmul(a.flatten(-3, -2), b)
-            return product.unflatten(-2, (steps, a.shape[-2])), b.dim() - 2
-        if a_dim is None:  # [(n,) M, D] @ [(n,) D, K, N]: the steps are columns
-            b = b.movedim(b_dim, -2)
-            product = torch.matmul(a, b.flatten(-2))
-            return product.unflatten(-1, (steps, b.shape[-1])), a.dim() - 1
-        a, b = a.movedim(a_dim, 0), b.movedim(b_dim, 0)
-        return torch.matmul(a, b), 0
+    apply = _with_rule(lambda options, *args: operation(*args, **options), rule)
+
+    def batched(*args: Any, **options: Any) -> Tensor:
+        rank, own = args[0].dim(), list(args)
+        if rank == 0 or len(args) <= max(axes, default=0):  # axes that are not there
+            return operation(*args, **options)
+        for i in axes:
+            own[i] %= rank
+        return apply(options, *own)
+
+    return batched
+
+
+def _join_over_time(
+    steps: Any, dims: Any, join: Any, dim: int, *tensors: Tensor
+) -> tuple[Tensor, int]:
+    moved = [_in_front(steps, d, t) for d, t in zip(dims[2:], tensors, strict=True)]
+    return _join(join, dim + 1, *moved), 0
+
+
+_join = _with_rule(lambda join, dim, *tensors: join(list(tensors), dim), _join_over_time)
 
 
 def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    return _Join.apply(torch.cat, dim % tensors[0].dim(), *tensors)
+    return _join(torch.cat, dim % tensors[0].dim(), *tensors)
 
 
 def _stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    return _Join.apply(torch.stack, dim % (tensors[0].dim() + 1), *tensors)
+    return _join(torch.stack, dim % (tensors[0].dim() + 1), *tensors)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    return _Product.apply(a, b)
+def _product_over_time(steps: Any, dims: Any, a: Tensor, b: Tensor) -> tuple[Tensor, int]:
+    a_dim, b_dim = dims
+    if b_dim is None:  # [(n,) K, M, D] @ [(n,) D, N]: the steps are rows
+        a = a.movedim(a_dim, -3)
+        product = torch.matmul(a.flatten(-3, -2), b)
+        return product.unflatten(-2, (steps, a.shape[-2])), b.dim() - 2
+    if a_dim is None:  # [(n,) M, D] @ [(n,) D, K, N]: the steps are columns
+        b = b.movedim(b_dim, -2)
+        product = torch.matmul(a, b.flatten(-2))
+        return product.unflatten(-1, (steps, b.shape[-1])), a.dim() - 1
+    a, b = a.movedim(a_dim, 0), b.movedim(b_dim, 0)
+    return torch.matmul(a, b), 0
 
 
 _OURS = {
     aten.cat.default: _cat,
     aten.stack.default: _stack,
-    aten.mm.default: _product,
-    aten.bmm.default: _product,
+    aten.slice_scatter.default: _along(aten.slice_scatter.default, 2),
+    aten.select_scatter.default: _along(aten.select_scatter.default, 2),
+    aten.diagonal_scatter.default: _along(aten.diagonal_scatter.default, 3, 4),
+    aten.gather.default: _along(aten.gather.default, 1),
+    aten.scatter.src: _along(aten.scatter.src, 1),
+    aten.scatter.value: _along(aten.scatter.value, 1),
+    aten.scatter_add.default: _along(aten.scatter_add.default, 1),
+    aten.scatter_reduce.two: _along(aten.scatter_reduce.two, 1),
+    aten.constant_pad_nd.default: _along(aten.constant_pad_nd.default),
+    aten.mm.default: _with_rule(torch.mm, _product_over_time),
+    aten.bmm.default: _with_rule(torch.bmm, _product_over_time),
+    aten.convolution.default: _with_rule(aten.convolution.default, convolution_over_time),
+    input_gradient: _with_rule(input_gradient, input_gradient_over_time),
+    weight_gradient: _with_rule(weight_gradient, weight_gradient_over_time),
 }
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .._compat import tree_leaves
+from .convolution import weight_gradient
 from .graphs import VIEWS, Node, aten, value_of
 
 Values = Callable[[Node], Tensor]
@@ -24,8 +26,9 @@ class Term:
     """A sum over the steps: of ``node`` itself, or ``kind`` applied to other values.
 
     ``kind`` is ``sum`` (add up the sequence), ``times_steps`` (an invariant, K times), ``gemm``
-    (one GEMM over all steps and rows), ``rows`` (the sum over all steps and rows), ``scatter`` (one
-    scatter of all steps' rows), or ``apply`` (the node's own operation on its arguments' sums).
+    (one GEMM over all steps and rows), ``convolution`` (its weight's gradient, in the same way),
+    ``rows`` (the sum over all steps and rows), ``scatter`` (one scatter of all steps' rows), or
+    ``apply`` (the node's own operation on the sums of its arguments).
     """
 
     kind: str
@@ -36,11 +39,14 @@ class Term:
         """The values that must exist at every step."""
         if self.kind == "sum":
             yield self.node
-        elif self.kind in ("gemm", "rows", "scatter"):
+        elif self.kind in ("gemm", "convolution", "rows", "scatter"):
             yield from (operand for operand in self.operands if isinstance(operand, fx.Node))
-        for operand in self.operands:
-            if isinstance(operand, Term):
-                yield from operand.leaves()
+        for term in self.terms():
+            yield from term.leaves()
+
+    def terms(self) -> list[Term]:
+        """The sums it is made of."""
+        return [operand for operand in tree_leaves(self.operands) if isinstance(operand, Term)]
 
     def evaluate(self, sequence: Values, total: Values, invariant: Values, steps: Any) -> Tensor:
         """The value, from each leaf's sequence ``[K, ...]``, its total, and each invariant."""
@@ -52,6 +58,10 @@ class Term:
             return _gemm(*(sequence(operand) for operand in self.operands))
         if self.kind == "rows":
             return _sum_of_rows(sequence(self.operands[0])).reshape(value_of(self.node).shape)
+        if self.kind == "convolution":
+            rows = [sequence(operand).flatten(0, 1) for operand in self.operands]
+            weight, *options = self.node.args[2:]
+            return self.node.target(*rows, invariant(weight), *options)
         if self.kind == "scatter":
             values = [sequence(a) if isinstance(a, fx.Node) else a for a in self.operands]
             return self.node.target(*values)
@@ -59,6 +69,8 @@ class Term:
         def value(operand: Any) -> Any:
             if isinstance(operand, Term):
                 return operand.evaluate(sequence, total, invariant, steps)
+            if isinstance(operand, list):
+                return [value(own) for own in operand]
             return invariant(operand) if isinstance(operand, fx.Node) else operand
 
         return self.node.target(*map(value, self.operands), **self.node.kwargs)
@@ -80,22 +92,25 @@ def _sum_of_rows(x: Tensor) -> Tensor:
 _LINEAR_VIEWS = VIEWS - {aten.lift_fresh.default}
 
 
-def time_sum(node: Node, varying: set[Node]) -> Term:
-    """time_sum : a node of the step -> the sum of its value over the steps"""
+def time_sum(node: Node, varying: set[Node], given: set[Node]) -> Term:
+    """time_sum : a node of the step -> the sum of its value over the steps
+
+    ``given`` are the inputs of the loop: what a saved value was made of is not there any more.
+    """
 
     def pushed(*operands: Any) -> Term:
         return Term("apply", node, operands)
 
     def into(arg: Any) -> Any:
-        return time_sum(arg, varying) if isinstance(arg, fx.Node) else arg
+        return time_sum(arg, varying, given) if isinstance(arg, fx.Node) else arg
 
     if node not in varying:
         return Term("times_steps", node)
     target, args = node.target, node.args
-    if node.op != "call_function":
+    if node in given or node.op != "call_function":
         return Term("sum", node)
     if target is aten.permute.default and args[0].target in (aten.mm.default, aten.bmm.default):
-        swapped = _swapped_gemm(args[0], args[1], varying)
+        swapped = _swapped_gemm(args[0], args[1], varying, given)
         if swapped is not None:
             return swapped
     if target is aten.sum.dim_IntList and _sums_rows(node) and args[0] in varying:
@@ -115,8 +130,12 @@ def time_sum(node: Node, varying: set[Node]) -> Term:
         if a_varies and b_varies and target in (aten.mm.default, aten.bmm.default):
             return Term("gemm", node, (args[0], args[1]))
         return Term("sum", node)
+    if target is aten.cat.default:
+        return pushed([into(arg) for arg in args[0]], *args[1:])
     if target in (aten.slice_scatter.default, aten.select_scatter.default):
         return pushed(into(args[0]), into(args[1]), *args[2:])
+    if target is weight_gradient and args[2] not in varying:
+        return Term("convolution", node, args[:2])
     by_row = target is aten.embedding_dense_backward.default and not args[4]
     if by_row and args[0] in varying and args[1] in varying:
         return Term("scatter", node, tuple(args))
@@ -129,22 +148,26 @@ def _sums_rows(node: Node) -> bool:
     return value.dim() == 2 and list(dims) == [0] and value.is_floating_point()
 
 
-def _swapped_gemm(product: Node, dims: Sequence[int], varying: set[Node]) -> Term | None:
+def _swapped_gemm(
+    product: Node, dims: Sequence[int], varying: set[Node], given: set[Node]
+) -> Term | None:
     """``(a @ b)^T = b^T @ a^T``: the gradient of a weight comes out contiguous."""
     rank = product.meta["val"].dim()
-    if list(dims) != [*range(rank - 2), rank - 1, rank - 2] or len(product.users) > 1:
+    swaps = list(dims) == [*range(rank - 2), rank - 1, rank - 2]
+    if not swaps or len(product.users) > 1 or product in given:
         return None
     a, b = product.args[:2]
     if a not in varying or b not in varying:
         return None
-    flipped = (_transposed(b, dims), _transposed(a, dims))
+    flipped = (_transposed(b, dims, given), _transposed(a, dims, given))
     varying.update(flipped)
     return Term("gemm", product, flipped)
 
 
-def _transposed(node: Node, dims: Sequence[int]) -> Node:
+def _transposed(node: Node, dims: Sequence[int], given: set[Node]) -> Node:
     """A node of the graph that is ``node`` transposed; made if there is none."""
-    if node.target is aten.permute.default and list(node.args[1]) == list(dims):
+    flips = node.target is aten.permute.default and list(node.args[1]) == list(dims)
+    if flips and node not in given:
         return node.args[0]
     graph = node.graph
     for user in node.users:

@@ -23,6 +23,7 @@ from .._compat import (
     UNTRACEABLE,
     FakeTensorMode,
     TreeSpec,
+    calling_compiled_as_written,
     decompositions,
     keystr,
     make_fx,
@@ -57,22 +58,33 @@ def trace_function(
     mode: FakeTensorMode,
     *,
     before_autograd: bool = False,
+    functional: bool = False,
+    differentiated: fx.GraphModule | None = None,
 ) -> fx.GraphModule:
     """The graph of ``function(*examples)``, in core operations.
 
     ``before_autograd``: a graph that is still to be differentiated keeps the operations that
     autograd knows. (Their parts are prims, which ``torch.func.vjp`` does not take; and the
-    gradient of a ``split`` is one ``cat``, that of its slices a sum.)
+    gradient of a ``split`` is one ``cat``, that of its slices a sum.) ``functional``: a function
+    that writes nothing in place, and may have rules of our own for vmap (functionalize takes none).
+    ``differentiated``: the graph whose gradient the function takes.
     """
     table = DECOMPOSITIONS_BEFORE_AUTOGRAD if before_autograd else decompositions()
-    with mode, torch.enable_grad():
+    with mode, torch.enable_grad(), calling_compiled_as_written():
         # Some of autograd's own formulas write in place: without mutation, nodes can be moved.
-        pure = torch.func.functionalize(function)
+        if differentiated is not None and _has_fourier_transform(differentiated.graph):
+            # In autograd's formula of one, functionalize mistakes a size: let it see a graph.
+            function = make_fx(function)(*examples)
+        pure = function if functional else torch.func.functionalize(function)
         module = make_fx(pure, decomposition_table=table)(*examples)
     _make_batchable(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
+
+
+def _has_fourier_transform(graph: fx.Graph) -> bool:
+    return any(str(node.target).startswith("aten._fft_") for node in graph.nodes)
 
 
 def _make_batchable(graph: fx.Graph) -> None:
@@ -82,6 +94,8 @@ def _make_batchable(graph: fx.Graph) -> None:
             node.target = aten.reshape.default  # a batched value may lie differently in memory
         elif node.target is aten.sym_size.int:
             node.target = _size
+        elif node.target is aten.sym_numel.default:
+            node.target = torch.numel
         elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
             # vmap's rules take no bound from the end, nor the largest integer for "to the end".
             dim_at = 1 if node.target is aten.slice.Tensor else 2
