@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ftbptt._compat import FakeTensorMode
+from ftbptt._compat import FakeTensorMode, make_fx
 from ftbptt.backends import EAGER, FUSED
 from ftbptt.compiler.distribute import ScanBlock
 from ftbptt.compiler.trace import trace_function
@@ -27,8 +27,13 @@ def scan_of(
     sequences: Sequence[Tensor],
     carries: Sequence[Tensor],
     history: Sequence[bool] | None = None,
+    *,
+    as_written: bool = False,
 ) -> ScanBlock:
-    """The block of a step, of which nothing is taken out of the loop. Sequences are [K, ...]."""
+    """The block of a step, of which nothing is taken out of the loop. Sequences are [K, ...].
+
+    ``as_written``: in the operations that the step calls, none of them decomposed.
+    """
     n_inv, n_seq, n_carries = len(invariants), len(sequences), len(carries)
 
     def flat(*leaves: Tensor) -> list[Tensor]:
@@ -38,9 +43,12 @@ def scan_of(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     given = [*invariants, *(s[0] for s in sequences), *carries]
     examples = [mode.from_tensor(t) for t in given]
-    # As the engine does: a step's graph first, then what of it is left behind autograd.
-    module = trace_function(flat, examples, mode, before_autograd=True)
-    module = trace_function(module, examples, mode)
+    if as_written:
+        with mode:
+            module = make_fx(torch.func.functionalize(flat))(*examples)
+    else:  # as the engine does: a step's graph first, then what of it is left behind autograd
+        module = trace_function(flat, examples, mode, before_autograd=True)
+        module = trace_function(module, examples, mode)
     nodes = module.graph.find_nodes(op="placeholder")
     outputs = list(module.graph.output_node().args[0])
     return ScanBlock(
@@ -65,8 +73,10 @@ class Scan:
         sequences: Sequence[Tensor],
         carries: Sequence[Tensor],
         history: Sequence[bool] | None = None,
+        *,
+        as_written: bool = False,
     ) -> None:
-        self.block = scan_of(step, invariants, sequences, carries, history)
+        self.block = scan_of(step, invariants, sequences, carries, history, as_written=as_written)
         self.given = list(invariants), list(sequences), list(carries)
 
     def run(self, backend: Any, *given: Sequence[Tensor], reverse: bool = False) -> list[Tensor]:
