@@ -107,6 +107,9 @@ def _shapes(given: Sequence[Sequence[Tensor]]) -> list[Any]:
 def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> None:
     """Equal within the tolerance, relative to the largest finite number of a tensor; NaN as NaN."""
     for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        if b.dtype == torch.bool:
+            assert torch.equal(a, b), f"output {i} differs"
+            continue
         scale = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0
         torch.testing.assert_close(
             a, b, rtol=tolerance, atol=tolerance * max(scale, SMALLEST_SCALE), equal_nan=True,
