@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from .cells import problem
 
@@ -36,6 +38,42 @@ def _same_globals(_threads: None) -> Iterator[None]:
     before = _globals()
     yield
     assert _globals() == before
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outputs of a kernel are NaN before it runs, so that what it leaves unwritten shows."""
+    from ftbptt.backends.fused import Kernel
+
+    unfilled = Kernel.outputs
+
+    def outputs(kernel: Kernel, steps: Any) -> list[Tensor]:
+        made = unfilled(kernel, steps)
+        for tensor in made:
+            tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 77)
+        return made
+
+    monkeypatch.setattr(Kernel, "outputs", outputs)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    """``backend="fused"`` runs its kernels, and all around them operation by operation.
+
+    So nothing but kernels is compiled, and those are kept on disk.
+    """
+    from ftbptt import backends
+
+    around = replace(backends.FUSED, build=backends.EAGER.build)
+    monkeypatch.setitem(backends._BY_NAME, "fused", around)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """``threads(n)`` sets torch's number of threads, for the test alone."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

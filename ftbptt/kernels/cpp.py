@@ -246,7 +246,9 @@ class _Printer:
         offset = op.row.offset + (source.offset if isinstance(source, Value) else 0)
         t = c_type(compute_dtype(value.dtype))
         lda = a.pattern.unit if a.kind == "sequence" else a.size
-        group = f" + tile.group * packed_size{op.weight}" if op.grouped else ""
+        # A tile is of one group of the most row axes; a weight may be shared by several of those.
+        which = f"tile.group / ({self._axes(op.grouped, self.groups)})"
+        group = f" + {which} * packed_size{op.weight}" if op.grouped else ""
         yield (
             f"        Gemm<{t}>::run(rows, {op.k}, {op.n}, {self._pointer_to(a, offset)}, {lda}, "
             f"packed{op.weight}.data(){group}, {self._pointer_to(value.memory, value.offset)}, "

@@ -74,7 +74,7 @@ def constant(node: Node) -> Literal:
     dtype = node.meta["val"].dtype
     value = _CONSTANTS[node.target](node)
     if isinstance(value, (int, float, bool, complex)):
-        return Literal(value, dtype)
+        return _rounded(Literal(value, dtype))
     raise refuse(node, "its value is not a number")
 
 
@@ -96,6 +96,13 @@ def cast(x: Expression, dtype: torch.dtype) -> Expression:
     if isinstance(x, Literal) and dtype != torch.bool:
         return Literal(x.value, dtype)
     return Apply("cast", (x,), dtype)
+
+
+def _rounded(x: Expression) -> Expression:
+    """A number as a tensor of its dtype has it, though a kernel computes in a wider one."""
+    if isinstance(x, Literal) and x.dtype in (torch.bfloat16, torch.float16):
+        return Literal(torch.tensor(x.value, dtype=x.dtype).item(), x.dtype)
+    return x
 
 
 def expression(node: Node, leaf: Callable[[Node], Expression]) -> Expression:
@@ -158,7 +165,8 @@ def _compared(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, A
     common = _common(node)
     if common == torch.bool:
         raise refuse(node, "a comparison of bools")
-    return Apply(_COMPARISONS[_overload_name(node)], tuple(cast(a, common) for a in args), out)
+    operands = tuple(_rounded(cast(a, common)) for a in args)
+    return Apply(_COMPARISONS[_overload_name(node)], operands, out)
 
 
 def _logical(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -228,9 +236,9 @@ def _add_product(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str
 
 
 def _reversed_sub(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    a, b = (cast(x, out) for x in args[:2])
-    if kwargs.get("alpha", 1) != 1:
+    if len(args) > 2 or kwargs:
         raise refuse(node, "alpha is not 1")
+    a, b = (cast(x, out) for x in args)
     return Apply("sub", (b, a), out)
 
 
@@ -245,9 +253,15 @@ def _test(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any])
 
 
 def _unary_float(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return Apply(_ARITHMETIC[_overload_name(node)], (cast(args[0], out),), out)
+    name = _overload_name(node)
+    if len(args) > 1 or kwargs:
+        raise refuse(node, "in this form no kernel is known for it")
+    if name in _ROUNDINGS and not out.is_floating_point:
+        return cast(args[0], out)
+    return Apply(_ARITHMETIC[name], (cast(args[0], out),), out)
 
 
+_ROUNDINGS = {"floor", "ceil", "trunc", "round"}
 _REAL_FUNCTIONS = {
     "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "sin", "cos", "tan", "sinh",
     "cosh", "atan", "tanh", "sigmoid", "erf", "erfc", "acos", "asin", "floor", "ceil", "trunc",

@@ -176,7 +176,7 @@ template <typename X> inline X minimum_(X a, X b) {
   if constexpr (is_vec<X>::value) return at::vec::minimum(a, b);
   else return a != a || a < b ? a : b;
 }
-template <typename X> inline X relu_(X a) { return where_(le_(a, X(0)), X(0), a); }
+template <typename X> inline X relu_(X a) { return where_(lt_(a, X(0)), X(0), a); }
 template <typename X> inline X sign_(X a) {
   return sub_(where_(gt_(a, X(0)), X(1), X(0)), where_(lt_(a, X(0)), X(1), X(0)));
 }
@@ -202,7 +202,6 @@ FTBPTT_UNARY(cosh, cosh, std::cosh)
 FTBPTT_UNARY(asin, asin, std::asin)
 FTBPTT_UNARY(acos, acos, std::acos)
 FTBPTT_UNARY(atan, atan, std::atan)
-FTBPTT_UNARY(erf, erf, std::erf)
 FTBPTT_UNARY(erfc, erfc, std::erfc)
 FTBPTT_UNARY(floor, floor, std::floor)
 FTBPTT_UNARY(ceil, ceil, std::ceil)
@@ -219,6 +218,11 @@ template <typename X> inline X tanh_(X a) {
   if constexpr (std::is_same_v<X, Vec<float>>) return fast_tanh(a);
   else if constexpr (is_vec<X>::value) return a.tanh();
   else return std::tanh(a);
+}
+template <typename X> inline X erf_(X a) {
+  if constexpr (std::is_same_v<X, Vec<float>>) return fast_erf(a);
+  else if constexpr (is_vec<X>::value) return a.erf();
+  else return std::erf(a);
 }
 template <typename X> inline X sigmoid_(X a) { return X(1) / (X(1) + exp_(neg_(a))); }
 template <typename X> inline X rsqrt_(X a) { return X(1) / sqrt_(a); }
