@@ -141,8 +141,10 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         for overload in op.overloads():
             table.pop(getattr(op, overload), None)
     table.update(DECOMPOSITIONS_BEFORE_AUTOGRAD)
-    # vmap has no rule for the prim that other decompositions convert with.
+    # vmap has no rule for the prims that other decompositions are made of.
     table[torch.ops.prims.convert_element_type.default] = lambda x, dtype: x.to(dtype)
+    if hasattr(torch.ops.prims, "fma"):
+        table[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c
     table[aten.addmm.default] = _plus_product(torch.mm)
     table[aten.baddbmm.default] = _plus_product(torch.bmm)
     table[aten.split.Tensor] = lambda x, size, dim=0: _slices(

@@ -13,7 +13,7 @@ from torch.func import vmap
 from ftbptt import make_train_segment
 from ftbptt.backends import EAGER, FUSED
 from ftbptt.kernels.expressions import Unsupported
-from ftbptt.kernels.rowloop import make_row_loop
+from ftbptt.kernels.lower import make_row_loop
 
 from .cells import problem
 from .oracle import assert_close, check, reference

@@ -240,3 +240,31 @@ def test_a_loss_written_for_one_k_is_traced_again_for_another_and_the_step_is_no
     for steps in (4, 2, 4, 3):
         check(segment, made, steps)
     assert segment.trace_count == 1
+
+
+# What a readout often ends with: batched over the steps, so torch must have a rule for vmap.
+READOUTS = {
+    "softmax": lambda o: F.softmax(o, -1),
+    "log_softmax": lambda o: F.log_softmax(o, -1),
+    "attention": lambda o: F.scaled_dot_product_attention(o, o + 1, o - 1),
+    "layer norm": lambda o: F.layer_norm(o, o.shape[-1:]),
+    "gelu": F.gelu,
+}
+
+
+def test_readouts_run_compiled_for_every_length() -> None:
+    def step(params: Any, x_t: Tensor, h: Tensor) -> Any:
+        h = torch.tanh(x_t @ params["w"] + h)
+        return {name: of(h.view(B, 1, H)) for name, of in READOUTS.items()}, h
+
+    def loss(out: Any, y: Tensor) -> Tensor:
+        return sum(((o.squeeze(2) - y) ** 2).mean() for o in out.values())
+
+    draw = Draw(1)
+    params, state = {"w": draw(H, H)}, draw(B, H)
+    made = Problem(step, params, state, draw.sequence(B, H), draw.sequence(B, H), loss)
+    segment = make_train_segment(made.step, made.loss, backend="fused")
+    check(segment, made, 4)
+    compiled = segment.compile_count
+    check(segment, made, 9)
+    assert segment.compile_count == compiled

@@ -241,7 +241,8 @@ ORDER = [
     "compiler.prepare", "compiler.adjoint", "compiler.timesum", "compiler.timebatch",
     "compiler.distribute", "compiler.loss", "compiler.plan", "compiler.program",
     "kernels.expressions", "kernels.accesses", "kernels.normalize", "kernels.rowloop",
-    "kernels.schedule", "kernels.cpp_nest", "kernels.cpp", "kernels.build", "backends.base",
+    "kernels.lower", "kernels.schedule", "kernels.cpp_nest", "kernels.cpp", "kernels.build",
+    "backends.base",
     "backends.eager", "backends.compile", "backends.fused", "backends", "_execute", "_explain",
     "_call", "_recall", "_segment",
 ]  # fmt: skip

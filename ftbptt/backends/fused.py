@@ -21,7 +21,7 @@ from ..compiler.graphs import value_of
 from ..kernels.build import INCLUDE, library_of, load
 from ..kernels.cpp import print_cpp
 from ..kernels.expressions import Unsupported
-from ..kernels.rowloop import make_row_loop
+from ..kernels.lower import make_row_loop
 from ..kernels.schedule import make_schedule
 from .base import Backend, Function
 from .compile import COMPILE

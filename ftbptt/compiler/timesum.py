@@ -84,10 +84,13 @@ def _gemm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _sum_of_rows(x: Tensor) -> Tensor:
-    """``[K, B, N] -> [N]`` as a product with ones: a library reads it in order, in parallel."""
-    rows = x.flatten(0, -2)
-    return torch.mm(rows.new_ones(1, rows.shape[0]), rows)
+    """``[K, B, N] -> [N]``, the rows by products with ones: a library reads them in order."""
+    ones = x.new_ones(1, 1, x.shape[1]).expand(x.shape[0], 1, x.shape[1])
+    return torch.bmm(ones, x).sum(0)
 
+
+# Fewer rows are summed together with the steps.
+_ROWS_FOR_A_PRODUCT = 16
 
 _LINEAR_VIEWS = VIEWS - {aten.lift_fresh.default}
 
@@ -143,9 +146,11 @@ def time_sum(node: Node, varying: set[Node], given: set[Node]) -> Term:
 
 
 def _sums_rows(node: Node) -> bool:
-    """Whether the node sums a matrix of floating point numbers over its first axis."""
+    """Whether the node sums a matrix of floating point numbers over its many rows."""
     value, dims = value_of(node.args[0]), node.args[1]
-    return value.dim() == 2 and list(dims) == [0] and value.is_floating_point()
+    if value.dim() != 2 or list(dims) != [0] or not value.is_floating_point():
+        return False
+    return value.shape[0] >= _ROWS_FOR_A_PRODUCT
 
 
 def _swapped_gemm(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._compat import (
     DECOMPOSITIONS_BEFORE_AUTOGRAD,
@@ -70,7 +71,9 @@ def trace_function(
     ``differentiated``: the graph whose gradient the function takes.
     """
     table = DECOMPOSITIONS_BEFORE_AUTOGRAD if before_autograd else decompositions()
-    with mode, torch.enable_grad(), calling_compiled_as_written():
+    # Attention as products and a softmax: its fused operation has no rule for vmap.
+    plain_attention = sdpa_kernel(SDPBackend.MATH)
+    with mode, torch.enable_grad(), calling_compiled_as_written(), plain_attention:
         # Some of autograd's own formulas write in place: without mutation, nodes can be moved.
         if differentiated is not None and _has_fourier_transform(differentiated.graph):
             # In autograd's formula of one, functionalize mistakes a size: let it see a graph.

@@ -29,7 +29,16 @@ def print_cpp(loop: RowLoop, schedule: Schedule, history: list[bool], *, reverse
     row axes, elements of each sequence per step, strides (group, k, n) of each weight.
     """
     printer = _Printer(loop, schedule, history, reverse)
-    return "\n".join(printer.lines()) + "\n"
+    return "\n".join(_indented(printer.lines())) + "\n"
+
+
+def _indented(lines: Iterator[str]) -> Iterator[str]:
+    """The lines indented by the braces that are open, to be read in a debugger or by a person."""
+    depth = 0
+    for line in map(str.strip, lines):
+        depth -= line.startswith("}")
+        yield line if line.startswith("#") else "  " * depth + line
+        depth += line.endswith("{")
 
 
 class _Printer:
@@ -49,25 +58,25 @@ class _Printer:
         yield 'extern "C" void run(void* const* memory, const int64_t* numbers) {'
         yield from self._arguments()
         yield from self._packing_space()
-        yield f"  const Tiles tiles(total, {self._axes(0, self.groups)}, {self._tile()});"
+        yield f"const Tiles tiles(total, {self._axes(0, self.groups)}, {self._tile()});"
         yield "#pragma omp parallel num_threads(tiles.threads) if (tiles.threads > 1)"
-        yield "  {"
+        yield "{"
         yield from self._pack()
         yield from self._scratch()
-        yield "    for (const Tile tile : tiles.of_thread()) {"
-        yield "      const int64_t first = tile.first, rows = tile.rows;"
+        yield "for (const Tile tile : tiles.of_thread()) {"
+        yield "const int64_t first = tile.first, rows = tile.rows;"
         yield from self._start()
-        yield "      for (int64_t step = 0; step < steps; ++step) {"
+        yield "for (int64_t step = 0; step < steps; ++step) {"
         t = "steps - 1 - step" if self.reverse else "step"
-        yield f"        const int64_t t = {t};"
+        yield f"const int64_t t = {t};"
         yield from self._places()
         for stage in self.schedule.stages:
             yield from self._product(stage) if isinstance(stage, Product) else self._rows(stage)
         yield from self._swap()
-        yield "      }"
+        yield "}"
         yield from self._finish()
-        yield "    }"
-        yield "  }"
+        yield "}"
+        yield "}"
         yield "}"
 
     # -- the whole --------------------------------------------------------------------------------
@@ -96,21 +105,21 @@ class _Printer:
             yield self._argument(f"emits{i}", memory.dtype, place, const=False)
             place += 1
         dims = len(loop.rows.dims)
-        yield "  const int64_t steps = numbers[0];"
+        yield "const int64_t steps = numbers[0];"
         for axis in range(dims):
-            yield f"  const int64_t axis{axis} = numbers[{1 + axis}];"
-        yield f"  const int64_t total = {self._axes(0, dims)};"
+            yield f"const int64_t axis{axis} = numbers[{1 + axis}];"
+        yield f"const int64_t total = {self._axes(0, dims)};"
         place = 1 + dims
         for i in sorted(loop.sequences):
-            yield f"  const int64_t step{i} = numbers[{place}];"
+            yield f"const int64_t step{i} = numbers[{place}];"
             place += 1
         for weight in self.products:
-            yield f"  const int64_t* const strides{weight} = numbers + {place};"
+            yield f"const int64_t* const strides{weight} = numbers + {place};"
             place += 3
 
     def _argument(self, name: str, dtype: torch.dtype, place: int, const: bool = True) -> str:
         kind = f"const {c_type(dtype)}" if const else c_type(dtype)
-        return f"  {kind}* const {name} = static_cast<{kind}*>(memory[{place}]);"
+        return f"{kind}* const {name} = static_cast<{kind}*>(memory[{place}]);"
 
     def _weight_dtype(self, weight: int) -> torch.dtype:
         return self.loop.weight_dtypes[weight]
@@ -139,8 +148,8 @@ class _Printer:
         for weight, op in self.products.items():
             t = c_type(compute_dtype(self._weight_dtype(weight)))
             count = self._axes(0, op.grouped)
-            yield f"  const int64_t packed_size{weight} = Gemm<{t}>::packed_size({op.k}, {op.n});"
-            yield f"  Buffer<{t}> packed{weight}({count} * packed_size{weight});"
+            yield f"const int64_t packed_size{weight} = Gemm<{t}>::packed_size({op.k}, {op.n});"
+            yield f"Buffer<{t}> packed{weight}({count} * packed_size{weight});"
 
     def _pack(self) -> Iterator[str]:
         if not self.products:
@@ -149,7 +158,7 @@ class _Printer:
             t = c_type(compute_dtype(self._weight_dtype(weight)))
             count = self._axes(0, op.grouped)
             yield (
-                f"    pack<{t}>(weight{weight}, strides{weight}, {op.k}, {op.n}, {count}, "
+                f"pack<{t}>(weight{weight}, strides{weight}, {op.k}, {op.n}, {count}, "
                 f"packed{weight}.data());"
             )
         yield "#pragma omp barrier"
@@ -160,12 +169,12 @@ class _Printer:
         for memory in self.schedule.scratch:
             rows = "1" if memory in self.schedule.one_row else "tiles.rows"
             t = c_type(compute_dtype(memory.dtype))
-            yield f"    Buffer<{t}> {memory_name(memory)}_buffer({rows} * {memory.size});"
-            yield f"    {t}* const {memory_name(memory)} = {memory_name(memory)}_buffer.data();"
+            yield f"Buffer<{t}> {memory_name(memory)}_buffer({rows} * {memory.size});"
+            yield f"{t}* const {memory_name(memory)} = {memory_name(memory)}_buffer.data();"
         for i, memory in enumerate(self.loop.carries):
             if not self.history[i]:
                 t = c_type(memory.dtype)
-                yield f"    Buffer<{t}> carry{i}_buffer(2 * tiles.rows * {memory.size});"
+                yield f"Buffer<{t}> carry{i}_buffer(2 * tiles.rows * {memory.size});"
 
     def _start(self) -> Iterator[str]:
         for i, memory in enumerate(self.loop.carries):
@@ -174,10 +183,10 @@ class _Printer:
                 slot = "steps * total + first" if self.reverse else "first"
                 target = f"history{i} + ({slot}) * {size}"
             else:
-                yield f"      {t}* carry{i} = carry{i}_buffer.data();"
-                yield f"      {t}* next{i} = carry{i} + tiles.rows * {size};"
+                yield f"{t}* carry{i} = carry{i}_buffer.data();"
+                yield f"{t}* next{i} = carry{i} + tiles.rows * {size};"
                 target = f"carry{i}"
-            yield f"      copy(start{i} + first * {size}, rows * {size}, {target});"
+            yield f"copy(start{i} + first * {size}, rows * {size}, {target});"
 
     def _places(self) -> Iterator[str]:
         """Where the tile's part of each tensor is at this step."""
@@ -186,21 +195,18 @@ class _Printer:
             if self.history[i]:
                 t, size = c_type(memory.dtype), memory.size
                 yield (
-                    f"        const {t}* const carry{i} = "
+                    f"const {t}* const carry{i} = "
                     f"history{i} + (({before}) * total + first) * {size};"
                 )
-                yield (
-                    f"        {t}* const next{i} = "
-                    f"history{i} + (({after}) * total + first) * {size};"
-                )
+                yield (f"{t}* const next{i} = history{i} + (({after}) * total + first) * {size};")
         for i, memory in enumerate(self.loop.emits):
             t = c_type(memory.dtype)
-            yield f"        {t}* const emit{i} = emits{i} + (t * total + first) * {memory.size};"
+            yield f"{t}* const emit{i} = emits{i} + (t * total + first) * {memory.size};"
 
     def _swap(self) -> Iterator[str]:
         for i, flag in enumerate(self.history):
             if not flag:
-                yield f"        std::swap(carry{i}, next{i});"
+                yield f"std::swap(carry{i}, next{i});"
 
     def _finish(self) -> Iterator[str]:
         for i, memory in enumerate(self.loop.carries):
@@ -208,7 +214,7 @@ class _Printer:
             if self.history[i]:
                 slot = "first" if self.reverse else "steps * total + first"
                 source = f"history{i} + ({slot}) * {size}"
-            yield f"      copy({source}, rows * {size}, final{i} + first * {size});"
+            yield f"copy({source}, rows * {size}, final{i} + first * {size});"
 
     # -- one stage --------------------------------------------------------------------------------
 
@@ -250,13 +256,13 @@ class _Printer:
         which = f"tile.group / ({self._axes(op.grouped, self.groups)})"
         group = f" + {which} * packed_size{op.weight}" if op.grouped else ""
         yield (
-            f"        Gemm<{t}>::run(rows, {op.k}, {op.n}, {self._pointer_to(a, offset)}, {lda}, "
+            f"Gemm<{t}>::run(rows, {op.k}, {op.n}, {self._pointer_to(a, offset)}, {lda}, "
             f"packed{op.weight}.data(){group}, {self._pointer_to(value.memory, value.offset)}, "
             f"{value.memory.size}, false);"
         )
 
     def _rows(self, nests: list[Nest]) -> Iterator[str]:
-        yield "        for (int64_t r = 0; r < rows; ++r) {"
+        yield "for (int64_t r = 0; r < rows; ++r) {"
         used: dict[Memory, None] = {}
         for nest in nests:
             for op in nest.operations:
@@ -270,14 +276,11 @@ class _Printer:
             constant = "const " if memory.kind in ("invariant", "sequence", "carry") else ""
             dtype = memory.dtype if memory.kind != "scratch" else compute_dtype(memory.dtype)
             name = f"row_{memory_name(memory)}"
-            yield (
-                f"          {constant}{c_type(dtype)}* const {name} = "
-                f"{self._row_pointer(memory, 'r')};"
-            )
+            yield (f"{constant}{c_type(dtype)}* const {name} = {self._row_pointer(memory, 'r')};")
         for nest in nests:
             for line in NestPrinter(nest, self.schedule.kept).lines():
-                yield "          " + line
-        yield "        }"
+                yield "" + line
+        yield "}"
 
 
 def _memory_of(read: Read) -> Memory | None:
