@@ -250,7 +250,8 @@ class TrainSegment:
                 warnings.warn(
                     f"ftbptt: the {executable.backend.name} backend failed for "
                     f"{self._recipe.step.name} ({_first_line(error)}); this segment runs on the "
-                    "eager backend instead, slower. backend='compile' shows the whole error.",
+                    f"eager backend instead, slower. backend='{executable.backend.name}' shows the "
+                    "whole error.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
