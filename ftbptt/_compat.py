@@ -323,12 +323,12 @@ def compile_cpp(source: Path, include: Sequence[str]) -> Path:
 
     It finds the compiler, vector instructions, OpenMP and torch's headers on each platform.
     """
-    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+    from torch._inductor.exc import CppCompileError
 
+    builder = _cpp_builder(str(source), str(source.parent), include)
     try:
-        builder = _cpp_builder(str(source), str(source.parent), include)
         builder.build()
-    except (CppCompileError, InvalidCxxCompiler) as error:
+    except CppCompileError as error:
         said = [line for line in str(error).splitlines() if "error" in line.lower()]
         raise RuntimeError(f"no kernel could be compiled: {' '.join(said[:3])}") from error
     return Path(builder.get_target_file_path())
@@ -337,13 +337,20 @@ def compile_cpp(source: Path, include: Sequence[str]) -> Path:
 def _cpp_builder(source: str, folder: str, include: Sequence[str]) -> Any:
     from torch._inductor import config, cpu_vec_isa
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.exc import InvalidCxxCompiler
 
-    with config.patch({"cpp.vec_isa_ok": True}):
-        options = CppTorchDeviceOptions(
-            vec_isa=cpu_vec_isa.pick_vec_isa(),
-            device_type="cpu",
-            extra_flags=["-w", *(f"-I{path}" for path in include)],
-        )
+    try:
+        with config.patch({"cpp.vec_isa_ok": True}):
+            options = CppTorchDeviceOptions(
+                vec_isa=cpu_vec_isa.pick_vec_isa(),
+                device_type="cpu",
+                extra_flags=["-w", *(f"-I{path}" for path in include)],
+            )
+    except InvalidCxxCompiler as error:
+        raise RuntimeError(
+            f"a kernel needs a C++ compiler, and there is none that works ({error}). Install g++ "
+            "or clang++, or name one in the environment variable CXX; backend='eager' needs none."
+        ) from error
     return CppBuilder(name="kernel", sources=source, BuildOption=options, output_dir=folder)
 
 

@@ -43,17 +43,17 @@ def _same_globals(_threads: None) -> Iterator[None]:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The outputs of a kernel are NaN before it runs, so that what it leaves unwritten shows."""
-    from ftbptt.backends.fused import Kernel
+    from ftbptt.backends import fused
 
-    unfilled = Kernel.outputs
+    unfilled = fused._outputs
 
-    def outputs(kernel: Kernel, steps: Any) -> list[Tensor]:
-        made = unfilled(kernel, steps)
+    def outputs(*given: Any) -> list[Tensor]:
+        made = unfilled(*given)
         for tensor in made:
             tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 77)
         return made
 
-    monkeypatch.setattr(Kernel, "outputs", outputs)
+    monkeypatch.setattr(fused, "_outputs", outputs)
 
 
 @pytest.fixture

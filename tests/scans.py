@@ -13,6 +13,9 @@ from ftbptt._compat import FakeTensorMode, make_fx
 from ftbptt.backends import EAGER, FUSED
 from ftbptt.compiler.distribute import ScanBlock
 from ftbptt.compiler.trace import trace_function
+from ftbptt.kernels.cpp import print_cpp
+from ftbptt.kernels.rowloop import make_row_loop
+from ftbptt.kernels.schedule import make_schedule
 
 from .oracle import SMALLEST_SCALE
 
@@ -102,6 +105,12 @@ class Scan:
 def _shapes(given: Sequence[Sequence[Tensor]]) -> list[Any]:
     invariants, sequences, carries = given
     return [t.shape for t in (*invariants, *carries)] + [t.shape[1:] for t in sequences]
+
+
+def source_of(block: ScanBlock, *, reverse: bool = False) -> str:
+    """The C++ of a block's kernel."""
+    loop = make_row_loop(block)
+    return print_cpp(loop, make_schedule(loop), block.history, reverse=reverse)
 
 
 def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> None:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ftbptt.backends import EAGER, FUSED
-from ftbptt.backends.fused import _kernel_for, _kernels
 from ftbptt.compiler.graphs import Node
 from ftbptt.kernels import expressions
 
-from .scans import Scan, assert_same, random
+from .scans import Scan, assert_same, random, source_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 aten = torch.ops.aten
@@ -223,8 +222,7 @@ def test_composed_ones(width: int) -> None:
 
 
 def is_in_vectors(operations: dict[str, Operation], x: Tensor, y: Tensor) -> bool:
-    source = _kernels[_kernel_for(scan_over(operations, x, y).block, False)].source
-    return "using V = Vec<" in source
+    return "using V = Vec<" in source_of(scan_over(operations, x, y).block)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint8])

@@ -116,7 +116,8 @@ def run_scan(
         kernel = _kernel_for(block, reverse)
     except Unsupported:
         return run_while_loop(block, invariants, sequences, carries, steps, reverse)
-    weights = [invariants[i] for i in kernel.weights]
+    # The strides of a weight are those of the numbers that the kernel sees.
+    weights = [invariants[i].resolve_conj().resolve_neg() for i in kernel.weights]
     own = [_in_order(sequences[i]) for i in kernel.sequences]
     inputs = [
         *(_in_order(invariants[i]) for i in kernel.invariants),

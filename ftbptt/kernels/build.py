@@ -2,6 +2,7 @@
 
 The library is built under another name and renamed when it is whole, so a build that is killed
 leaves nothing behind that looks like one, and processes that build the same at once do not meet.
+It ends with a hash of itself: one that was damaged later is built anew.
 """
 
 from __future__ import annotations
@@ -43,10 +44,26 @@ def library_of(source: str) -> Path:
     key = hashlib.sha256(b"\0".join(content)).hexdigest()[:32]
     folder = Path(kernel_cache_dir())
     library = folder / f"{key}.so"
-    if not library.exists():
+    if not _is_whole(library):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
             path = Path(scratch) / f"{key}.cpp"
             path.write_text(source)
-            os.replace(compile_cpp(path, [str(INCLUDE)]), library)
+            built = compile_cpp(path, [str(INCLUDE)])
+            built.write_bytes(built.read_bytes() + _hash(built.read_bytes()))
+            os.replace(built, library)
     return library
+
+
+def _hash(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether all of the library is there: its last bytes are the hash of the others.
+
+    One that was cut short, by a crash or a copy, would end the process when it is loaded.
+    """
+    content = library.read_bytes() if library.exists() else b""
+    size = len(_hash(b""))
+    return content[-size:] == _hash(content[:-size])

@@ -1,0 +1,173 @@
+"""Kernels are built once, whatever happens meanwhile: at the same time, killed, damaged, nowhere."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ftbptt._compat import kernel_cache_dir
+from ftbptt.kernels import build
+from ftbptt.kernels.build import library_of, load
+
+SOURCE = """#include <cstdint>
+extern "C" void run(void* const* memory, const int64_t* numbers) {
+  *static_cast<double*>(memory[0]) = 0.5 * numbers[0];
+}
+"""
+BUILD = """
+from tests.test_build import half_of
+print(half_of({source!r}, 6))
+"""
+ROOT = Path(__file__).parent.parent
+
+
+def half_of(source: str, number: int) -> float:
+    """What the library of ``source`` writes."""
+    result = ctypes.c_double(0)
+    memory = (ctypes.c_void_p * 1)(ctypes.addressof(result))
+    load(str(library_of(source)))(memory, (ctypes.c_int64 * 1)(number))
+    return result.value
+
+
+def start(code: str, cache: Path, **environment: str) -> subprocess.Popen[str]:
+    """Python in a process group of its own, with an empty cache of kernels."""
+    own = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-W", "default", "-c", code], env={**own, **environment}, cwd=ROOT,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return out
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache in which nothing is, for this process."""
+    monkeypatch.setattr(build, "kernel_cache_dir", lambda: str(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+def test_built_once_and_kept(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert half_of(SOURCE, 6) == 3
+    (library,) = empty_cache.iterdir()
+    monkeypatch.setattr(build, "compile_cpp", None)
+    assert library_of(SOURCE) == library
+    with pytest.raises(TypeError):
+        library_of(SOURCE + "// another")
+
+
+def test_loaded_in_no_time(empty_cache: Path) -> None:
+    library_of(SOURCE)
+    load.cache_clear()
+    began = time.perf_counter()
+    load(str(library_of(SOURCE)))
+    assert time.perf_counter() - began < 0.3
+
+
+def test_an_error_in_a_source_is_told(empty_cache: Path) -> None:
+    with pytest.raises(RuntimeError, match="no kernel could be compiled.*nonsense"):
+        library_of("nonsense;")
+    assert list(empty_cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["nothing", "text", "half"])
+def test_a_damaged_library_is_built_anew(damage: str, empty_cache: Path) -> None:
+    library = library_of(SOURCE)
+    content = library.read_bytes()
+    load.cache_clear()
+    library.unlink()  # what was loaded stays as it is in memory
+    left = {"nothing": b"", "text": b"not a library", "half": content[: len(content) // 2]}
+    library.write_bytes(left[damage])
+    assert half_of(SOURCE, 8) == 4
+    assert len(library.read_bytes()) == len(content)
+
+
+def test_two_processes_build_the_same(tmp_path: Path) -> None:
+    both = [start(BUILD.format(source=SOURCE), tmp_path) for _ in range(2)]
+    assert [output_of(process) for process in both] == ["3.0\n", "3.0\n"]
+    assert len(list(tmp_path.rglob("ftbptt/**/*.so"))) == 1
+    assert not list(tmp_path.rglob("build-*"))
+
+
+def test_a_killed_build_leaves_nothing_that_is_taken_for_a_library(tmp_path: Path) -> None:
+    """The compiler has written half of its output when it and all around it is killed."""
+    compiler, cache = tmp_path / "g++", tmp_path / "cache"
+    compiler.write_text(f"""#!/bin/sh
+case "$*" in */build-*)
+  if [ ! -e {tmp_path}/began ]; then
+    for word in "$@"; do case "$word" in *.so) printf half > "$word";; esac; done
+    touch {tmp_path}/began; sleep 600
+  fi;;
+esac
+exec g++ "$@"
+""")
+    compiler.chmod(0o755)
+    code = BUILD.format(source=SOURCE)
+    process = start(code, cache, CXX=str(compiler))
+    until = time.monotonic() + 60
+    while not (tmp_path / "began").exists() and time.monotonic() < until:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert list(cache.rglob("ftbptt/**/build-*/*.so")), "it was killed while it wrote"
+    assert not list(cache.rglob("ftbptt/*/*.so"))
+    assert output_of(start(code, cache, CXX=str(compiler))) == "3.0\n"
+    assert len(list(cache.rglob("ftbptt/*/*.so"))) == 1
+
+
+WITHOUT_COMPILER = """
+import warnings
+import torch
+from ftbptt import make_train_segment, reference_segment
+from tests.cells import problem
+
+given = problem("elman")
+try:
+    make_train_segment(given.step, given.loss, backend="fused")(*given.data(3))
+except RuntimeError as error:
+    print(error)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    segment = make_train_segment(given.step, given.loss)
+    found = [segment(*given.data(3)) for _ in range(2)]
+wanted = reference_segment(given.step, given.loss, *given.data(3))
+for own in found:
+    torch.testing.assert_close(own.grads, wanted.grads)
+print(*[f"{w.category.__name__} {w.message}" for w in caught], sep="\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"PATH": "/nowhere"}, pytest.param({"CXX": "/nowhere/g++"}, marks=pytest.mark.slow)],
+)
+def test_no_compiler(environment: dict[str, str], tmp_path: Path) -> None:
+    """``fused`` says what is missing and what to do; ``auto`` warns once, and is right."""
+    environment = {"CXX": "g++", **environment}
+    said = output_of(start(WITHOUT_COMPILER, tmp_path, **environment)).splitlines()
+    assert len(said) == 2
+    for line in said:
+        assert "needs a C++ compiler" in line
+        assert "Install g++ or clang++" in line
+        assert "backend='eager' needs none" in line
+    assert said[1].startswith("RuntimeWarning ftbptt: the fused backend failed for step")
+
+
+def test_the_cache_is_beside_inductors_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    folder = Path(kernel_cache_dir())
+    assert folder.is_relative_to(tmp_path)
+    assert folder.name == torch.backends.cpu.get_cpu_capability()
