@@ -14,7 +14,7 @@ from ftbptt.backends import EAGER, FUSED
 from ftbptt.compiler.distribute import ScanBlock
 from ftbptt.compiler.trace import trace_function
 from ftbptt.kernels.cpp import print_cpp
-from ftbptt.kernels.rowloop import make_row_loop
+from ftbptt.kernels.lower import make_row_loop
 from ftbptt.kernels.schedule import make_schedule
 
 from .oracle import SMALLEST_SCALE

@@ -27,8 +27,8 @@ Segments = Callable[..., Any]
 NOT_FUSED = {
     "delta_rule": [("forward", "bmm.default"), ("reverse", "bmm.default")],
     "slot_attention": [("forward", "bmm.default"), ("reverse", "sum.dim_IntList")],
-    "conv_field": [("forward", "convolution.default"), ("reverse", "convolution_backward.default")],
-    "competing_units": [("forward", "cumsum.default"), ("reverse", "rev.default")],
+    "conv_field": [("forward", "convolution.default"), ("reverse", "input_gradient")],
+    "competing_units": [("forward", "cumsum.default"), ("reverse", "flip.default")],
 }
 # Building takes seconds: the others are marked slow. Each of these is of another kind.
 QUICK = {
