@@ -235,6 +235,11 @@ def _add_product(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str
     return Apply("add", (a, Apply(name, (b, c), out)), out)
 
 
+def _product_plus(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    a, b, c = (cast(x, out) for x in args)
+    return Apply("add", (Apply("mul", (a, b), out), c), out)
+
+
 def _reversed_sub(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if len(args) > 2 or kwargs:
         raise refuse(node, "alpha is not 1")
@@ -281,6 +286,7 @@ _TABLE: dict[str, Callable[[Node, torch.dtype, list[Any], dict[str, Any]], Any]]
     "tanh_backward": _tanh_backward,
     "threshold_backward": _threshold_backward,
     "rsub": _reversed_sub,
+    "fma": _product_plus,
     "addcmul": _add_product,
     "addcdiv": _add_product,
 }
