@@ -1,4 +1,4 @@
-"""Kernels are built once, whatever happens meanwhile: at the same time, killed, damaged, nowhere."""
+"""Kernels are built once, whatever happens meanwhile: others that build, a kill, damage."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ extern "C" void run(void* const* memory, const int64_t* numbers) {
   *static_cast<double*>(memory[0]) = 0.5 * numbers[0];
 }
 """
-BUILD = f"""
+BUILD = """
 from tests.test_build import half_of
-print(half_of({{source!r}}, 6))
+print(half_of({source!r}, 6))
 """
 ROOT = Path(__file__).parent.parent
 
@@ -77,7 +77,7 @@ def test_loaded_in_no_time(empty_cache: Path) -> None:
 
 
 def test_an_error_in_a_source_is_told(empty_cache: Path) -> None:
-    with pytest.raises(RuntimeError, match="no kernel could be compiled.*nonsense"):
+    with pytest.raises(RuntimeError, match=r"no kernel could be compiled.*nonsense"):
         library_of("nonsense;")
     assert list(empty_cache.iterdir()) == []
 
