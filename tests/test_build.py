@@ -1,4 +1,4 @@
-"""Kernels are built once whatever happens meanwhile: at once, killed, damaged, nowhere."""
+"""Kernels are built once, whatever happens meanwhile: others that build, a kill, damage."""
 
 from __future__ import annotations
 

@@ -156,13 +156,15 @@ def values(dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
     return x[index].reshape(2, rows, width), y[index].reshape(2, rows, width)
 
 
-def scan_over(operations: dict[str, Operation], x: Tensor, y: Tensor) -> Scan:
+def scan_over(
+    operations: dict[str, Operation], x: Tensor, y: Tensor, *, as_written: bool = True
+) -> Scan:
     """A kernel of all the operations, on numbers that went through a carry."""
 
     def step(_: Any, now: Sequence[Tensor], carried: Sequence[Tensor]) -> Any:
         return list(now), [operation(*now) for operation in operations.values()]
 
-    return Scan(step, [], [x, y], [x[0], y[0]], history=[False, False], as_written=True)
+    return Scan(step, [], [x, y], [x[0], y[0]], history=[False, False], as_written=as_written)
 
 
 def check(operations: dict[str, Operation], x: Tensor, y: Tensor, ulps: float = 4) -> None:
@@ -217,8 +219,9 @@ def test_half_precision(dtype: torch.dtype) -> None:
 def test_composed_ones(width: int) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         x, y = random(2, 7, width, dtype=dtype), random(2, 7, width, dtype=dtype, seed=1)
-        scan = scan_over(COMPOSED, x, y)
-        assert_same(scan.fused(), scan.run(EAGER), 8 * torch.finfo(dtype).eps)
+        for as_written in (True, False):
+            scan = scan_over(COMPOSED, x, y, as_written=as_written)
+            assert_same(scan.fused(), scan.run(EAGER), 8 * torch.finfo(dtype).eps)
 
 
 def is_in_vectors(operations: dict[str, Operation], x: Tensor, y: Tensor) -> bool:
@@ -246,10 +249,12 @@ def test_every_known_operation_is_in_a_test() -> None:
         (COMPLEX, torch.complex128),
     ):  # fmt: skip
         x = torch.ones(2, 3, 5, dtype=dtype)
-        for node in scan_over(operations, x, x).block.module.graph.nodes:
-            met.add(expressions._overload_name(node))
+        for as_written in (True, False):
+            scan = scan_over(operations, x, x, as_written=as_written)
+            met |= {expressions._overload_name(node) for node in scan.block.module.graph.nodes}
     # Other names of the same, that tracing does not make.
-    same = {"_conj", "conj_physical", "contiguous", "convert_element_type"}
+    # fma is met in the gradient of a softmax: test_fused_operations.
+    same = {"fma", "_conj", "conj_physical", "contiguous", "convert_element_type"}
     assert set(expressions._TABLE) - met == same
 
 

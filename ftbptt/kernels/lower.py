@@ -46,7 +46,8 @@ def make_row_loop(block: ScanBlock) -> RowLoop:
         try:
             return _Builder(block, RowView(shapes[0][:rank])).build()
         except Unsupported as found:
-            error = error or found
+            # With as few row axes as possible, it is the operation that stands in the way.
+            error = found if error is None or rank > 0 else error
     assert error is not None
     raise error
 
