@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -313,28 +312,11 @@ def inside_derivative() -> bool:
     return any(level.key() in kinds for level in functorch.get_interpreter_stack() or ())
 
 
-def cpp_command(include: Sequence[str]) -> str:
-    """The command line, all but names of files, that ``compile_cpp`` runs."""
-    return _cpp_builder("kernel.cpp", ".", include).get_command_line()
+def cpp_command(source: str, library: str, include: Sequence[str]) -> str:
+    """The command that makes a shared library of one C++ file, as Inductor would.
 
-
-def compile_cpp(source: Path, include: Sequence[str]) -> Path:
-    """A shared library of one C++ file, beside it, by Inductor's builder with Inductor's flags.
-
-    It finds the compiler, vector instructions, OpenMP and torch's headers on each platform.
+    It names the compiler, vector instructions, OpenMP and torch's headers on each platform.
     """
-    from torch._inductor.exc import CppCompileError
-
-    builder = _cpp_builder(str(source), str(source.parent), include)
-    try:
-        builder.build()
-    except CppCompileError as error:
-        said = [line for line in str(error).splitlines() if "error" in line.lower()]
-        raise RuntimeError(f"no kernel could be compiled: {' '.join(said[:3])}") from error
-    return Path(builder.get_target_file_path())
-
-
-def _cpp_builder(source: str, folder: str, include: Sequence[str]) -> Any:
     from torch._inductor import config, cpu_vec_isa
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
     from torch._inductor.exc import InvalidCxxCompiler
@@ -351,7 +333,10 @@ def _cpp_builder(source: str, folder: str, include: Sequence[str]) -> Any:
             f"a kernel needs a C++ compiler, and there is none that works ({error}). Install g++ "
             "or clang++, or name one in the environment variable CXX; backend='eager' needs none."
         ) from error
-    return CppBuilder(name="kernel", sources=source, BuildOption=options, output_dir=folder)
+    folder, name = os.path.split(os.path.splitext(library)[0])
+    builder = CppBuilder(name=name, sources=source, BuildOption=options, output_dir=folder)
+    command: str = builder.get_command_line()
+    return command
 
 
 def kernel_cache_dir() -> str:

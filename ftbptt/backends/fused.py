@@ -18,7 +18,7 @@ from torch import Tensor
 from .._compat import calls_in_cpp, not_traced
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import value_of
-from ..kernels.build import INCLUDE, library_of, load
+from ..kernels.build import INCLUDE, finish, load, start
 from ..kernels.cpp import print_cpp
 from ..kernels.expressions import Unsupported
 from ..kernels.lower import make_row_loop
@@ -93,7 +93,7 @@ def _kernel_for(block: ScanBlock, reverse: bool) -> Kernel:
         loop = make_row_loop(block)
         source = print_cpp(loop, make_schedule(loop), block.history, reverse=reverse)
     return Kernel(
-        str(library_of(source)),
+        str(start(source)),
         sorted(loop.invariants),
         list(loop.weight_dtypes),
         sorted(loop.sequences),
@@ -166,7 +166,9 @@ def _describe(block: ScanBlock) -> str:
 
 def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
     with calls_in_cpp(torch.ops.ftbptt.scan.default, _SHIM):
-        return build_program(function, examples, mode)
+        program = build_program(function, examples, mode)
+    finish()
+    return program
 
 
 FUSED = Backend("fused", _describe, run_scan, _build)

@@ -10,15 +10,22 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shlex
+import subprocess
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from .._compat import compile_cpp, cpp_command, kernel_cache_dir
+from .._compat import cpp_command, kernel_cache_dir
 
 INCLUDE = Path(__file__).parent / "include"
+
+
+def _command(source: str, library: str) -> str:
+    return cpp_command(source, library, [str(INCLUDE)])
 
 
 @cache
@@ -26,33 +33,61 @@ def _headers() -> bytes:
     return b"".join(path.read_bytes() for path in sorted(INCLUDE.glob("*.h")))
 
 
+_builders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ftbptt-build")
+_started: dict[Path, Future[None]] = {}
+
+
+def start(source: str) -> Path:
+    """start : source of a kernel -> where its library will be, once ``finish`` has returned
+
+    Several are compiled at once, and while the program around them is.
+    """
+    content = [source.encode(), _headers(), _command("", "").encode()]
+    key = hashlib.sha256(b"\0".join(content)).hexdigest()[:32]
+    library = Path(kernel_cache_dir()) / f"{key}.so"
+    if library not in _started and not _is_whole(library):
+        library.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=library.parent, prefix="build-")
+        path, built = Path(scratch.name) / f"{key}.cpp", Path(scratch.name) / f"{key}.so"
+        path.write_text(source)
+        command = _command(str(path), str(built))
+        _started[library] = _builders.submit(_build, scratch, command, built, library)
+    return library
+
+
+def finish() -> None:
+    """Waits for all that was started.
+
+    Raises RuntimeError if there is no working compiler, or it refuses a source.
+    """
+    for library, started in list(_started.items()):
+        try:
+            started.result()
+        finally:
+            _started.pop(library, None)  # what failed is tried again
+
+
 @cache
 def load(library: str) -> Callable[[Any, Any], None]:
     """load : path of a library -> its function ``run(memory, numbers)``"""
+    finish()
     run = ctypes.CDLL(library).run
     run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     run.restype = None
     return cast(Callable[[Any, Any], None], run)
 
 
-def library_of(source: str) -> Path:
-    """library_of : source of a kernel -> its shared library, compiled now if it is not there
-
-    Raises RuntimeError if there is no working compiler.
-    """
-    content = [source.encode(), _headers(), cpp_command([str(INCLUDE)]).encode()]
-    key = hashlib.sha256(b"\0".join(content)).hexdigest()[:32]
-    folder = Path(kernel_cache_dir())
-    library = folder / f"{key}.so"
-    if not _is_whole(library):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
-            path = Path(scratch) / f"{key}.cpp"
-            path.write_text(source)
-            built = compile_cpp(path, [str(INCLUDE)])
-            built.write_bytes(built.read_bytes() + _hash(built.read_bytes()))
-            os.replace(built, library)
-    return library
+def _build(
+    scratch: tempfile.TemporaryDirectory[str], command: str, built: Path, library: Path
+) -> None:
+    with scratch:
+        done = subprocess.run(shlex.split(command), capture_output=True, text=True)
+        if done.returncode != 0:
+            said = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+            raise RuntimeError(f"no kernel could be compiled: {' '.join(said[:3])}")
+        content = built.read_bytes()
+        built.write_bytes(content + _hash(content))
+        os.replace(built, library)
 
 
 def _hash(content: bytes) -> bytes:
