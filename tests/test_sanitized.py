@@ -77,7 +77,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sources: dict[str, str] = {}
         self.calls: list[KernelCall] = []
-        outputs_of, library_of = fused._outputs, fused.library_of
+        outputs_of, start = fused._outputs, fused.start
 
         def outputs(inputs: Any, library: str, numbers: Any, *spec: Any) -> list[Tensor]:
             made = outputs_of(inputs, library, numbers, *spec)
@@ -85,12 +85,12 @@ class Recorder:
             return made
 
         def library(source: str) -> Path:
-            path = library_of(source)
+            path = start(source)
             self.sources[str(path)] = source
             return path
 
         monkeypatch.setattr(fused, "_outputs", outputs)
-        monkeypatch.setattr(fused, "library_of", library)
+        monkeypatch.setattr(fused, "start", library)
 
 
 @pytest.fixture
@@ -117,8 +117,8 @@ def build(source: str, program: Path) -> Path:
     """The kernel and ``MAIN`` as one program, with Inductor's flags but for these."""
     path = program.with_suffix(".cpp")
     path.write_text("#include <vector>\n" + source + MAIN)
-    words = [w for w in shlex.split(cpp_command([str(INCLUDE)])) if w not in ("-shared", "-O3")]
-    words = [str(path) if w == "kernel.cpp" else w for w in words if w != "-ltorch_python"]
+    command = cpp_command(str(path), str(program), [str(INCLUDE)])
+    words = [w for w in shlex.split(command) if w not in ("-shared", "-O3", "-ltorch_python")]
     words[words.index("-o") + 1] = str(program)
     libraries = Path(torch.__file__).parent / "lib"
     words += [
