@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -68,9 +69,14 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_built_once_and_kept(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert half_of(SOURCE, 6) == 3
     (library,) = empty_cache.iterdir()
-    monkeypatch.setattr(build, "_builders", None)
+
+    def refuse(scratch: tempfile.TemporaryDirectory[str], *_: object) -> None:
+        with scratch:
+            raise AssertionError("it is built again")
+
+    monkeypatch.setattr(build, "_build", refuse)
     assert library_of(SOURCE) == library
-    with pytest.raises(AttributeError):
+    with pytest.raises(AssertionError, match="built again"):
         library_of(SOURCE + "// another")
 
 

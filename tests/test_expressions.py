@@ -247,8 +247,7 @@ def test_every_known_operation_is_in_a_test() -> None:
             scan = scan_over(operations, x, x, as_written=as_written)
             met |= {expressions._overload_name(node) for node in scan.block.module.graph.nodes}
     # Other names of the same, that tracing does not make.
-    # fma is met in the gradient of a softmax: test_fused_operations.
-    same = {"fma", "_conj", "conj_physical", "contiguous", "convert_element_type"}
+    same = {"_conj", "conj_physical", "contiguous", "convert_element_type"}
     assert set(expressions._TABLE) - met == same
 
 
