@@ -29,6 +29,7 @@ from ftbptt.kernels.build import INCLUDE
 from .cells import problem
 from .scans import Scan, assert_same, random
 from .sequences import sequences, stacked
+from .test_expressions import FLOAT, close, scan_over, values
 from .test_fused_operations import JOINS, REDUCTIONS
 from .test_fused_shapes import data_for, gated, grouped
 
@@ -59,6 +60,9 @@ int main(int, char** files) {
   std::fclose(file);
 }
 """
+
+
+INSTRUCTIONS = {"avx2": ["-DCPU_CAPABILITY_AVX2", "-mavx2", "-mfma", "-mf16c"], "none": []}
 
 
 @dataclass
@@ -113,13 +117,20 @@ def check(recorder: Recorder, folder: Path) -> None:
                 assert_same([a], [b], 0 if exact else 64 * torch.finfo(a.dtype).eps)
 
 
-def build(source: str, program: Path) -> Path:
-    """The kernel and ``MAIN`` as one program, with Inductor's flags but for these."""
+def build(source: str, program: Path, instructions: str | None = None) -> Path:
+    """The kernel and ``MAIN`` as one program, with Inductor's flags but for these.
+
+    ``instructions``: those of another machine, by their name in ``INSTRUCTIONS``, not our own.
+    """
     path = program.with_suffix(".cpp")
     path.write_text("#include <vector>\n" + source + MAIN)
     command = cpp_command(str(path), str(program), [str(INCLUDE)])
     words = [w for w in shlex.split(command) if w not in ("-shared", "-O3", "-ltorch_python")]
     words[words.index("-o") + 1] = str(program)
+    if instructions is not None:
+        words = [w for w in words if not w.startswith("-m") and "CPU_CAPABILITY" not in w]
+        words = [w for i, w in enumerate(words) if w != "-D" or not words[i + 1].startswith("-")]
+        words += INSTRUCTIONS[instructions]
     libraries = Path(torch.__file__).parent / "lib"
     words += [
         "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
@@ -234,3 +245,20 @@ def test_an_ensemble(recorder: Recorder, tmp_path: Path) -> None:
     segment = make_train_segment(given.step, given.loss, backend="fused")
     vmap(segment)(*(stacked([call[i] for call in calls]) for i in range(4)))
     check(recorder, tmp_path)
+
+
+@needs_sanitizer
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_machines_with_other_vectors(instructions: str, recorder: Recorder, tmp_path: Path) -> None:
+    """Every primitive, and products, in vectors of 4 and 8 numbers as on other machines."""
+    operations = {**FLOAT, "pow": lambda x, y: x.abs().clamp(0.1, 10) ** y.clamp(-10, 10)}
+    scan_over(operations, *values(torch.float32, 33)).fused()
+    Scan(gated, *data_for(3, (7,), 17)).fused()
+    arithmetic, products = (
+        (call, build(recorder.sources[call.library], tmp_path / f"program{i}", instructions))
+        for i, call in enumerate(recorder.calls)
+    )
+    assert_same(again(*products, 2), products[0].outputs, 1e-12)
+    found, wanted = again(*arithmetic, 1), arithmetic[0].outputs
+    pairs = zip(operations, found[2:], wanted[2:], strict=True)
+    assert [name for name, a, b in pairs if not close(a, b, ulps=8).all()] == []

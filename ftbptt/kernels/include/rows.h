@@ -2,8 +2,10 @@
 // under the same names, tiles of rows, and memory.
 #pragma once
 
-#include <ATen/cpu/vec/functional_base.h>
+// In this order: with AVX2, vec.h itself includes what stands on functional_base.h.
 #include <ATen/cpu/vec/vec.h>
+
+#include <ATen/cpu/vec/functional_base.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <c10/util/complex.h>
