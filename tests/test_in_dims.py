@@ -31,8 +31,9 @@ def mean_over_sequences(expected: SegmentOutput) -> SegmentOutput:
 def test_in_dims_is_vmap_and_mean(name: str, segments: Segments) -> None:
     segment = segments(name, "eager", in_dims=(None, 0, 0, 0))
     check_in_dims(segment, name, 5)
+    traced = segment.trace_count  # other tests share the segment
     check_in_dims(segment, name, 1)
-    assert segment.trace_count == 1
+    assert segment.trace_count == traced
 
 
 def check_in_dims(segment: Any, name: str, steps: int) -> None:
