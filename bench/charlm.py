@@ -3,10 +3,10 @@
     python -m bench.charlm                        Python's standard library, about two minutes
     python -m bench.charlm --text BOOK --minutes 10
 
-The engine gives the gradients of one segment; a stock ``torch.optim`` optimizer uses them; the
-state goes from segment to segment. At the end: held-out bits per character against count models, a
-sampled passage, a loss curve, and the time of one segment compiled and eager. Ctrl-C at any time
-leaves the model and the curve as they are then.
+The text runs through the model in rows, window by window, the state carried from one to the next; a
+stock ``torch.optim`` optimizer uses the gradients. At the end: held-out bits per character against
+count models, a sampled passage, a loss curve, and the time of one segment compiled and eager.
+Ctrl-C at any time leaves the model and the curve as they are then; ``--resume`` goes on from there.
 """
 
 from __future__ import annotations
@@ -14,58 +14,30 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from ftbptt import as_step, make_train_segment
+from ftbptt import TrainSegment, as_step, make_train_segment
+from ftbptt.training import ContiguousStreams, Stream, evaluate_stream, train_stream
 
 from .charmodel import CharLM, sample, save_model
 from .counts import count_baselines
 from .plots import plot_curve
 from .speed import compare_speed
-from .text import TextError, Vocabulary, read_text, split_codes, streams
+from .text import TextError, Vocabulary, read_text, split_codes
 
 HELD_OUT = 0.05
-SHOW_SECONDS = 0.5  # between two displays, each of which waits for the device once
+CHECKPOINT_EVERY = 500  # updates
 
 
 def loss(logits: Tensor, y: Tensor) -> Tensor:
     """Mean cross entropy of the segment, in nats per character."""
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
-class Curve:
-    """The training loss, kept on the device and read only when it is shown."""
-
-    def __init__(self) -> None:
-        self.characters: list[int] = []
-        self.bits: list[float] = []
-        self.smoothed: float | None = None
-        self._waiting: list[Tensor] = []
-        self._trained = 0
-
-    def add(self, value: Tensor, characters: int) -> None:
-        self._trained += characters
-        self._waiting.append(value)
-
-    def read(self) -> float | None:
-        """Waits for the losses since the last time; the smoothed bits per character."""
-        if not self._waiting:
-            return self.smoothed
-        recent = torch.stack(self._waiting).double().cpu() / math.log(2)
-        self._waiting.clear()
-        for bits in recent.tolist():
-            self.smoothed = bits if self.smoothed is None else 0.98 * self.smoothed + 0.02 * bits
-        self.characters.append(self._trained)
-        self.bits.append(float(recent.mean()))
-        return self.smoothed
 
 
 def learning_rate(peak: float, done: float) -> float:
@@ -74,72 +46,98 @@ def learning_rate(peak: float, done: float) -> float:
     return peak * min(done / 0.03, 1.0) * cosine
 
 
-def train(
-    model: CharLM, train_segment: Any, codes: Tensor, options: argparse.Namespace, curve: Curve
-) -> None:
-    """Trains ``model`` in place until ``options.minutes`` are over, the first compile included."""
-    x, y = streams(codes, options.batch, options.segment, options.device)
+def contiguous(codes: Tensor, options: argparse.Namespace) -> ContiguousStreams:
+    """The text in rows; a short one in fewer, so that each has at least one whole segment."""
+    return ContiguousStreams(codes, max(1, min(options.batch, (len(codes) - 1) // options.segment)))
+
+
+def as_indices(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Characters lie as bytes; a window of them as the indices that torch wants."""
+    return x.long(), y.long()
+
+
+def begin(
+    model: CharLM, train_segment: TrainSegment, data: ContiguousStreams, options: argparse.Namespace
+) -> Stream:
+    """The run, not yet begun; with ``options.resume`` it goes on where its checkpoint was made.
+
+    Raises :class:`TextError` for a checkpoint of another run.
+    """
     params = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
-    state = model.zero_state(x.shape[1])
-    began = time.perf_counter()
-    ends = began + 60 * options.minutes
-    first: float | None = None  # when the first segment was done: what came before is compiling
-    start = shown = 0.0
-    position = 0
+    try:
+        return train_stream(
+            train_segment,
+            params,
+            model.zero_state(data.rows),
+            data,
+            torch.optim.AdamW(params.values(), lr=0.0, fused=True),
+            k1=options.segment,
+            epochs=None,
+            prepare=as_indices,
+            device=options.device,
+            clip_norm=1.0,
+            progress=False,
+            checkpoint=options.out / "run.pt",
+            checkpoint_every=CHECKPOINT_EVERY,
+            resume=options.resume,
+        )
+    except ValueError as error:
+        raise TextError(f"--resume: {error}") from error
+
+
+def train(run: Stream, options: argparse.Namespace) -> None:
+    """Trains until ``options.minutes`` are over, the first compile included.
+
+    With ``options.resume`` the minutes before the run was cut off count as well.
+    """
+    began, before, total = run.seconds, run.index, 60 * options.minutes
+    first: float | None = None  # when the first update was done: what came before is compiling
+    shown = len(run.history)
     form = "{desc} {percentage:3.0f}%|{bar}| {elapsed} {postfix}"
     with tqdm(total=1.0, desc="compiling", bar_format=form, dynamic_ncols=True) as bar:
-        while (now := time.perf_counter()) < ends:
-            if position + options.segment > len(x):
-                position, state = 0, model.zero_state(x.shape[1])  # the text from the start again
-            part = slice(position, position + options.segment)
-            position += options.segment
-
-            result = train_segment(params, state, x[part].long(), y[part].long())
-            state = result.state
-            for name, p in params.items():
-                p.grad = result.grads[name]
-            nn.utils.clip_grad_norm_(params.values(), 1.0)
-            for group in optimizer.param_groups:
-                done = 0.0 if first is None else (now - first) / (ends - first)
+        while run.seconds < total:
+            start = first if first is not None and not before else 0.0
+            done = 0.0 if run.index == 0 else (run.seconds - start) / (total - start)
+            for group in run.optimizer.param_groups:
                 group["lr"] = learning_rate(options.lr, done)
-            optimizer.step()
-            curve.add(result.loss, x[part].numel())
-
-            now = time.perf_counter()
+            next(run)
             if first is None:
-                first = start = now
-                bar.set_description("training")
-            if now - shown > SHOW_SECONDS:
-                shown = now
-                bits = curve.read()
-                speed = curve.characters[-1] / max(now - start, 1e-9)
-                bar.n = min((now - began) / (ends - began), 1.0)
-                bar.set_postfix_str(f"{bits:.3f} bits/char, {speed:,.0f} chars/s")
-        curve.read()
+                first = run.seconds
+                bar.set_description("training", refresh=False)
+            if len(run.history) > shown:
+                shown = len(run.history)
+                report = run.history[-1]
+                bar.n = min(report.seconds / total, 1.0)
+                bar.set_postfix_str(
+                    f"{report.loss / math.log(2):.3f} bits/char, "
+                    f"{report.tokens_per_second:,.0f} chars/s"
+                )
+        run.finish()
         bar.n = 1.0
         bar.refresh()
     if first is not None:
-        trained = curve.characters[-1]
         print(
-            f"trained on {trained:,} characters ({trained / x.numel():.1f} times the text) in "
-            f"{time.perf_counter() - first:.0f} s, after {first - began:.1f} s to the first update"
+            f"{run.index:,} updates in {run.seconds:.0f} s, {first - began:.1f} s of them to the "
+            "first one"
         )
 
 
 def held_out_bits(
-    model: CharLM, train_segment: Any, codes: Tensor, options: argparse.Namespace
+    model: CharLM, train_segment: TrainSegment, data: ContiguousStreams, device: str
 ) -> float:
     """Bits per character on the held-out text, the state carried from segment to segment."""
-    x, y = streams(codes, options.batch, options.segment, options.device)
-    params, state = dict(model.named_parameters()), model.zero_state(x.shape[1])
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
-    for start in tqdm(range(0, len(x), options.segment), desc="held-out text", leave=False):
-        part = slice(start, start + options.segment)
-        result = train_segment.evaluate(params, state, x[part].long(), y[part].long())
-        state = result.state
-        total += result.loss.double() * y[part].numel()
-    return float(total) / y.numel() / math.log(2)
+    params, state = dict(model.named_parameters()), model.zero_state(data.rows)
+    found = evaluate_stream(
+        train_segment, params, state, data, prepare=as_indices, device=device, progress=True
+    )
+    return found.loss / math.log(2)
+
+
+def curve(run: Stream, data: ContiguousStreams) -> tuple[list[int], list[float]]:
+    """(characters trained on, bits per character) at each report."""
+    assert data.total is not None
+    steps = [report.epoch * data.total + report.position for report in run.history]
+    return [data.rows * n for n in steps], [r.loss / math.log(2) for r in run.history]
 
 
 def print_table(title: str, rows: dict[str, str]) -> None:
@@ -171,15 +169,18 @@ def run(options: argparse.Namespace) -> None:
         f"{options.device}"
     )
 
-    curve = Curve()
+    data, held_data = (contiguous(codes, options) for codes in (training, held))
+    stream = begin(model, train_segment, data, options)
+    if stream.index:
+        print(f"going on after update {stream.index:,}, {stream.seconds:.0f} s into the run")
     bits = count_baselines(training.long().numpy(), held.long().numpy(), len(vocabulary))
     settings = {name: getattr(options, name) for name in ("hidden", "layers", "segment", "seed")}
     stage = "the training"
     try:
-        train(model, train_segment, training, options, curve)
+        train(stream, options)
         save_model(options.out / "model.pt", model, vocabulary, settings)
         stage = "the held-out text"
-        bits["this model"] = held_out_bits(model, train_segment, held, options)
+        bits["this model"] = held_out_bits(model, train_segment, held_data, options.device)
         print_table(
             "held-out bits per character (less is better)",
             {name: f"{value:.3f}" for name, value in bits.items()},
@@ -188,17 +189,17 @@ def run(options: argparse.Namespace) -> None:
         print(f"\nsampled at temperature {options.temperature}:\n")
         print(sample(model, vocabulary, 600, options.temperature, options.seed))
         stage = "the timing"
-        x, y = streams(training, options.batch, options.segment, options.device)
-        x, y = x[: options.segment].long(), y[: options.segment].long()
+        chunk = data.read(0, options.segment)
+        assert chunk is not None
+        x, y = (leaf.to(options.device) for leaf in as_indices(chunk.x, chunk.y))
         print_table(
             f"one segment, forward and backward ({options.segment} steps, {x.shape[1]} streams)",
             compare_speed(model, train_segment, loss, x, y),
         )
     except KeyboardInterrupt:
-        print(f"\nstopped during {stage}; saving what there is")
-        curve.read()
+        print(f"\nstopped during {stage}; saving what there is (--resume goes on)")
         save_model(options.out / "model.pt", model, vocabulary, settings)
-    plot_curve(options.out / "curve.png", curve.characters, curve.bits, bits, source)
+    plot_curve(options.out / "curve.png", *curve(stream, data), bits, source)
     print(f"\nmodel: {options.out / 'model.pt'}\ncurve: {options.out / 'curve.png'}")
 
 
@@ -209,6 +210,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--text", nargs="+", metavar="FILE", help="text files (default: Python's own library)")
     add("--minutes", type=float, default=2.0, help="of training and compiling (default 2)")
+    add("--resume", action="store_true", help="go on with the run in --out that was cut off")
     add("--device", default="cpu", help="cpu or cuda (default cpu)")
     add("--out", type=Path, default=Path("runs/charlm"), help="folder (default runs/charlm)")
     add("--hidden", type=int, default=256, help="units per layer (default 256)")

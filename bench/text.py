@@ -114,15 +114,3 @@ def split_codes(codes: Tensor, held_out: float, segment: int) -> tuple[Tensor, T
             f"need at least {need:,}. Give a longer text, or a smaller --segment."
         )
     return codes[:-held], codes[-held:]
-
-
-def streams(codes: Tensor, batch: int, segment: int, device: str) -> tuple[Tensor, Tensor]:
-    """(x[T, B], y[T, B]): ``batch`` contiguous parts of the text, y one character ahead of x.
-
-    A short text gets fewer rows, so that each has at least one whole segment.
-    """
-    rows = max(1, min(batch, (len(codes) - 1) // segment))
-    steps = (len(codes) - 1) // rows
-    x = codes[: rows * steps].view(rows, steps).t().contiguous()
-    y = codes[1 : rows * steps + 1].view(rows, steps).t().contiguous()
-    return x.to(device), y.to(device)

@@ -102,6 +102,12 @@ class Argument:
         return f"{self.name}{keystr(tree_flatten_with_path(self.tree)[0][i][0])}"
 
 
+def layout_of(step: Step, time_dim: int | None, in_dims: InDims | None, x: Tree) -> Layout:
+    """Where time, rows and a shared batch axis lie in a call with such an ``x``."""
+    layout = Layout.of(step, time_dim, x, batch_axes=0 if in_dims is None else 1)
+    return layout if in_dims is None else SharedLayout(layout.time_dim, *in_dims[1:])
+
+
 def lay_out(
     recipe: Recipe, time_dim: int | None, in_dims: InDims | None, params: Tree, state: Tree,
     x: Tree, y: Tree, reset: Tensor | None, mask: Tensor | None,
@@ -119,11 +125,15 @@ def lay_out(
     _check_parameter_names(recipe, params)
     xs, ys = Argument("x", x), Argument("y", () if y is None else y)
     state_dim, x_dim, y_dim = in_dims[1:] if in_dims is not None else (None, None, None)
-    layout = Layout.of(step, time_dim, x, batch_axes=0 if in_dims is None else 1)
+    layout = layout_of(step, time_dim, in_dims, x)
     steps = _check_lengths(xs, ys, layout.time_dim, x_dim, y_dim)
+    if steps <= recipe.context:
+        raise ValueError(
+            f"x: has {steps} steps, all of them context without a loss (context={recipe.context}). "
+            "Give more steps."
+        )
     shared = None
-    if in_dims is not None and x_dim is not None:
-        layout = SharedLayout(layout.time_dim, state_dim, x_dim, y_dim)
+    if isinstance(layout, SharedLayout):
         x_leaves = [layout.sequence_first(leaf, x_dim) for leaf in xs.leaves]
         y_leaves = [layout.sequence_first(leaf, y_dim) for leaf in ys.leaves]
         reset, mask = (r if r is None else layout.rows_first(r) for r in (reset, mask))

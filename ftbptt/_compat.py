@@ -182,11 +182,14 @@ def calling_compiled_as_written() -> Iterator[None]:
         yield
 
 
-def symbolic_steps() -> tuple[FakeTensorMode, Any]:
-    """A fake tensor mode and, in it, a number of steps K that is a symbol (above 1)."""
+def symbolic_steps(example: int) -> tuple[FakeTensorMode, Any]:
+    """A fake tensor mode and, in it, a number of steps K that is a symbol (above 1).
+
+    Where torch needs a number to go on, it is ``example``.
+    """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
-    probe = mode.from_tensor(torch.empty(64, 0), symbolic_context=context)
+    probe = mode.from_tensor(torch.empty(example, 0), symbolic_context=context)
     return mode, probe.shape[0]
 
 

@@ -256,7 +256,7 @@ class Executable:
             self.functions[name] = function
             self.count_compile()
             return
-        mode, steps = symbolic_steps()
+        mode, steps = symbolic_steps(self.plan.loss.example_steps)
         with mode:
             examples = [
                 torch.empty(

@@ -33,6 +33,29 @@ class Layout:
             time_dim = 1 if step.batch_first and batched else 0
         return cls(time_dim)
 
+    @property
+    def x_time(self) -> int:
+        """The axis of time in the caller's ``x``."""
+        return self.time_dim
+
+    @property
+    def y_time(self) -> int:
+        return self.time_dim
+
+    @property
+    def x_rows(self) -> int:
+        """The axis of the rows in the caller's ``x``, if it has rows."""
+        return 1 - self.time_dim
+
+    @property
+    def y_rows(self) -> int | None:
+        """The same in ``y``; None if all rows have the same."""
+        return 1 - self.time_dim
+
+    def at_step(self, leaf: Tensor, t: int) -> Tensor:
+        """Step ``t`` of a state leaf that came as a part of ``out``."""
+        return leaf.select(self.time_dim, t)
+
     def time_first(self, tree: Tree) -> Tree:
         return (
             tree_map(lambda leaf: leaf.movedim(self.time_dim, 0), tree) if self.time_dim else tree
@@ -60,6 +83,25 @@ class SharedLayout(Layout):
     state_dim: int | None
     x_dim: int
     y_dim: int | None
+
+    @property
+    def x_time(self) -> int:
+        return self.time_dim + (self.x_dim <= self.time_dim)
+
+    @property
+    def y_time(self) -> int:
+        return self.time_dim + (self.y_dim is not None and self.y_dim <= self.time_dim)
+
+    @property
+    def x_rows(self) -> int:
+        return self.x_dim
+
+    @property
+    def y_rows(self) -> int | None:
+        return self.y_dim
+
+    def at_step(self, leaf: Tensor, t: int) -> Tensor:
+        return self.state_back(self.sequence_first(leaf, self.x_dim)[t])
 
     def sequence_first(self, leaf: Tensor, dim: int | None) -> Tensor:
         """The caller's sequence -> [K, B, ...], or [K, ...] without the axis."""

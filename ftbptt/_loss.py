@@ -8,17 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._compat import tree_map
+
 Tree = Any
 Loss = Callable[[Tree, Tree], Tensor]
 
 
-def segment_loss(loss: Loss, out: Tree, y: Tree, mask: Tensor | None, time_dim: int) -> Tensor:
+def segment_loss(
+    loss: Loss, out: Tree, y: Tree, mask: Tensor | None, time_dim: int, context: int = 0
+) -> Tensor:
     """segment_loss : loss, out[K, ...], y[K, ...], mask[K] or [K, B] or None -> scalar
 
     A scalar loss is returned as it is. A loss per step, ``[K]`` or ``[K, B]``, is averaged over
     the steps where ``mask`` is true; no valid step at all gives 0. ``time_dim`` is where time is
-    in a 2-d loss.
+    in a 2-d loss. The first ``context`` steps are left out of everything.
     """
+    if context:
+        out, y = (behind(tree, context, time_dim) for tree in (out, y))
+        mask = None if mask is None else behind(mask, context, time_dim if mask.dim() > 1 else 0)
     value = loss(out, y)
     if not isinstance(value, Tensor):
         raise TypeError(
@@ -60,3 +67,8 @@ def segment_loss(loss: Loss, out: Tree, y: Tree, mask: Tensor | None, time_dim: 
     valid = mask.expand_as(value)
     total = torch.where(valid, value, torch.zeros_like(value)).sum()
     return total / valid.sum().clamp(min=1).to(value.dtype)
+
+
+def behind(tree: Tree, steps: int, time_dim: int) -> Tree:
+    """The sequences of a tree without their first steps."""
+    return tree_map(lambda leaf: leaf[(slice(None),) * time_dim + (slice(steps, None),)], tree)

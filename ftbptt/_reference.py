@@ -33,6 +33,7 @@ def reference_segment(
     mask: Tensor | None = None,
     time_dim: int | None = None,
     initial_state: Tree | Callable[[Tree], Tree] | None = None,
+    context: int = 0,
 ) -> SegmentOutput:
     """reference_segment : params, state, x[K, ...], y[K, ...] -> SegmentOutput
 
@@ -73,7 +74,9 @@ def reference_segment(
         state = after
 
     out = tree_map(lambda *steps: torch.stack(steps), *outs)
-    value = segment_loss(loss, layout.time_back(out), layout.time_back(y), mask, layout.time_dim)
+    value = segment_loss(
+        loss, layout.time_back(out), layout.time_back(y), mask, layout.time_dim, context
+    )
     wanted = [leaves[i] for i in trained]
     grads = list(map(torch.zeros_like, leaves))
     if value.requires_grad:

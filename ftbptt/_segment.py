@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._call import Call, InDims, context_of, lay_out
+from ._call import Call, InDims, context_of, lay_out, layout_of
 from ._compat import inside_derivative, inside_functorch, tree_unflatten
 from ._execute import Executable
 from ._explain import Explanation, explain
-from ._layout import SharedLayout
+from ._layout import Layout, SharedLayout
 from ._loss import Loss
 from ._output import SegmentOutput
 from ._recall import Known, Recall, Trees, like
@@ -34,6 +35,7 @@ def make_train_segment(
     initial_state: Tree | Callable[[Tree], Tree] | None = None,
     recompute: bool = False,
     in_dims: InDims | None = None,
+    context: int = 0,
 ) -> TrainSegment:
     """make_train_segment : step, loss -> TrainSegment
 
@@ -72,6 +74,9 @@ def make_train_segment(
         ``(None, state, x, y)``: the batch axes of a step and loss that were written for one
         sequence. The parameters are shared; the result is the mean over the sequences, and no
         gradient per sequence is ever made. ``reset`` and ``mask`` have the axis of ``x``.
+    ``context``
+        How many steps at the start of a segment have no loss. Their gradient flows: they give the
+        steps behind them something to reach back to.
 
     Truncated backpropagation through time: Williams and Peng, 1990. The loops are split as in
     loop distribution: Allen and Kennedy, 1987.
@@ -96,7 +101,11 @@ def make_train_segment(
         raise TypeError(f"loss: expected a function loss(out, y), found {type(loss).__name__}.")
     if in_dims is not None:
         _check_in_dims(in_dims)
-    recipe = Recipe(as_step(step), loss, initial_state, recompute)
+    if isinstance(context, bool) or not isinstance(context, int):
+        raise TypeError(f"context: expected a number of steps, found {context!r}.")
+    if context < 0:
+        raise ValueError(f"context: expected 0 steps or more, found {context}.")
+    recipe = Recipe(as_step(step), loss, initial_state, recompute, context)
     return TrainSegment(recipe, backend, time_dim, in_dims)
 
 
@@ -193,6 +202,38 @@ class TrainSegment:
             0
         ]
         return explain(executable, self._recipe.step.name, steps)
+
+    def layout(self, x: Tree) -> Layout:
+        """Where time and rows lie in data like ``x``."""
+        return layout_of(self._recipe.step, self._time_dim, self._in_dims, x)
+
+    def row_axis(self, leaf: Tensor) -> int:
+        """The axis of the rows in a leaf of the state."""
+        if self._in_dims is not None:
+            return self._in_dims[1] or 0
+        return self._recipe.step.row_axis(leaf)
+
+    def variant(
+        self, *, states: bool, loss: Callable[[Loss], Loss] | None, context: int
+    ) -> TrainSegment:
+        """The same segment with another output or loss.
+
+        ``states``: ``out`` becomes ``(out, states)``, where ``states`` has the state before each
+        step. ``loss``: called with the loss, returns the one to use. ``context``: as in
+        :func:`make_train_segment`.
+        """
+        step, own = self._recipe.step, self._recipe.loss
+        if states:
+            step, own = step.with_states(), _of_first(own)
+        if loss is not None:
+            own = loss(own)
+        recipe = replace(self._recipe, step=step, loss=own, context=context)
+        return TrainSegment(recipe, self._backend, self._time_dim, self._in_dims)
+
+    @property
+    def context(self) -> int:
+        """The steps at the start of a segment that have no loss."""
+        return self._recipe.context
 
     def __repr__(self) -> str:
         return f"TrainSegment({self._recipe.step.name}, backend={self._backend!r})"
@@ -316,6 +357,10 @@ class TrainSegment:
 
     def _count_compile(self) -> None:
         self.compile_count += 1
+
+
+def _of_first(loss: Loss) -> Loss:
+    return lambda out, y: loss(out[0], y)
 
 
 def _first_line(error: BaseException) -> str:

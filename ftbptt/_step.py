@@ -8,7 +8,7 @@ where the rows of the batch lie in its state, and its zero state if it is known.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -97,6 +97,19 @@ class Step:
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers: constants of a segment, read anew at each call."""
         return {name: getattr(owner, key) for name, owner, key in self._buffer_owners}
+
+    def with_states(self) -> Step:
+        """The same step, its output ``(out_t, state)``: with the state that it was called with."""
+
+        def and_state(out: tuple[Tree, Tree], state: Tree) -> tuple[Tree, Tree]:
+            return (out[0], state), out[1]
+
+        if self.module is None:
+            function = self.function
+            assert function is not None
+            return replace(self, function=lambda p, x, s: and_state(function(p, x, s), s))
+        call = self.call_module or _call_module
+        return replace(self, call_module=lambda m, x, s: and_state(call(m, x, s), s))
 
     def own_names(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
         """``params`` by the names of the module; torch.compile puts a prefix before them."""
@@ -188,6 +201,11 @@ def as_step(
     if sequence:
         return Step(None, step, _call_chunk(batch_first), batch_first, state_batch_dim)
     return Step(None, step, state_batch_dim=state_batch_dim)
+
+
+def _call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+    out: tuple[Tree, Tree] = module(x_t, state)
+    return out
 
 
 def _call_cell(cell: nn.Module, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -245,6 +245,12 @@ ORDER = [
     "backends.base",
     "backends.eager", "backends.compile", "backends.fused", "backends", "_execute", "_explain",
     "_call", "_recall", "_segment",
+    "training.windows", "training.source", "training.contiguous", "training.packing",
+    "training.rows", "training.checkpoint", "training.prefetch", "training.cursor",
+    "training.segments", "training.optimizing", "training.measured", "training.update",
+    "training.report", "training.early_stop", "training.events", "training.nonfinite",
+    "training.interrupt", "training.stream", "training.train_stream", "training.evaluate",
+    "training",
 ]  # fmt: skip
 
 

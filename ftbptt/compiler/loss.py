@@ -36,7 +36,6 @@ class LossGraphs:
         return steps == self.steps if isinstance(self.steps, int) else holds_for(self.steps, steps)
 
 
-# For what does not depend on K. torch cannot trace every loss with a symbol.
 _SOME_STEPS = 64
 
 
@@ -48,6 +47,8 @@ class LossTracer:
     ) -> None:
         self.recipe, self.signature, self.out_spec = recipe, signature, out_spec
         self.levels = signature.levels
+        # For what does not depend on K, and where torch needs a number in place of the symbol.
+        self.example_steps = recipe.context + _SOME_STEPS
         mask = [] if signature.mask is None else [signature.mask]
         batched = (True,) * len(self.levels)
         shared = signature.shared is not None
@@ -59,7 +60,7 @@ class LossTracer:
         self.leaves = [*self.outs, *signature.y, *mask]
         self.graphs: dict[int | None, LossGraphs] = {}
         self.tried = False  # whether they hold for more than one K
-        first = self._value_graph(*self._steps(_SOME_STEPS))
+        first = self._value_graph(*self._steps(self.example_steps))
         self.graded = self._graded(first)
 
     def graphs_for(self, steps: int) -> tuple[int | None, LossGraphs]:
@@ -77,7 +78,7 @@ class LossTracer:
 
     def _steps(self, steps: int | None) -> tuple[FakeTensorMode, Any]:
         if steps is None:
-            return symbolic_steps()
+            return symbolic_steps(self.example_steps)
         return FakeTensorMode(allow_non_fake_inputs=True), steps
 
     def _value_graph(self, mode: FakeTensorMode, steps: Any) -> fx.GraphModule:
@@ -92,11 +93,9 @@ class LossTracer:
             mask = args[n_out + n_y] if s.mask is not None else None
             mask = mask if mask is None or mask.dim() < 2 else layout.time_back(mask)
             back = layout.time_back
-            return [
-                segment_loss(
-                    self.recipe.loss, back(out), y if y is None else back(y), mask, s.time_dim
-                )
-            ]
+            y = y if y is None else back(y)
+            recipe = self.recipe
+            return [segment_loss(recipe.loss, back(out), y, mask, s.time_dim, recipe.context)]
 
         with own_words("loss", self.recipe.loss):
             return trace_function(

@@ -67,6 +67,7 @@ class Recipe:
     loss: Loss
     initial_state: Tree | Callable[[Tree], Tree] | None
     recompute: bool
+    context: int = 0
 
 
 def vmapped(

@@ -1,0 +1,46 @@
+"""Training on streams far longer than memory, around ``train_segment``.
+
+The way of the data::
+
+    data --source--> spans --windows--> train_segment --> gradients --learner--> parameters
+                       |                     |
+                     cursor  <--- state ---- +        and a report of it now and then
+"""
+
+from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from .contiguous import ContiguousStreams
+from .early_stop import EarlyStop
+from .evaluate import Evaluation, evaluate_stream
+from .events import Events, SequenceEnd
+from .optimizing import FunctionalOptimizer
+from .packing import PackedSequences
+from .report import Report, plot_history, write_scalars
+from .source import Chunk, Source
+from .stream import Stream
+from .train_stream import train_stream
+from .update import Update
+from .windows import Truncation, Window
+
+__all__ = [
+    "CheckpointError",
+    "Chunk",
+    "ContiguousStreams",
+    "EarlyStop",
+    "Evaluation",
+    "Events",
+    "FunctionalOptimizer",
+    "PackedSequences",
+    "Report",
+    "SequenceEnd",
+    "Source",
+    "Stream",
+    "Truncation",
+    "Update",
+    "Window",
+    "evaluate_stream",
+    "load_checkpoint",
+    "plot_history",
+    "save_checkpoint",
+    "train_stream",
+    "write_scalars",
+]

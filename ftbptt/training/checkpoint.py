@@ -1,0 +1,170 @@
+"""Files that are either whole or not there, and the random numbers of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import random
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import tree_flatten, tree_leaves, tree_unflatten
+
+Tree = Any
+_MARK = b"ftbptt-sha256:"  # behind torch's own file, with the hash of all before it
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, or none at all."""
+
+
+def previous(path: str | Path) -> Path:
+    """Where the checkpoint before the last one is kept."""
+    path = Path(path)
+    return path.with_name(f"{path.name}.previous")
+
+
+def save_checkpoint(path: str | Path, content: Any) -> None:
+    """save_checkpoint : path, tree of tensors, numbers, strings, dicts, lists and tuples -> None
+
+    Writes a temporary file beside ``path`` and renames it, so that at any moment, also if the
+    process is killed or the power fails, there is a whole checkpoint at ``path`` or at
+    ``previous(path)``, where the one before is kept. ``torch.load`` reads the file as well.
+
+    Raises TypeError for what could not be read again with ``weights_only=True``, and OSError, with
+    the old checkpoint in place, if the disk is full.
+    """
+    path = Path(path)
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    data = buffer.getvalue()
+    try:
+        torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            "checkpoint: it holds something besides tensors, numbers, strings, dicts, lists and "
+            f"tuples, which cannot be read again safely ({str(error).strip().splitlines()[0]})."
+        ) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One name, so that killed runs do not leave a file each.
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(data)
+            file.write(_MARK + hashlib.sha256(data).digest())
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            os.replace(path, previous(path))
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def has_checkpoint(path: str | Path) -> bool:
+    """Whether there is one, whole or not."""
+    return Path(path).exists() or previous(path).exists()
+
+
+def load_checkpoint(path: str | Path) -> Any:
+    """load_checkpoint : path -> what was saved there
+
+    The last one if it is whole; else, with a warning, the one before it. Tensors are on the CPU.
+
+    Raises FileNotFoundError if there is none, :class:`CheckpointError` if there is no whole one.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_checkpoint(f"{folder}/run.pt", {"step": 3})
+    ...     load_checkpoint(f"{folder}/run.pt")
+    {'step': 3}
+    """
+    path = Path(path)
+    reasons = []
+    for place in (path, previous(path)):
+        try:
+            content = _read(place)
+        except FileNotFoundError:
+            continue
+        except CheckpointError as error:
+            reasons.append(str(error))
+            continue
+        if reasons:
+            warnings.warn(f"{reasons[0]} Using the one before it, {place}.", stacklevel=2)
+        return content
+    if reasons:
+        raise CheckpointError(" ".join(reasons))
+    raise FileNotFoundError(f"no checkpoint at {path}.")
+
+
+def _read(path: Path) -> Any:
+    data = path.read_bytes()
+    tail = len(_MARK) + hashlib.sha256().digest_size
+    body, mark = data[:-tail], data[-tail:]
+    if not mark.startswith(_MARK):
+        raise CheckpointError(f"checkpoint {path}: cut off, or no checkpoint ({len(data)} bytes).")
+    if hashlib.sha256(body).digest() != mark[len(_MARK) :]:
+        raise CheckpointError(f"checkpoint {path}: damaged, its content is not what was written.")
+    return torch.load(io.BytesIO(body), weights_only=True, map_location="cpu")
+
+
+def as_plain(tree: Tree) -> Any:
+    """The tree in dicts, lists and tuples; of other containers only the leaves, in a list."""
+    if tree is None or isinstance(tree, Tensor):
+        return tree
+    if type(tree) is dict:
+        return {key: as_plain(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(as_plain, tree))
+    return tree_leaves(tree)
+
+
+def from_plain(plain: Any, like: Tree, device: torch.device) -> Tree:
+    """What :func:`as_plain` made a tree of, in the structure of ``like`` if that is not None."""
+    if plain is None:
+        return None
+    leaves, spec = tree_flatten(plain)
+    moved = [leaf.to(device) for leaf in leaves]
+    return tree_unflatten(moved, spec if like is None else tree_flatten(like)[1])
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every generator that a step or a data set may draw from."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, numbers, gauss]}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy" in sys.modules:  # else nobody has drawn from it
+        import numpy
+
+        name, keys, at, has_gauss, value = numpy.random.get_state(legacy=True)
+        state["numpy"] = [
+            name,
+            torch.from_numpy(numpy.asarray(keys, "int64")),
+            at,
+            has_gauss,
+            value,
+        ]
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Goes on from what :func:`random_state` gave."""
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        saved: list[Tensor] = state["cuda"]
+        torch.cuda.set_rng_state_all(saved[: torch.cuda.device_count()])
+    if "numpy" in state:
+        import numpy
+
+        name, keys, at, has_gauss, value = state["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype("uint32"), at, has_gauss, value))

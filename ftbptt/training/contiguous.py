@@ -1,0 +1,65 @@
+"""One long token stream as B rows that are trained side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .source import Chunk
+
+
+class ContiguousStreams:
+    """ContiguousStreams : tokens[N], rows -> Source of x[T, B], y[T, B]
+
+    Cuts ``tokens`` into ``rows`` contiguous parts of ``T = (N - 1) // rows`` steps; ``y`` is one
+    token ahead of ``x``. ``tokens`` is a tensor or an array such as ``numpy.memmap``, of which only
+    the window at hand is read; it may have more axes behind the first. With ``time_dim=1`` data is
+    ``[B, T]``. At most ``rows - 1`` tokens at the end are not used, ``left_out`` of them.
+
+    Raises ValueError if there are fewer than ``rows + 1`` tokens.
+
+    >>> streams = ContiguousStreams(torch.arange(10), rows=2)
+    >>> x, y, *_ = streams.read(0, 3)
+    >>> x.tolist(), y.tolist(), streams.left_out
+    ([[0, 4], [1, 5], [2, 6]], [[1, 5], [2, 6], [3, 7]], 1)
+    """
+
+    def __init__(self, tokens: Any, rows: int, *, time_dim: int = 0) -> None:
+        if rows < 1:
+            raise ValueError(f"rows: expected at least 1, found {rows}.")
+        if time_dim not in (0, 1):
+            raise ValueError(f"time_dim: expected 0 or 1, found {time_dim}.")
+        count = len(tokens)
+        if count <= rows:
+            raise ValueError(
+                f"tokens: {count} are too few for {rows} rows of a step and its target. Give more "
+                "tokens or fewer rows."
+            )
+        self.tokens, self.rows, self.time_dim = tokens, rows, time_dim
+        steps = (count - 1) // rows
+        self.total: int | None = steps
+        self.left_out = count - 1 - rows * steps
+        self._starts = [row * steps for row in range(rows)]
+
+    def begin(self, epoch: int) -> None:
+        pass
+
+    def read(self, start: int, stop: int) -> Chunk | None:
+        assert self.total is not None
+        stop = min(stop, self.total)
+        if start >= stop:
+            return None
+        parts = [self._tensor(self.tokens[at + start : at + stop + 1]) for at in self._starts]
+        both = torch.stack(parts, 1 - self.time_dim)
+        steps = stop - start
+        x, y = both.narrow(self.time_dim, 0, steps), both.narrow(self.time_dim, 1, steps)
+        return Chunk(x, y)
+
+    def _tensor(self, part: Any) -> Tensor:
+        if isinstance(part, Tensor):
+            return part
+        import numpy
+
+        return torch.from_numpy(numpy.array(part))

@@ -1,0 +1,122 @@
+"""The way through a stream, window by window: what is read next, and where the state stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .checkpoint import random_state, set_random_state
+from .prefetch import Mover
+from .source import Chunk, Chunks, Source, TimeAxes
+from .windows import Truncation, Window
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run stands: before window ``index`` of an epoch, the state at step ``position``.
+
+    ``end`` is how many steps of the epoch the windows before that have seen.
+    """
+
+    epoch: int
+    index: int
+    position: int
+    state: Tree
+    end: int = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """A window with its data, which begins at step ``first``: there the carried state stands."""
+
+    window: Window
+    first: int
+    chunk: Chunk
+    moved: Any = None
+
+
+class Cursor:
+    """Reads the windows of an epoch, each from where the carried state stands.
+
+    On a GPU the next window is read, prepared and sent while the device is at work.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        truncation: Truncation,
+        axes_of: Callable[[Tree], TimeAxes],
+        prepare: Callable[[Tree, Tree], tuple[Tree, Tree]] | None,
+        mover: Mover,
+    ) -> None:
+        self.source, self.truncation, self.axes_of = source, truncation, axes_of
+        self.axes: TimeAxes | None = None  # known once there is data
+        self.prepare, self.mover = prepare, mover
+        self._epoch_random: dict[str, Any] | None = None
+        self._ahead: Span | None = None
+        self._before_ahead: dict[str, Any] | None = None  # what a resumed run starts from
+
+    def begin(self, epoch: int) -> None:
+        # Chunks may come in a random order, which a resumed run must see again.
+        self._epoch_random = random_state() if isinstance(self.source, Chunks) else None
+        self.source.begin(epoch)
+        self._ahead = None
+
+    def take(self, place: Place) -> Span | None:
+        """The next window that has a loss; None where the epoch ends."""
+        span, self._ahead, self._before_ahead = self._ahead, None, None
+        if span is None:
+            span = self._read(place)
+        if span is not None and span.moved is not None:
+            self.mover.wait(span.chunk, span.moved)
+        return span
+
+    def prefetch(self, place: Place) -> None:
+        """Reads the window behind the one at work, if it is to be sent to a GPU."""
+        if self.mover.aside:
+            self._before_ahead = self._now()
+            self._ahead = self._read(place)
+
+    def _read(self, place: Place) -> Span | None:
+        index = place.index
+        while True:
+            window = self.truncation.window(index)
+            first = window.warm if self.truncation.fresh else place.position
+            chunk = self.source.read(first, window.end)
+            if chunk is None:
+                return None
+            if self.axes is None:
+                self.axes = self.axes_of(chunk.x)
+            steps = self.axes.steps(chunk)
+            if steps < window.end - first:
+                cut = self.truncation.cut(window, first + steps)
+                if cut is None:
+                    return None
+                window = cut
+            if self.truncation.learns(window):
+                break
+            index += 1
+        if self.prepare is not None:
+            x, y = self.prepare(chunk.x, chunk.y)
+            chunk = chunk._replace(x=x, y=y)
+        return Span(window, first, *self.mover.start(chunk))
+
+    # -- stopping and going on --------------------------------------------------------------------
+
+    def _now(self) -> dict[str, Any]:
+        pulled = self.source.pulled if isinstance(self.source, Chunks) else 0
+        return {"random": random_state(), "pulled": pulled, "epoch_random": self._epoch_random}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._before_ahead if self._before_ahead is not None else self._now()
+
+    def load_state_dict(self, state: dict[str, Any], epoch: int, position: int) -> None:
+        if state["epoch_random"] is not None:
+            set_random_state(state["epoch_random"])
+        self.begin(epoch)
+        if isinstance(self.source, Chunks):
+            self.source.skip(position, state["pulled"])
+        set_random_state(state["random"])

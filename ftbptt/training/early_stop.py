@@ -1,0 +1,39 @@
+"""Stopping when a number has not become smaller for a while."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+class EarlyStop:
+    """EarlyStop : patience, min_delta -> a function of a number, true when it is time to stop
+
+    Call it with a loss: an evaluation's, or as ``train_stream(stop=...)`` with the mean loss of
+    each report. It is true once the loss has not been below the best by more than ``min_delta``
+    for ``patience`` calls in a row. A loss that is not a number counts as no better.
+
+    >>> stop = EarlyStop(patience=2)
+    >>> [stop(loss) for loss in (1.0, 0.5, 0.6, 0.5)]
+    [False, False, False, True]
+    """
+
+    def __init__(self, patience: int, min_delta: float = 0.0) -> None:
+        if patience < 1:
+            raise ValueError(f"patience: expected at least 1, found {patience}.")
+        self.patience, self.min_delta = patience, min_delta
+        self.best = math.inf
+        self.calls_without_gain = 0
+
+    def __call__(self, loss: float) -> bool:
+        if loss < self.best - self.min_delta:
+            self.best, self.calls_without_gain = loss, 0
+        else:
+            self.calls_without_gain += 1
+        return self.calls_without_gain >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "calls_without_gain": self.calls_without_gain}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.calls_without_gain = state["best"], state["calls_without_gain"]

@@ -1,0 +1,127 @@
+"""A model's loss and metrics on a stream of any length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .._compat import tree_leaves, tree_map
+from .._layout import Layout
+from .._segment import TrainSegment
+from .prefetch import Mover
+from .segments import Segments
+from .source import Chunk, as_source
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """``loss`` is the mean over all ``steps`` valid steps, ``state`` the state behind the last."""
+
+    loss: float
+    steps: int
+    metrics: dict[str, Any]
+    state: Tree
+
+
+def evaluate_stream(
+    train_segment: TrainSegment,
+    params: Tree,
+    state: Tree,
+    data: Any,
+    *,
+    k: int = 256,
+    metrics: Mapping[str, Any] | None = None,
+    metric_inputs: Callable[[Tree, Tree], tuple[Any, Any]] | None = None,
+    prepare: Callable[[Tree, Tree], tuple[Tree, Tree]] | None = None,
+    device: str | torch.device | None = None,
+    progress: bool = False,
+) -> Evaluation:
+    """evaluate_stream : train_segment, params, state, data -> Evaluation
+
+    Runs through ``data`` in chunks of ``k`` steps without gradients, the state carried, in memory
+    that does not grow with the length. ``data``, ``prepare`` and ``device`` are as for
+    :func:`train_stream`; chunks are weighted by their valid steps.
+
+    ``metrics`` are objects of ``torchmetrics``, or whatever has their ``update(preds, target)`` and
+    ``compute()``. They are given the valid steps of all rows on one axis: ``preds`` is ``out`` as
+    ``[N, ...]`` and ``target`` is ``y`` as ``[N, ...]``, or what ``metric_inputs(out, y)`` makes of
+    the whole chunk ``[K, B, ...]`` before that. They are not reset.
+
+    Raises TypeError for a ``train_segment`` that is not this package's own, ValueError for data
+    without a step.
+
+    >>> import ftbptt
+    >>> cell = torch.nn.GRUCell(3, 5)
+    >>> train_segment = ftbptt.make_train_segment(
+    ...     cell, lambda out, y: (out - y).square().mean(), backend="eager"
+    ... )
+    >>> data = torch.randn(1000, 2, 3), torch.zeros(1000, 2, 5)
+    >>> found = evaluate_stream(train_segment, dict(cell.named_parameters()), None, data)
+    >>> found.steps, found.state.shape
+    (2000, torch.Size([2, 5]))
+    """
+    if not isinstance(train_segment, TrainSegment):
+        raise TypeError(
+            "train_segment: expected what make_train_segment returns, found "
+            f"{type(train_segment).__name__}."
+        )
+    if k < 1:
+        raise ValueError(f"k: expected at least 1 step, found {k}.")
+    segments = Segments(train_segment)
+    source = as_source(data, segments.axes)
+    source.begin(0)
+    mover = Mover(None if device is None else torch.device(device))
+    total: Tensor | None = None
+    steps: int | Tensor = 0
+    at = 0
+    with tqdm(total=source.total, unit="step", disable=not progress, leave=False) as bar:
+        while (chunk := source.read(at, at + k)) is not None:
+            if prepare is not None:
+                x, y = prepare(chunk.x, chunk.y)
+                chunk = chunk._replace(x=x, y=y)
+            chunk = mover.wait(*mover.start(chunk))
+            result = segments.evaluate(params, state, chunk)
+            state = result.state
+            weight, _ = segments.weigh(chunk, state, 0)
+            part = result.loss.double() * weight
+            total = part if total is None else total + part
+            steps = steps + weight
+            if metrics:
+                pair = (result.out, chunk.y)
+                pair = pair if metric_inputs is None else metric_inputs(*pair)
+                has_rows = segments.rows(chunk, state) is not None
+                preds, target = _valid_steps(pair, chunk, segments.layout(chunk.x), has_rows)
+                for metric in metrics.values():
+                    metric.update(preds, target)
+            length = segments.axes(chunk.x).steps(chunk)
+            at += length
+            bar.update(length)
+    if total is None:
+        raise ValueError("data: has no steps to evaluate on.")
+    count = int(steps)
+    found = {name: metric.compute() for name, metric in (metrics or {}).items()}
+    return Evaluation(float(total) / max(count, 1), count, found, state)
+
+
+def _valid_steps(
+    trees: tuple[Tree, Tree], chunk: Chunk, layout: Layout, has_rows: bool
+) -> tuple[Tree, Tree]:
+    """[N, ...]: the valid steps of all rows on one axis, step by step."""
+
+    def flat(leaf: Tensor) -> Tensor:
+        leaf = leaf.movedim(layout.x_time, 0)
+        return leaf.flatten(0, 1) if has_rows else leaf
+
+    preds, target = (tree_map(flat, tree) for tree in trees)
+    if chunk.mask is None:
+        return preds, target
+    valid = flat(chunk.mask) if chunk.mask.dim() > 1 else chunk.mask
+    valid = valid.repeat_interleave(len(tree_leaves(preds)[0]) // len(valid))
+    return tree_map(lambda leaf: leaf[valid], preds), tree_map(lambda leaf: leaf[valid], target)

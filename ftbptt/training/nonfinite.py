@@ -1,0 +1,68 @@
+"""Where a loss that is not finite came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import keystr, tree_flatten_with_path, tree_leaves
+from .._layout import Layout
+from .._output import SegmentOutput
+from .source import Chunk
+
+Tree = Any
+
+
+def nonfinite_window(
+    params: Tree, result: SegmentOutput, chunk: Chunk, layout: Layout, position: int
+) -> str:
+    """In words: the first step and row whose input or output is not finite, the first parameter.
+
+    ``position`` is the first step of the chunk in the epoch.
+    """
+    found = [
+        _first_step("x", chunk.x, layout.x_time, layout.x_rows, position),
+        _first_step("out", result.out, layout.x_time, layout.x_rows, position),
+        nonfinite_parameter(params),
+        _first_leaf("grads", result.grads, "is the first gradient that is not finite"),
+    ]
+    words = [text for text in found if text]
+    return "; ".join(words) if words else "parameters, inputs, outputs and gradients are finite"
+
+
+def nonfinite_parameter(params: Tree) -> str:
+    """In words: the first parameter that is not finite, if there is one."""
+    return _first_leaf("params", params, "is not finite already")
+
+
+def _first_step(name: str, tree: Tree, time: int, rows: int, position: int) -> str:
+    first: tuple[int, str] | None = None
+    for leaf in tree_leaves(tree):
+        bad = _nonfinite(leaf)
+        if bad is None or not bad.any():
+            continue
+        bad = bad.movedim(time, 0)
+        step = int(bad.reshape(len(bad), -1).any(1).nonzero()[0])
+        words = f"step {position + step}"
+        if bad.dim() > 1:  # without time, the rows are on the axis that is left of the two
+            own = bad[step].movedim(rows - (rows > time), 0)
+            words += f", row {int(own.reshape(len(own), -1).any(1).nonzero()[0])}"
+        if first is None or step < first[0]:
+            first = step, words
+    return "" if first is None else f"{name} is first not finite at {first[1]}"
+
+
+def _first_leaf(name: str, tree: Tree, words: str) -> str:
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        bad = _nonfinite(leaf)
+        if bad is not None and bad.any():
+            return f"{name}{keystr(path)} {words}"
+    return ""
+
+
+def _nonfinite(leaf: Any) -> Tensor | None:
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        return None
+    return ~torch.isfinite(leaf)

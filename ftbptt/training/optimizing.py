@@ -1,0 +1,248 @@
+"""Gradients in, parameters out: accumulation, clipping, the optimizer, and what follows it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from .._compat import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+Tree = Any
+
+
+@runtime_checkable
+class FunctionalOptimizer(Protocol):
+    """An optimizer as two pure functions."""
+
+    def init(self, params: Tree) -> Tree:
+        """The optimizer's state before the first update."""
+
+    def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """The parameters after an update, and the optimizer's state."""
+
+
+def differentiable(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+class Learner:
+    """Gathers gradients of windows and, when enough are there, makes an update of them."""
+
+    def __init__(
+        self,
+        params: Tree,
+        optimizer: Optimizer | FunctionalOptimizer,
+        *,
+        clip_norm: float | None,
+        clip_value: float | None,
+        scheduler: Any,
+        scaler: GradScaler | None,
+        ema_decay: float | None,
+    ) -> None:
+        self.params, self.optimizer = params, optimizer
+        self.clip_norm, self.clip_value = clip_norm, clip_value
+        self.scheduler, self.scaler = scheduler, scaler
+        leaves = [leaf for leaf in tree_leaves(params) if isinstance(leaf, Tensor)]
+        self._trained = [i for i, leaf in enumerate(leaves) if differentiable(leaf)]
+        self.opt_state: Tree = None
+        if isinstance(optimizer, Optimizer):
+            _check_owned(optimizer, params)
+            owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._trained = [i for i in self._trained if id(leaves[i]) in owned]
+        elif isinstance(optimizer, FunctionalOptimizer):
+            self.opt_state = optimizer.init(params)
+        else:
+            raise TypeError(
+                "optimizer: expected a torch.optim.Optimizer, or an object with init(params) and "
+                f"update(grads, state, params), found {type(optimizer).__name__}."
+            )
+        if scaler is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError("scaler: needs a torch.optim.Optimizer, which it steps itself.")
+        self._average = None if ema_decay is None else get_ema_multi_avg_fn(ema_decay)
+        self.ema: list[Tensor] | None = None
+        if ema_decay is not None:
+            self.ema = [leaf.detach().clone() for leaf in self._averaged()]
+        self._gathered: tuple[list[Tensor], Any] | None = None
+
+    @property
+    def learning_rate(self) -> float | None:
+        if not isinstance(self.optimizer, Optimizer):
+            return None
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def scale(self, device: torch.device) -> Tensor | None:
+        """What the loss is to be multiplied by, without waiting for the device."""
+        return None if self.scaler is None else self.scaler.scale(torch.ones((), device=device))
+
+    def add(self, grads: Tree, weight: Any) -> None:
+        """Gathers gradients of the mean over ``weight`` valid steps: a weighted mean of all."""
+        leaves = tree_leaves(grads)
+        new = [leaves[i] for i in self._trained]
+        if self._gathered is not None:
+            (old, n), m = self._gathered, weight
+            total = n + m
+            least = total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1)
+            new = [(a * n + b * m) / least for a, b in zip(old, new, strict=True)]
+            weight = total
+        self._gathered = new, weight
+
+    def ready(self) -> tuple[list[Tensor], Tensor | None]:
+        """The gradients of the update, unscaled and clipped; and their norm before, if clipped."""
+        assert self._gathered is not None
+        grads, _ = self._gathered
+        self._gathered = None
+        if isinstance(self.optimizer, Optimizer):
+            leaves = tree_leaves(self.params)
+            for i in self._trained:
+                leaves[i].grad = None
+            for i, grad in zip(self._trained, grads, strict=True):
+                own = leaves[i]  # one tensor may stand in params twice
+                own.grad = grad if own.grad is None else own.grad + grad
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            unique = {id(leaves[i]): leaves[i] for i in self._trained}
+            grads = [own.grad for own in unique.values()]
+        norm = None
+        if self.clip_norm is not None:
+            norm = get_total_norm(grads)
+            factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            for grad in grads:
+                grad.mul_(factor)
+        if self.clip_value is not None:
+            for grad in grads:
+                grad.clamp_(-self.clip_value, self.clip_value)
+        return grads, norm
+
+    def step(self, grads: list[Tensor]) -> None:
+        """The update. ``grads`` are those of :meth:`ready`."""
+        stepped = True
+        if not isinstance(self.optimizer, Optimizer):
+            leaves, spec = tree_flatten(self.params)
+            whole = [torch.zeros_like(leaf) for leaf in leaves]
+            for i, grad in zip(self._trained, grads, strict=True):
+                whole[i] = grad
+            self.params, self.opt_state = self.optimizer.update(
+                tree_unflatten(whole, spec), self.opt_state, self.params
+            )
+        elif self.scaler is None:
+            self.optimizer.step()
+        else:
+            before = self.scaler.get_scale() if self.scheduler is not None else 0.0
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            # It makes no step with infinite gradients, and is smaller after that.
+            stepped = self.scheduler is None or self.scaler.get_scale() >= before
+        by_loss = isinstance(self.scheduler, ReduceLROnPlateau)
+        if self.scheduler is not None and stepped and not by_loss:
+            self.scheduler.step()
+        if self._average is not None and self.ema is not None:
+            self._average(self.ema, self._averaged(), 0)
+
+    def _averaged(self) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(self.params) if differentiable(leaf)]
+
+    @property
+    def ema_params(self) -> Tree:
+        """The moving average, in the structure of the parameters; None if none was asked for."""
+        if self.ema is None:
+            return None
+        leaves, spec = tree_flatten(self.params)
+        average = iter(self.ema)
+        return tree_unflatten(
+            [next(average) if differentiable(leaf) else leaf for leaf in leaves], spec
+        )
+
+    def after_report(self, loss: float) -> None:
+        """A scheduler that wants the loss is stepped when that was read."""
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = self.optimizer
+        return {
+            "params": tree_leaves(self.params),
+            "optimizer": own.state_dict()
+            if isinstance(own, Optimizer)
+            else tree_leaves(self.opt_state),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "ema": self.ema,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` gave. Tensors of the caller are written in place.
+
+        Raises ValueError if it is of other parameters, or made with other options.
+        """
+        for name in ("scheduler", "scaler", "ema"):
+            own = getattr(self, name)
+            if (own is None) != (state[name] is None):
+                here, there = ("with", "without") if own is not None else ("without", "with")
+                raise ValueError(
+                    f"{name}: this run is {here} one, but the checkpoint was made {there}. Resume "
+                    "with the options that the run was started with."
+                )
+        leaves, spec = tree_flatten(self.params)
+        _check_like(self.params, leaves, state["params"])
+        if isinstance(self.optimizer, Optimizer):
+            with torch.no_grad():
+                for leaf, value in zip(leaves, state["params"], strict=True):
+                    leaf.copy_(value)
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            own, opt_spec = tree_flatten(self.opt_state)
+            if len(own) != len(state["optimizer"]):
+                raise ValueError(
+                    f"optimizer: its state has {len(own)} leaves, but the checkpoint's has "
+                    f"{len(state['optimizer'])}. Resume with the same optimizer."
+                )
+            moved = [v.to(leaf.device) for v, leaf in zip(state["params"], leaves, strict=True)]
+            self.params = tree_unflatten(moved, spec)
+            values = [
+                value.to(leaf.device) if isinstance(leaf, Tensor) else value
+                for value, leaf in zip(state["optimizer"], own, strict=True)
+            ]
+            self.opt_state = tree_unflatten(values, opt_spec)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            for average, value in zip(self.ema, state["ema"], strict=True):
+                average.copy_(value)
+
+
+def _check_like(params: Tree, leaves: list[Tensor], found: list[Tensor]) -> None:
+    """The checkpoint's parameters must be those of this run, but for their values."""
+    if len(leaves) != len(found):
+        raise ValueError(
+            f"params: has {len(leaves)} leaves, but the checkpoint has {len(found)}: it is of "
+            "another model."
+        )
+    paths = [keystr(path) for path, _ in tree_flatten_with_path(params)[0]]
+    for path, leaf, value in zip(paths, leaves, found, strict=True):
+        if leaf.shape != value.shape or leaf.dtype != value.dtype:
+            raise ValueError(
+                f"params{path}: is {leaf.dtype} {list(leaf.shape)}, but in the checkpoint "
+                f"{value.dtype} {list(value.shape)}: it is of another model."
+            )
+
+
+def _check_owned(optimizer: Optimizer, params: Tree) -> None:
+    """The optimizer must hold the very tensors of ``params``."""
+    own = {id(leaf) for leaf in tree_leaves(params)}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if id(p) not in own:
+                raise ValueError(
+                    f"optimizer: its tensor {i} of group {g}, of shape {list(p.shape)}, is none of "
+                    "params, so it would never get a gradient. Make it from params' own tensors: "
+                    "params = dict(model.named_parameters()); torch.optim.Adam(params.values())."
+                )

@@ -1,0 +1,169 @@
+"""Sequences of different lengths on B running rows, a row restarting where a sequence ends."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from .._compat import tree_leaves, tree_map
+from .source import Chunk
+
+Tree = Any
+
+
+class PackedSequences:
+    """PackedSequences : [(x[n, ...], y[n, ...]), ...], rows -> Source of x[T, B, ...], y[T, B, ...]
+
+    Each row runs through sequences one after the other; ``reset`` is true where one begins. There
+    is padding, false in ``mask``, only where rows end before the longest: sequences are dealt out
+    longest first, each to the row with the fewest steps so far (Graham, 1969), and only then
+    shuffled within their rows. ``utilisation`` is the part of the steps that are valid.
+
+    ``sequences`` is indexed, ``sequences[i] -> (x, y)``, such as a list or a map-style ``Dataset``;
+    a sequence is asked for when a window reaches it, and kept until it is past. ``lengths`` saves
+    asking for each of them once at the start. ``seed`` shuffles, in another way each epoch; None
+    keeps each row longest first. With ``time_dim=1`` data is ``[B, T, ...]``.
+
+    The loss must return one value per step and row, since there is a mask. Raises ValueError for
+    an empty set or an empty sequence, and for x and y of different lengths.
+
+    >>> x = [torch.arange(n) for n in (3, 1, 2)]
+    >>> packed = PackedSequences([(s, s) for s in x], rows=2, seed=None)
+    >>> chunk = packed.read(0, 3)
+    >>> chunk.x.tolist(), chunk.reset.tolist(), packed.utilisation
+    ([[0, 0], [1, 1], [2, 0]], [[True, True], [False, False], [False, True]], 1.0)
+    """
+
+    def __init__(
+        self,
+        sequences: Any,
+        rows: int,
+        *,
+        lengths: Sequence[int] | None = None,
+        seed: int | None = 0,
+        time_dim: int = 0,
+    ) -> None:
+        if rows < 1:
+            raise ValueError(f"rows: expected at least 1, found {rows}.")
+        if time_dim not in (0, 1):
+            raise ValueError(f"time_dim: expected 0 or 1, found {time_dim}.")
+        if lengths is None:
+            lengths = [_length(sequences[i], i) for i in range(len(sequences))]
+        elif len(lengths) != len(sequences):
+            raise ValueError(
+                f"lengths: has {len(lengths)}, but there are {len(sequences)} sequences."
+            )
+        if not len(lengths):
+            raise ValueError("sequences: expected at least one, found none.")
+        for i, length in enumerate(lengths):
+            if length < 1:
+                raise ValueError(f"sequences[{i}]: has {length} steps. Leave empty ones out.")
+        self.sequences, self.rows, self.seed, self.time_dim = sequences, rows, seed, time_dim
+        self._lengths = [int(length) for length in lengths]
+        self._dealt = _deal(self._lengths, rows)
+        loads = [sum(self._lengths[i] for i in own) for own in self._dealt]
+        self.total: int | None = max(loads)
+        self.utilisation = sum(loads) / (rows * max(loads))
+        self._held: list[tuple[int, Chunk] | None] = [None] * rows
+        self.begin(0)
+
+    def __repr__(self) -> str:
+        return (
+            f"PackedSequences({len(self._lengths)} sequences in {self.rows} rows of {self.total} "
+            f"steps, {self.utilisation:.1%} of them valid)"
+        )
+
+    def begin(self, epoch: int) -> None:
+        self._order = [list(own) for own in self._dealt]
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            for own in self._order:
+                order = torch.randperm(len(own), generator=generator).tolist()
+                own[:] = [own[i] for i in order]
+        # The first step of each sequence of a row, and behind the last one.
+        self._edges = [[0, *accumulate(self._lengths[i] for i in own)] for own in self._order]
+
+    def read(self, start: int, stop: int) -> Chunk | None:
+        assert self.total is not None
+        stop = min(stop, self.total)
+        if start >= stop:
+            return None
+        reset = torch.zeros(stop - start, self.rows, dtype=torch.bool)
+        mask = torch.zeros(stop - start, self.rows, dtype=torch.bool)
+        x: Tree = None
+        y: Tree = None
+        for row in range(self.rows):
+            edges = self._edges[row]
+            at = start
+            while at < min(stop, edges[-1]):
+                i = bisect_right(edges, at) - 1
+                end = min(stop, edges[i + 1])
+                reset[at - start, row] |= at == edges[i]
+                mask[at - start : end - start, row] = True
+                own = self._sequence(row, self._order[row][i])
+                part = slice(at - edges[i], end - edges[i])
+                to = slice(at - start, end - start)
+                if x is None:
+                    x, y = (self._zeros(tree, stop - start) for tree in (own.x, own.y))
+                self._fill(x, own.x, to, row, part)
+                self._fill(y, own.y, to, row, part)
+                at = end
+        if self.time_dim:
+            x, y, reset, mask = tree_map(
+                lambda leaf: leaf if leaf is None else leaf.transpose(0, 1), (x, y, reset, mask)
+            )
+        return Chunk(x, y, reset, mask)
+
+    def _sequence(self, row: int, index: int) -> Chunk:
+        """The sequence that a row is in; it is asked for once."""
+        held = self._held[row]
+        if held is None or held[0] != index:
+            x, y = self.sequences[index]
+            chunk = Chunk(*(None if tree is None else tree_map(torch.as_tensor, tree)
+                            for tree in (x, y)))  # fmt: skip
+            found = _length((x, y), index)
+            if found != self._lengths[index]:
+                raise ValueError(
+                    f"sequences[{index}]: has {found} steps, but lengths says "
+                    f"{self._lengths[index]}."
+                )
+            held = self._held[row] = (index, chunk)
+        return held[1]
+
+    def _zeros(self, tree: Tree, steps: int) -> Tree:
+        if tree is None:
+            return None
+        return tree_map(lambda leaf: leaf.new_zeros((steps, self.rows, *leaf.shape[1:])), tree)
+
+    def _fill(self, into: Tree, own: Tree, to: slice, row: int, part: slice) -> None:
+        if own is None:
+            return
+        for target, leaf in zip(tree_leaves(into), tree_leaves(own), strict=True):
+            target[to, row] = leaf[part]
+
+
+def _length(sequence: Any, index: int) -> int:
+    """The steps of a sequence, the same in every leaf."""
+    lengths = {len(leaf) for leaf in tree_leaves(tuple(sequence)) if leaf is not None}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"sequences[{index}]: x and y have different lengths, {sorted(lengths)}. Nothing is "
+            "cut silently."
+        )
+    return lengths.pop()
+
+
+def _deal(lengths: Sequence[int], rows: int) -> list[list[int]]:
+    """The sequences of each row: the longest first, to the row with the fewest steps."""
+    loads = [(0, row) for row in range(rows)]
+    dealt: list[list[int]] = [[] for _ in range(rows)]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        load, row = heapq.heappop(loads)
+        dealt[row].append(i)
+        heapq.heappush(loads, (load + lengths[i], row))
+    return dealt

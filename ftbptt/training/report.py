@@ -1,0 +1,179 @@
+"""What a person sees of a run: numbers read from the device now and then, a bar, a picture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .measured import Measured
+from .update import Update
+
+
+@dataclass(frozen=True)
+class Report:
+    """Numbers of a run, as they are on the host.
+
+    ``loss`` is the mean over all valid steps since the last report, ``grad_norm`` that of the
+    update at ``index``. Speeds are since the last report too.
+    """
+
+    index: int
+    epoch: int
+    position: int
+    loss: float
+    grad_norm: float
+    learning_rate: float | None
+    steps_per_second: float
+    tokens_per_second: float
+    seconds: float  # since the run began, all its parts together
+
+
+class Meter:
+    """Losses kept on the device until they are read, and the time between."""
+
+    def __init__(self, interval: float) -> None:
+        self.interval = interval
+        self.history: list[Report] = []
+        self.before = 0.0  # seconds in earlier parts of a resumed run
+        self._began = self._since = self._next = time.perf_counter()
+        self._losses: list[Tensor] = []
+        self._weights: list[Any] = []
+        self._steps = 0
+        self._tokens = 0
+        self.tokens_per_second = 0.0
+
+    def start(self) -> None:
+        """The clock starts."""
+        self._began = self._since = time.perf_counter()
+        self._next = self._since + self.interval
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began, all its parts together."""
+        return self.before + time.perf_counter() - self._began
+
+    def add(self, measured: Measured) -> bool:
+        """Notes an update; whether a report is due."""
+        self._losses.append(measured.loss)
+        self._weights.append(measured.weight)
+        self._steps += measured.steps
+        self._tokens += measured.tokens
+        now = time.perf_counter()
+        self.tokens_per_second = self._tokens / max(now - self._since, 1e-9)
+        return now >= self._next
+
+    def report(self, update: Update, rate: float | None) -> Report:
+        """Reads what was noted since the last report, waiting for the device."""
+        losses = torch.stack(self._losses).double()
+        weights = _column(self._weights, losses.device)
+        weights = weights.reshape(-1, *(1,) * (losses.dim() - 1))
+        loss = float(((losses * weights).sum(0) / weights.sum().clamp(min=1)).mean())
+        grad_norm = float(update.grad_norm)
+        now = time.perf_counter()
+        took = max(now - self._since, 1e-9)
+        report = Report(
+            update.index, update.epoch, update.position, loss, grad_norm, rate,
+            self._steps / took, self._tokens / took, self.seconds,
+        )  # fmt: skip
+        self.history.append(report)
+        self._losses.clear()
+        self._weights.clear()
+        self._steps = self._tokens = 0
+        self._since, self._next = now, now + self.interval
+        return report
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "history": [astuple(report) for report in self.history]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.before = state["seconds"]
+        self.history[:] = [Report(*values) for values in state["history"]]
+
+
+def _column(weights: Sequence[Any], device: torch.device) -> Tensor:
+    """Numbers, or tensors of one number, as one tensor."""
+    if not any(isinstance(weight, Tensor) for weight in weights):
+        return torch.tensor(weights, dtype=torch.float64, device=device)
+    return torch.stack([torch.as_tensor(w, device=device).double().reshape(()) for w in weights])
+
+
+class ProgressBar:
+    """A bar with loss, gradient norm, speed and time left; drawn when there is a report."""
+
+    def __init__(self, updates: int | None, begin: int) -> None:
+        self._bar = tqdm(total=updates, initial=begin, unit="update", dynamic_ncols=True)
+
+    def show(self, report: Report) -> None:
+        self._bar.n = report.index + 1
+        self._bar.set_postfix_str(
+            f"loss {report.loss:.4g}, gradient {report.grad_norm:.3g}, "
+            f"{report.steps_per_second:,.0f} steps/s"
+        )
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def write_scalars(writer: Any, prefix: str = "train/") -> Callable[[Report], None]:
+    """write_scalars : a TensorBoard writer -> a function for ``Events(report=...)``
+
+    ``writer`` is a ``torch.utils.tensorboard.SummaryWriter``, or whatever has its
+    ``add_scalar(tag, value, global_step)``.
+
+    >>> class Writer:
+    ...     def add_scalar(self, tag, value, step):
+    ...         print(tag, value, step)
+    >>> write = write_scalars(Writer())
+    >>> write(Report(7, 0, 800, 0.25, 1.5, 0.01, 100.0, 3200.0, 9.0))
+    train/loss 0.25 7
+    train/grad_norm 1.5 7
+    train/steps_per_second 100.0 7
+    train/tokens_per_second 3200.0 7
+    train/learning_rate 0.01 7
+    """
+
+    def write(report: Report) -> None:
+        names = ["loss", "grad_norm", "steps_per_second", "tokens_per_second"]
+        if report.learning_rate is not None:
+            names.append("learning_rate")
+        for name in names:
+            writer.add_scalar(prefix + name, getattr(report, name), report.index)
+
+    return write
+
+
+def plot_history(history: Sequence[Report], path: str | Path) -> None:
+    """plot_history : the reports of a run, file name -> None
+
+    Loss, gradient norm and, if there is one, learning rate over the updates, as a PNG. Needs
+    matplotlib. Raises ValueError for an empty history.
+    """
+    if not history:
+        raise ValueError("history: expected at least one report, found none.")
+    from matplotlib.figure import Figure
+
+    panels = [("loss", "loss"), ("gradient norm", "grad_norm")]
+    if any(report.learning_rate is not None for report in history):
+        panels.append(("learning rate", "learning_rate"))
+    figure = Figure(figsize=(8, 2.4 * len(panels)), layout="constrained")
+    updates = [report.index + 1 for report in history]
+    for row, (title, name) in enumerate(panels):
+        axes = figure.add_subplot(len(panels), 1, row + 1)
+        marker = "o" if len(history) == 1 else ""
+        axes.plot(updates, [getattr(report, name) for report in history], marker=marker)
+        axes.set_ylabel(title)
+        axes.grid(alpha=0.3)
+        if name == "grad_norm" and all(report.grad_norm > 0 for report in history):
+            axes.set_yscale("log")
+        if row == len(panels) - 1:
+            axes.set_xlabel("update")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

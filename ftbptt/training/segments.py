@@ -1,0 +1,215 @@
+"""The calls of ``train_segment`` that the steps of a window are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from .._compat import tree_leaves, tree_map
+from .._layout import Layout, broadcast_rows
+from .._loss import Loss
+from .._output import SegmentOutput
+from .._segment import TrainSegment
+from .cursor import Span
+from .rows import count_rows, join_rows, split_rows, valid_steps
+from .source import Chunk, TimeAxes
+
+Tree = Any
+_ADVANCE = 256  # steps at most that run at once where no gradient is asked for
+
+# A variant compiles anew, so it is kept as long as the segment it was made from.
+_variants: WeakKeyDictionary[TrainSegment, dict[Any, TrainSegment]] = WeakKeyDictionary()
+
+
+def variant(train_segment: TrainSegment, states: bool, scaled: bool, context: int) -> TrainSegment:
+    """A segment's variant, made once."""
+    key = (states, scaled, context)
+    if key == (False, False, train_segment.context):
+        return train_segment
+    made = _variants.setdefault(train_segment, {})
+    if key not in made:
+        loss = _scaled if scaled else None
+        made[key] = train_segment.variant(states=states, loss=loss, context=context)
+    return made[key]
+
+
+def _scaled(loss: Loss) -> Loss:
+    """The loss times a factor that comes with ``y``: what a gradient scaler wants graded."""
+
+    def run(out: Tree, y: tuple[Tree, Tensor]) -> Tensor:
+        targets, scale = y
+        return loss(out, targets) * scale[(0,) * scale.dim()]
+
+    return run
+
+
+class Segments:
+    """A segment as windows need it: forward alone, and graded with a state from within kept."""
+
+    def __init__(
+        self,
+        train_segment: Callable[..., SegmentOutput],
+        *,
+        context: int = 0,
+        scaled: bool = False,
+        autocast: torch.dtype | None = None,
+        time_dim: int | None = None,
+    ) -> None:
+        self.train_segment = train_segment
+        own = isinstance(train_segment, TrainSegment)
+        if not callable(train_segment):
+            raise TypeError(
+                "train_segment: expected what make_train_segment returns, or a function of its "
+                f"contract, found {type(train_segment).__name__}."
+            )
+        if not own and (context or scaled):
+            name = "context" if context else "scaler"
+            raise TypeError(f"{name}: needs what make_train_segment returns as train_segment.")
+        if isinstance(train_segment, TrainSegment):
+            if context and train_segment.context:
+                raise ValueError(
+                    f"context: the segment was made with context={train_segment.context}. Give it "
+                    "there or here, not both."
+                )
+            context = context or train_segment.context
+        self.context, self._autocast, self._time_dim = context, autocast, time_dim
+        self._layout: Layout | None = None  # known once there is data
+        self._rows: dict[tuple[int, ...], int | None] = {}  # by the shape of one step
+
+    def layout(self, x: Tree) -> Layout:
+        """Where time and rows lie in the data, of which ``x`` is a part: tensors or arrays."""
+        if self._layout is None:
+            self._layout = self._layout_of(x)
+        return self._layout
+
+    def _layout_of(self, x: Tree) -> Layout:
+        if not isinstance(self.train_segment, TrainSegment):
+            return Layout(self._time_dim or 0)
+        if not isinstance(x, Tensor):
+            x = tree_map(lambda leaf: torch.empty(tuple(leaf.shape), device="meta"), x)
+        return self.train_segment.layout(x)
+
+    def axes(self, x: Tree) -> TimeAxes:
+        layout = self.layout(x)
+        return TimeAxes(layout.x_time, layout.y_time)
+
+    def warm_up(self, params: Tree, state: Tree, span: Span, keep: int) -> tuple[Tree, Tree]:
+        """Runs up to where the window has a gradient: the state there, and that before ``keep``.
+
+        The second is only meant if ``keep`` is not behind the first.
+        """
+        axes, kept, at = self.axes(span.chunk.x), state, span.first
+        start = span.window.start
+        for stop in (min(keep, start), start):
+            if at < stop:
+                part = axes.cut(span.chunk, at - span.first, stop - span.first)
+                state = self._advance(params, state, part, axes, stop - at)
+                at = stop
+            if at <= keep:
+                kept = state
+        return state, kept
+
+    def trained_part(self, span: Span) -> Chunk:
+        """The steps of a span that have a gradient."""
+        start, end = span.window.start - span.first, span.window.end - span.first
+        return span.chunk if not start else self.axes(span.chunk.x).cut(span.chunk, start, end)
+
+    def train(
+        self, params: Tree, state: Tree, chunk: Chunk, keep: int | None, scale: Tensor | None
+    ) -> tuple[SegmentOutput, Tree]:
+        """The segment, and the state before step ``keep`` of it (None: behind its last step)."""
+        run = self.train_segment
+        if isinstance(run, TrainSegment):
+            run = variant(run, keep is not None, scale is not None, self.context)
+        elif keep is not None:
+            raise TypeError(
+                "k2: windows that overlap need a state from within a segment, which a function "
+                f"{type(run).__name__} does not give. Pass what make_train_segment returns."
+            )
+        y = chunk.y
+        if scale is not None:
+            like = next(leaf for leaf in tree_leaves(chunk.x if y is None else y))
+            y = (y, scale.expand(like.shape))
+        with self._cast(chunk):
+            result = run(params, state, chunk.x, y, **_flags(chunk))
+        if keep is None:
+            return result, result.state
+        out, states = result.out
+        layout = self.layout(chunk.x)
+        # A copy of its own: it is kept longer than the states of all steps.
+        kept = tree_map(lambda leaf: layout.at_step(leaf, keep).clone(), states)
+        return result._replace(out=out), kept
+
+    def _advance(self, params: Tree, state: Tree, chunk: Chunk, axes: TimeAxes, steps: int) -> Tree:
+        """The state ``steps`` later, without a gradient."""
+        for start in range(0, steps, _ADVANCE):
+            part = axes.cut(chunk, start, min(start + _ADVANCE, steps))
+            state = self.evaluate(params, state, part).state
+        return state
+
+    def evaluate(self, params: Tree, state: Tree, chunk: Chunk) -> SegmentOutput:
+        """The segment without a gradient, the loss of all its steps."""
+        if not isinstance(self.train_segment, TrainSegment):
+            raise TypeError(
+                "burn_in, k2: steps without a gradient need train_segment.evaluate. Pass what "
+                "make_train_segment returns."
+            )
+        run = variant(self.train_segment, False, False, 0)
+        with self._cast(chunk):
+            return run.evaluate(params, state, chunk.x, chunk.y, **_flags(chunk))
+
+    def in_parts(self, chunk: Chunk, state: Tree, parts: int) -> list[tuple[Chunk, Tree]]:
+        """The rows of a chunk and a state in micro-batches."""
+        if parts == 1:
+            return [(chunk, state)]
+        return split_rows(chunk, state, parts, self.layout(chunk.x), self._row_axis)
+
+    def joined(self, states: list[Tree]) -> Tree:
+        """The states of micro-batches as one."""
+        return join_rows(states, self._row_axis)
+
+    def weigh(self, chunk: Chunk, state: Tree, context: int) -> tuple[int | Tensor, int]:
+        """How many valid steps a chunk has, all rows together; and how many steps in all."""
+        layout, steps = self.layout(chunk.x), self.axes(chunk.x).steps(chunk)
+        rows = self.rows(chunk, state) or 1
+        return valid_steps(chunk, steps, rows, context, layout), steps * rows
+
+    def rows(self, chunk: Chunk, state: Tree) -> int | None:
+        """The rows of the batch; None for data without rows."""
+        layout = self.layout(chunk.x)
+        x = chunk.x if isinstance(chunk.x, Tensor) else tree_leaves(chunk.x)[0]
+        one_step = x.shape[: layout.x_time] + x.shape[layout.x_time + 1 :]
+        if one_step not in self._rows:
+            self._rows[one_step] = count_rows(chunk, state, layout, self._row_axis)
+        return self._rows[one_step]
+
+    def restarted(self, state: Tree, initial: Tree) -> Tree:
+        """The state, its rows that are not finite as at the start."""
+        leaves = [leaf for leaf in tree_leaves(state) if leaf.is_floating_point()]
+        initial = tree_map(torch.zeros_like, state) if initial is None else initial
+        for leaf in leaves:
+            axis = self._row_axis(leaf)
+            bad = ~torch.isfinite(leaf.movedim(axis, 0).reshape(leaf.shape[axis], -1)).all(1)
+            state = broadcast_rows(torch.where, bad, initial, state, self._row_axis)
+        return state
+
+    def _row_axis(self, leaf: Tensor) -> int:
+        if isinstance(self.train_segment, TrainSegment):
+            return self.train_segment.row_axis(leaf)
+        return 0
+
+    def _cast(self, chunk: Chunk) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        device = next(leaf.device for leaf in tree_leaves(chunk.x))
+        return torch.autocast(device.type, self._autocast)
+
+
+def _flags(chunk: Chunk) -> dict[str, Tensor]:
+    flags = {"reset": chunk.reset, "mask": chunk.mask}
+    return {name: value for name, value in flags.items() if value is not None}

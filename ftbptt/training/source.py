@@ -1,0 +1,284 @@
+"""Where windows of data come from: tensors, arrays on disk, or chunks of any length, cut anew."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .._compat import keystr, tree_flatten_with_path, tree_leaves, tree_map
+
+Tree = Any
+
+
+class Chunk(NamedTuple):
+    """Consecutive steps: the arguments of ``train_segment`` behind the state.
+
+    ``x`` and ``y`` are trees of tensors or arrays, ``[K, ...]``; ``reset`` and ``mask`` are bool,
+    ``[K]`` or ``[K, B]``.
+    """
+
+    x: Tree
+    y: Tree = None
+    reset: Tensor | None = None
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TimeAxes:
+    """The axis of time in the leaves of ``x`` and of ``y``; ``reset`` and ``mask`` are as ``x``."""
+
+    x: int = 0
+    y: int = 0
+
+    def cut(self, chunk: Chunk, start: int, stop: int) -> Chunk:
+        """Steps ``[start, stop)`` of a chunk."""
+
+        def part(tree: Tree, axis: int) -> Tree:
+            if tree is None:
+                return None
+            place = (slice(None),) * axis + (slice(start, stop),)
+            if isinstance(tree, Tensor):  # the most frequent, and the slowest to ask pytree for
+                return tree[place]
+            return tree_map(lambda leaf: leaf[place], tree)
+
+        def rows(flags: Any) -> Any:
+            return None if flags is None else part(flags, self.x if flags.ndim > 1 else 0)
+
+        return Chunk(
+            part(chunk.x, self.x), part(chunk.y, self.y), rows(chunk.reset), rows(chunk.mask)
+        )
+
+    def steps(self, chunk: Chunk) -> int:
+        """The steps of a chunk whose parts are known to have the same."""
+        first = chunk.x if isinstance(chunk.x, Tensor) else tree_leaves(chunk.x)[0]
+        steps: int = first.shape[self.x]
+        return steps
+
+    def join(self, chunks: Sequence[Chunk]) -> Chunk:
+        """Chunks one after the other; one without reset or mask restarts and leaves out nothing."""
+        first = chunks[0]
+
+        def joined(trees: Sequence[Tree], axis: int) -> Tree:
+            return tree_map(lambda *leaves: torch.cat(leaves, axis), *trees)
+
+        def rows(name: str, default: bool) -> Tensor | None:
+            given = [getattr(chunk, name) for chunk in chunks]
+            like = next((flags for flags in given if flags is not None), None)
+            if like is None:
+                return None
+            axis = self.x if like.dim() > 1 else 0
+            for i, flags in enumerate(given):
+                if flags is None:
+                    shape = list(like.shape)
+                    shape[axis] = self.length(chunks[i])
+                    given[i] = like.new_full(shape, default)
+            return torch.cat(given, axis)
+
+        y = None if first.y is None else joined([c.y for c in chunks], self.y)
+        x = joined([c.x for c in chunks], self.x)
+        return Chunk(x, y, rows("reset", False), rows("mask", True))
+
+    def length(self, chunk: Chunk) -> int:
+        """The steps of a chunk, the same in every leaf.
+
+        Raises ValueError where they differ, TypeError for a chunk without a sequence.
+        """
+        steps: int | None = None
+        first = "x"
+        rows = [("reset", chunk.reset), ("mask", chunk.mask)]
+        flags = [(n, f, self.x if f.ndim > 1 else 0) for n, f in rows if f is not None]
+        for name, tree, axis in [("x", chunk.x, self.x), ("y", chunk.y, self.y), *flags]:
+            for path, leaf in tree_flatten_with_path(tree)[0]:
+                if leaf is None:
+                    continue
+                here = f"{name}{keystr(path)}"
+                if not hasattr(leaf, "shape"):
+                    kind = type(leaf).__name__
+                    raise TypeError(f"{here}: expected a tensor or an array, found {kind}.")
+                if len(leaf.shape) <= axis:
+                    found = list(leaf.shape)
+                    raise ValueError(f"{here}: expected time on axis {axis}, found shape {found}.")
+                if steps is None:
+                    steps, first = leaf.shape[axis], here
+                elif leaf.shape[axis] != steps:
+                    raise ValueError(
+                        f"{here}: has {leaf.shape[axis]} steps on axis {axis}, but {first} has "
+                        f"{steps}. All parts of the data must have the same length; nothing is cut "
+                        "silently."
+                    )
+        if steps is None:
+            raise TypeError(
+                "x: expected at least one tensor or array with a time axis, found none."
+            )
+        return steps
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A stream that is read in windows. An epoch reads it from step 0 on."""
+
+    total: int | None  # steps of an epoch, if known
+
+    def begin(self, epoch: int) -> None:
+        """An epoch starts; the next read is from step 0."""
+
+    def read(self, start: int, stop: int) -> Chunk | None:
+        """Steps ``[start, stop)``, fewer at the end of the stream, None behind it.
+
+        Neither ``start`` nor ``stop`` ever goes back within an epoch.
+        """
+
+
+def as_source(data: Any, axes_of: Callable[[Tree], TimeAxes]) -> Source:
+    """as_source : what the caller has, where time is in such an x -> Source
+
+    - a ``Source``, such as ``ContiguousStreams`` or ``PackedSequences``, as it is;
+    - a tuple ``(x, y)`` or a ``Chunk`` of tensors or arrays: the whole stream;
+    - an iterable of those, such as a list or a ``DataLoader``: chunks of any lengths, one after
+      the other.
+
+    Raises TypeError for what is none of these, ValueError for x and y of different lengths.
+    """
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, tuple):
+        chunk = _as_chunk(data, "data")
+        return Arrays(chunk, axes_of(chunk.x))
+    if isinstance(data, Iterable) and not isinstance(data, (Tensor, dict, str)):
+        return Chunks(data, axes_of)
+    raise TypeError(
+        "data: expected a tuple (x, y), an iterable of such tuples, or a source, found "
+        f"{type(data).__name__}. For data without a target: (x, None)."
+    )
+
+
+class Arrays:
+    """A stream that can be read anywhere: tensors, or arrays that give tensors when sliced.
+
+    Arrays are whatever has ``shape`` and slices, such as ``numpy.memmap``: only the steps of a
+    window are read from disk.
+    """
+
+    def __init__(self, chunk: Chunk, axes: TimeAxes) -> None:
+        self.chunk, self.axes = chunk, axes
+        self.total: int | None = axes.length(chunk)
+
+    def begin(self, epoch: int) -> None:
+        pass
+
+    def read(self, start: int, stop: int) -> Chunk | None:
+        assert self.total is not None
+        if start >= self.total:
+            return None
+        return _as_tensors(self.axes.cut(self.chunk, start, stop))
+
+
+class Chunks:
+    """A stream that comes in chunks of any lengths, and goes on where the one before ended."""
+
+    def __init__(self, chunks: Iterable[Any], axes_of: Callable[[Tree], TimeAxes]) -> None:
+        self.chunks, self.axes_of = chunks, axes_of
+        self.axes = TimeAxes()  # until there is a chunk
+        self.total: int | None = None
+        self.pulled = 0  # chunks taken in this epoch
+        self._left: Iterator[Any] | None = None
+        self._held: deque[tuple[int, int, Chunk]] = deque()  # (first step, behind the last, chunk)
+        self._end = 0
+
+    def begin(self, epoch: int) -> None:
+        left = iter(self.chunks)
+        if left is self.chunks and self._left is not None:
+            raise ValueError(
+                "data: an iterator can be read once only, and another epoch was asked for. Give "
+                "what makes it anew each time: a list, a DataLoader, or a class with __iter__."
+            )
+        self._left, self.pulled, self._end = left, 0, 0
+        self._held.clear()
+
+    def skip(self, start: int, pulled: int) -> None:
+        """Goes to where reading stood when ``pulled`` chunks had been taken."""
+        while self.pulled < pulled:
+            if not self._pull():
+                raise ValueError(
+                    f"data: the checkpoint was made after {pulled} chunks, but there are only "
+                    f"{self.pulled}. Resume with the data that the run was started with."
+                )
+            self._drop(start)
+
+    def read(self, start: int, stop: int) -> Chunk | None:
+        self._drop(start)
+        while self._end < stop and self._pull():
+            self._drop(start)
+        parts = [
+            self.axes.cut(chunk, max(0, start - first), stop - first)
+            if start > first or stop < end
+            else chunk
+            for first, end, chunk in self._held
+            if first < stop
+        ]
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        try:
+            return self.axes.join(parts)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"data: chunks {self.pulled - len(self._held) + 1} to {self.pulled} do not fit "
+                f"together ({_first_line(error)}). All must have the same structure, rows and "
+                "features; only their number of steps may differ."
+            ) from error
+
+    def _pull(self) -> bool:
+        assert self._left is not None
+        try:
+            item = next(self._left)
+        except StopIteration:
+            return False
+        chunk = _as_tensors(_as_chunk(item, f"data, chunk {self.pulled + 1}"))
+        if not self.pulled:
+            self.axes = self.axes_of(chunk.x)
+        steps = self.axes.length(chunk)
+        self._held.append((self._end, self._end + steps, chunk))
+        self._end += steps
+        self.pulled += 1
+        return True
+
+    def _drop(self, start: int) -> None:
+        while self._held and self._held[0][1] <= start:
+            self._held.popleft()
+
+
+def _as_chunk(item: Any, name: str) -> Chunk:
+    if isinstance(item, Chunk):
+        return item
+    if isinstance(item, (tuple, list)) and 2 <= len(item) <= 4:
+        return Chunk(*item)
+    found = f"a {type(item).__name__}"
+    if isinstance(item, (tuple, list)):
+        found += f" of {len(item)}"
+    raise TypeError(
+        f"{name}: expected (x, y), (x, y, reset) or (x, y, reset, mask), found {found}. For data "
+        "without a target: (x, None)."
+    )
+
+
+def _as_tensors(chunk: Chunk) -> Chunk:
+    trees = [tree for tree in chunk if not (tree is None or isinstance(tree, Tensor))]
+    if all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_leaves(trees)):
+        return chunk
+    import numpy
+
+    def tensor(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, Tensor):
+            return leaf
+        return torch.from_numpy(numpy.array(leaf))  # a copy: what lies on disk is not written
+
+    return Chunk(*tree_map(tensor, tuple(chunk)))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,387 @@
+"""The driver: windows of a stream through ``train_segment`` into an optimizer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import tree_leaves, tree_map
+from .._output import SegmentOutput
+from .checkpoint import as_plain, from_plain, save_checkpoint
+from .cursor import Cursor, Place, Span
+from .events import Events, SequenceEnd, emit, tell_sequence_ends
+from .interrupt import uninterrupted
+from .measured import Measured
+from .nonfinite import nonfinite_parameter, nonfinite_window
+from .optimizing import Learner
+from .report import Meter, ProgressBar, Report
+from .segments import Segments
+from .source import Chunk
+from .update import Update
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far a run goes, and what it is made of."""
+
+    epochs: int | None
+    updates: int | None
+    accumulate: int  # windows
+    micro_batches: int
+    on_nonfinite: str
+    stop: Callable[[float], bool] | None
+
+
+class Stream(Iterator[Update]):
+    """Updates on a stream, one for each ``next``; made by :func:`train_stream`.
+
+    ``extra`` is a dict of the caller's own, kept in checkpoints.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        state: Tree,
+        cursor: Cursor,
+        learner: Learner,
+        meter: Meter,
+        events: Events,
+        limits: Limits,
+        checkpoint: Path | None,
+        checkpoint_every: int,
+        progress: bool,
+    ) -> None:
+        self._segments, self._cursor, self._learner = segments, cursor, learner
+        self._meter, self._events, self._limits = meter, events, limits
+        self._checkpoint, self._checkpoint_every = checkpoint, checkpoint_every
+        self._initial = state if state is None else tree_map(Tensor.detach, state)
+        self._place = Place(0, 0, 0, self._initial)  # behind the last window
+        self._updated = self._place  # behind the last update: where a checkpoint goes on
+        self._behind = self._initial  # the state behind the last window's last step
+        self._resumed: dict[str, Any] | None = None
+        self._random: Tensor | None = None  # torch's generator after the last update
+        self._last: Update | None = None  # not reported yet
+        self._updated_behind = self._behind
+        self._begun = self._finished = False
+        self._bar: ProgressBar | None = None
+        self._progress = progress
+        self.index = 0  # how many updates were made
+        self.extra: dict[str, Any] = {}
+
+    @property
+    def params(self) -> Tree:
+        """The parameters after the last update."""
+        return self._learner.params
+
+    @property
+    def optimizer(self) -> Any:
+        """What the run was given as such."""
+        return self._learner.optimizer
+
+    @property
+    def ema_params(self) -> Tree:
+        """The moving average of the parameters; None without ``ema_decay``."""
+        return self._learner.ema_params
+
+    @property
+    def state(self) -> Tree:
+        """The state behind the last step that was trained on, detached."""
+        return self._behind
+
+    @property
+    def history(self) -> list[Report]:
+        """What was reported so far."""
+        return self._meter.history
+
+    @property
+    def seconds(self) -> float:
+        """How long the run took so far, all its parts together."""
+        return self._meter.seconds
+
+    # -- iteration ----------------------------------------------------------------------------
+
+    def __next__(self) -> Update:
+        if self._finished:
+            raise StopIteration
+        try:
+            if not self._begun:
+                self._begin()
+            update = self._next_update()
+            if update is None:
+                self.finish()
+                raise StopIteration
+            if self._checkpoint is not None and self.index % self._checkpoint_every == 0:
+                self._report()  # a run that is no longer finite is not saved
+                if not self._finished:
+                    self.save()
+            return update
+        except KeyboardInterrupt:
+            if self._checkpoint is not None and self.index:
+                self._write(torch_random=self._random)
+            self._close_bar()
+            raise
+        except BaseException:
+            self._close_bar()
+            raise
+
+    def _begin(self) -> None:
+        self._begun = True
+        self._meter.start()
+        if self._resumed is None:
+            self._cursor.begin(0)
+            emit(self._events.epoch_start, 0)
+        else:
+            self._cursor.load_state_dict(self._resumed, self._place.epoch, self._place.position)
+            self._resumed = None
+        if self._progress:
+            self._bar = ProgressBar(self._total_updates(), self.index)
+
+    def _total_updates(self) -> int | None:
+        limits, steps = self._limits, self._cursor.source.total
+        if steps is None or limits.epochs is None:
+            return limits.updates
+        windows = self._cursor.truncation.updates(steps)
+        updates = limits.epochs * -(-windows // limits.accumulate)
+        return updates if limits.updates is None else min(updates, limits.updates)
+
+    def _next_update(self) -> Update | None:
+        """The next update; None where the run ends."""
+        while self._limits.updates is None or self.index < self._limits.updates:
+            windows: list[Measured] = []
+            while len(windows) < self._limits.accumulate:
+                span = self._cursor.take(self._place)
+                if span is not None:
+                    windows += self._window(span)
+                elif windows:  # an epoch ends with an update of what there is
+                    break
+                elif not self._next_epoch():
+                    return None
+                if self._finished:
+                    return None
+            update = self._update(Measured.joined(windows))
+            if update is not None or self._finished:
+                return update
+        return None
+
+    def _next_epoch(self) -> bool:
+        """Ends the epoch; whether there is another one."""
+        epoch = self._place.epoch
+        if self._place.index == 0:
+            raise ValueError(
+                "data: no window has a step with a loss. Give a longer stream, or a smaller k1, "
+                "burn_in or context."
+            )
+        if self._events.sequence_end:
+            emit(self._events.sequence_end, SequenceEnd(self._place.end, None))
+        emit(self._events.epoch_end, epoch)
+        if self._limits.epochs is not None and epoch + 1 >= self._limits.epochs:
+            return False
+        self._place = Place(epoch + 1, 0, 0, self._initial)
+        self._cursor.begin(epoch + 1)
+        emit(self._events.epoch_start, epoch + 1)
+        return True
+
+    def _window(self, span: Span) -> list[Measured]:
+        """Runs a window and gathers its gradients: what was measured, if any of it counts."""
+        segments, events, truncation = self._segments, self._events, self._cursor.truncation
+        window, params = span.window, self._learner.params
+        if events.sequence_end:
+            tell_sequence_ends(events, span, self._place.end, segments.axes(span.chunk.x))
+        # Where the next window will start: its state is kept when this one comes past.
+        keep = window.end if truncation.fresh else truncation.window(window.index + 1).warm
+        state = self._initial if truncation.fresh else self._place.state
+        state, kept = segments.warm_up(params, state, span, keep)
+        chunk = segments.trained_part(span)
+        within = keep - window.start if window.start < keep < window.end else None
+        measured, behind, held, sound = [], [], [], True
+        for part, own in segments.in_parts(chunk, state, self._limits.micro_batches):
+            emit(events.before_window, window, part)
+            scale = self._learner.scale(tree_leaves(part.x)[0].device)
+            result, own_kept = segments.train(params, own, part, within, scale)
+            emit(events.after_window, window, result)
+            behind.append(result.state)
+            held.append(own_kept)
+            weight, tokens = segments.weigh(part, result.state, segments.context)
+            loss = result.loss if scale is None else result.loss / scale
+            if self._is_sound(loss):
+                self._learner.add(result.grads, weight)
+                measured.append(Measured(loss, weight, window.end - window.start, tokens))
+            else:
+                sound = False
+                self._report_nonfinite(loss, span, part, result)
+                if self._finished:
+                    return []
+        if min(keep, window.end) > window.start:
+            kept = segments.joined(held)
+        self._behind = segments.joined(behind)
+        if not sound:
+            self._behind = segments.restarted(self._behind, self._initial)
+            kept = segments.restarted(kept, self._initial)
+        self._place = Place(
+            self._place.epoch, window.index + 1, min(keep, window.end), kept, window.end
+        )
+        self._cursor.prefetch(self._place)
+        return [Measured.of_rows(measured)] if measured else []
+
+    def _update(self, measured: Measured) -> Update | None:
+        """The optimizer's step; None if it was not made."""
+        grads, norm = self._learner.ready()
+        if norm is not None and self._learner.scaler is None and not self._is_sound(norm):
+            self._on_nonfinite(f"the gradient's norm is {float(norm)} in update {self.index}")
+            return None
+        emit(self._events.before_update, grads)
+        # In a run that is saved, Ctrl-C must not leave some parameters updated and others not.
+        with uninterrupted() if self._checkpoint is not None else nullcontext():
+            self._learner.step(grads)
+            self.index += 1
+            self._updated, self._updated_behind = self._place, self._behind
+            if self._checkpoint is not None:
+                self._random = torch.get_rng_state()
+        due = self._meter.add(measured)
+        place = self._place
+        update = Update(
+            self.index - 1, place.epoch, place.end, measured.loss, measured.weight,
+            self._learner.params, self._behind, self._meter.tokens_per_second, grads, norm,
+        )  # fmt: skip
+        self._last = update
+        if due:
+            self._report()
+        emit(self._events.after_update, update)
+        return update
+
+    # -- what is seen of it ---------------------------------------------------------------------
+
+    def _report(self) -> None:
+        """Reads the losses since the last time, which waits for the device."""
+        update, learner = self._last, self._learner
+        if update is None:
+            return
+        self._last = None
+        report = self._meter.report(update, learner.learning_rate)
+        if self._bar is not None:
+            self._bar.show(report)
+        emit(self._events.report, report)
+        if not math.isfinite(report.loss):
+            words = nonfinite_parameter(learner.params) or "its parameters are finite"
+            self._on_nonfinite(
+                f"the mean loss up to update {report.index} is {report.loss}: {words}"
+            )
+        learner.after_report(report.loss)
+        if self._limits.stop is not None and self._limits.stop(report.loss):
+            self.finish()
+
+    def _is_sound(self, value: Tensor) -> bool:
+        """Whether it is finite, if that is to be known at once; on a CPU it costs nothing."""
+        if value.device.type != "cpu" and self._limits.on_nonfinite != "skip":
+            return True
+        return bool(torch.isfinite(value).all()) if value.dim() else math.isfinite(value)
+
+    def _report_nonfinite(
+        self, loss: Tensor, span: Span, part: Chunk, result: SegmentOutput
+    ) -> None:
+        layout, start = self._segments.layout(part.x), span.window.start
+        words = nonfinite_window(self._learner.params, result, part, layout, start)
+        self._on_nonfinite(f"the loss of update {self.index} is {loss.tolist()}: {words}")
+
+    def _on_nonfinite(self, what: str) -> None:
+        then = {
+            "stop": "The run stops before that update; the parameters are those before it.",
+            "skip": "It is left out.",
+            "raise": "",
+        }[self._limits.on_nonfinite]
+        message = f"ftbptt: {what}. {then}".strip()
+        if self._limits.on_nonfinite == "raise":
+            raise FloatingPointError(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if self._limits.on_nonfinite == "stop":
+            self.finish()
+
+    def finish(self) -> None:
+        """Ends the run: reads the last losses, and writes the checkpoint.
+
+        For a caller who leaves the loop early; a run that comes to its end does so by itself.
+        """
+        if self._finished:
+            return
+        self._finished = True
+        self._report()
+        self._close_bar()
+        if self._checkpoint is not None and self.index:
+            self.save()
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    # -- stopping and going on ------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Writes a checkpoint of the run as it was after the last update.
+
+        It is written by itself every ``checkpoint_every`` updates, at the end, and on Ctrl-C.
+        Raises RuntimeError for a run without ``checkpoint=``.
+        """
+        self._write(torch_random=None)
+
+    def _write(self, torch_random: Tensor | None) -> None:
+        if self._checkpoint is None:
+            raise RuntimeError("this run has no checkpoint: train_stream(..., checkpoint='run.pt')")
+        state = self.state_dict()
+        if torch_random is not None:  # a window was at work, and has drawn from it
+            state["cursor"]["random"]["torch"] = torch_random
+        save_checkpoint(self._checkpoint, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run as it was after the last update: tensors, numbers, strings, lists and dicts."""
+        place = self._updated
+        stop: Any = self._limits.stop
+        return {
+            "format": 1,
+            "windows": asdict(self._cursor.truncation),
+            "index": self.index,
+            "place": [place.epoch, place.index, place.position, place.end],
+            "state": as_plain(place.state),
+            "behind": as_plain(self._updated_behind),
+            "learner": self._learner.state_dict(),
+            "cursor": self._cursor.state_dict(),
+            "meter": self._meter.state_dict(),
+            "stop": stop.state_dict() if hasattr(stop, "state_dict") else None,
+            "extra": self.extra,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` gave, before the first update of this run.
+
+        Parameters and the optimizer's tensors are written in place. Raises ValueError for a run of
+        another model or with other options.
+        """
+        windows = asdict(self._cursor.truncation)
+        if state.get("format") != 1 or state["windows"] != windows:
+            raise ValueError(
+                f"checkpoint: made with {state.get('windows')}, but this run has {windows}. Resume "
+                "with the options that the run was started with."
+            )
+        self._learner.load_state_dict(state["learner"])
+        self._meter.load_state_dict(state["meter"])
+        stop: Any = self._limits.stop
+        if state["stop"] is not None and hasattr(stop, "load_state_dict"):
+            stop.load_state_dict(state["stop"])
+        device = tree_leaves(self._learner.params)[0].device
+        epoch, index, position, end = state["place"]
+        carried = from_plain(state["state"], self._initial, device)
+        self._place = self._updated = Place(epoch, index, position, carried, end)
+        self._behind = from_plain(state["behind"], self._initial, device)
+        self._updated_behind = self._behind
+        self.index, self.extra = state["index"], state["extra"]
+        self._resumed = state["cursor"]

@@ -1,0 +1,181 @@
+"""``train_stream``: what the caller asks for, checked, as a :class:`Stream`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from .._output import SegmentOutput
+from .checkpoint import has_checkpoint, load_checkpoint
+from .cursor import Cursor
+from .events import Events
+from .optimizing import FunctionalOptimizer, Learner
+from .prefetch import Mover
+from .report import Meter
+from .segments import Segments
+from .source import as_source
+from .stream import Limits, Stream
+from .windows import Truncation
+
+Tree = Any
+ON_NONFINITE = ("stop", "skip", "raise")
+
+
+def train_stream(
+    train_segment: Callable[..., SegmentOutput],
+    params: Tree,
+    state: Tree,
+    data: Any,
+    optimizer: Optimizer | FunctionalOptimizer,
+    *,
+    k1: int,
+    k2: int | None = None,
+    burn_in: int = 0,
+    context: int = 0,
+    fresh: bool = False,
+    epochs: int | None = 1,
+    updates: int | None = None,
+    prepare: Callable[[Tree, Tree], tuple[Tree, Tree]] | None = None,
+    device: str | torch.device | None = None,
+    accumulate: int = 1,
+    micro_batches: int = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    scheduler: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: GradScaler | None = None,
+    ema_decay: float | None = None,
+    stop: Callable[[float], bool] | None = None,
+    on_nonfinite: str = "stop",
+    events: Events | None = None,
+    progress: bool = True,
+    interval: float = 0.5,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 1000,
+    resume: bool = False,
+    time_dim: int | None = None,
+) -> Stream:
+    """train_stream : train_segment, params, state, data, optimizer -> iterator of Update
+
+    Trains on a stream of any length by TBPTT(k1, k2), one update for each ``next``, so that the
+    caller stays in charge: evaluate, print, change the learning rate or ``break`` in the loop. The
+    losses stay on the device; they are read each ``interval`` seconds, for the progress bar.
+
+    ``train_segment``
+        What :func:`ftbptt.make_train_segment` returns, or, for windows that neither overlap nor
+        leave steps out, any function of its contract.
+    ``params``, ``state``
+        As for a segment. An optimizer of torch changes the tensors of ``params`` in place; each
+        epoch begins with ``state`` (None: zeros, where the step's are known).
+    ``data``
+        ``(x, y)`` or a :class:`Chunk` of tensors ``[T, B, ...]`` or of arrays such as
+        ``numpy.memmap``; an iterable of chunks of any lengths, such as a ``DataLoader``, through
+        which the state is carried; or a :class:`Source` such as :class:`ContiguousStreams` and
+        :class:`PackedSequences`. A last window that is shorter counts by its valid steps.
+    ``optimizer``
+        A ``torch.optim.Optimizer`` on the tensors of ``params``, or an object with
+        ``init(params) -> opt_state`` and ``update(grads, opt_state, params) -> (params,
+        opt_state)``; the parameters are then in ``update.params``.
+    ``k1``, ``k2``, ``burn_in``, ``context``, ``fresh``
+        An update every ``k1`` steps, with gradients over the last ``k2`` (default: ``k1``), of
+        which the first ``context`` have no loss; ``burn_in`` steps before them warm up the state
+        without gradient. ``fresh``: windows start every ``k1`` steps, each from ``state``. See
+        :class:`Truncation` for the loops that define this.
+    ``epochs``, ``updates``
+        How often the data is gone through (None: for ever), and at most how many updates.
+    ``prepare``, ``device``
+        ``prepare(x, y) -> (x, y)`` on each window, such as a cast; then it is moved to ``device``,
+        to a GPU while that works on the window before.
+    ``accumulate``, ``micro_batches``
+        Windows to an update, and parts of the rows a window is run in; both average gradients by
+        valid steps.
+    ``clip_norm``, ``clip_value``, ``scheduler``, ``ema_decay``
+        Clipping of the gradient, by norm first; a scheduler of torch, stepped at each update
+        (``ReduceLROnPlateau`` at each report); a moving average of the parameters.
+    ``autocast``, ``scaler``
+        ``torch.bfloat16`` or ``torch.float16``, and a ``torch.amp.GradScaler`` for the latter.
+    ``stop``
+        A function of a report's mean loss that ends the run when true, such as
+        :class:`EarlyStop`.
+    ``on_nonfinite``
+        What to do about a loss, or a norm that is clipped by, that is not finite. "stop" ends the
+        run with a warning that says where it began; "raise" raises FloatingPointError; "skip"
+        leaves the window out. On a CPU, and for "skip" everywhere, it is noticed before the
+        parameters are touched; else when losses are next read.
+    ``events``, ``progress``, ``interval``
+        Functions to call (:class:`Events`); whether to draw a bar; seconds between readings.
+    ``checkpoint``, ``checkpoint_every``, ``resume``
+        A file for the whole run, written every so many updates, at the end and on Ctrl-C. With
+        ``resume=True`` the run goes on from it, if it is there, bit for bit as if it had not been
+        cut off, the parameters and the optimizer written in place.
+    ``time_dim``
+        The axis of time, for a ``train_segment`` that is not this package's own.
+
+    TBPTT(k1, k2): Williams and Peng, 1990; Sutskever, 2013, section 2.8.6.
+
+    Raises TypeError and ValueError for arguments that cannot be meant.
+
+    >>> import ftbptt
+    >>> cell = torch.nn.GRUCell(3, 5)
+    >>> train_segment = ftbptt.make_train_segment(
+    ...     cell, lambda out, y: (out - y).square().mean(), backend="eager"
+    ... )
+    >>> params, x = dict(cell.named_parameters()), torch.randn(100, 2, 3)
+    >>> adam = torch.optim.Adam(params.values())
+    >>> data = (x, torch.zeros(100, 2, 5))
+    >>> for update in train_stream(train_segment, params, None, data, adam, k1=25, progress=False):
+    ...     print(update.index, update.position, update.state.shape)
+    0 25 torch.Size([2, 5])
+    1 50 torch.Size([2, 5])
+    2 75 torch.Size([2, 5])
+    3 100 torch.Size([2, 5])
+    """
+    truncation = Truncation.of(k1, k2, burn_in, context, fresh)
+    for name, value, least in (
+        ("epochs", epochs, 1), ("updates", updates, 1), ("accumulate", accumulate, 1),
+        ("micro_batches", micro_batches, 1), ("checkpoint_every", checkpoint_every, 1),
+        ("interval", interval, 0),
+    ):  # fmt: skip
+        if value is not None and value < least:
+            raise ValueError(f"{name}: expected at least {least}, found {value}.")
+    for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        if bound is not None and not bound > 0:
+            raise ValueError(f"{name}: expected a number above 0, found {bound}.")
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise ValueError(f"ema_decay: expected a number from 0 to below 1, found {ema_decay}.")
+    if on_nonfinite not in ON_NONFINITE:
+        raise ValueError(
+            f"on_nonfinite: expected one of {', '.join(ON_NONFINITE)}, found {on_nonfinite!r}."
+        )
+    if resume and checkpoint is None:
+        raise ValueError("resume: give the file to resume from, checkpoint='run.pt'.")
+    segments = Segments(
+        train_segment, context=context, scaled=scaler is not None, autocast=autocast,
+        time_dim=time_dim,
+    )  # fmt: skip
+    learner = Learner(
+        params, optimizer, clip_norm=clip_norm, clip_value=clip_value, scheduler=scheduler,
+        scaler=scaler, ema_decay=ema_decay,
+    )  # fmt: skip
+    mover = Mover(None if device is None else torch.device(device))
+    cursor = Cursor(as_source(data, segments.axes), truncation, segments.axes, prepare, mover)
+    stream = Stream(
+        segments,
+        state,
+        cursor,
+        learner,
+        Meter(interval),
+        events or Events(),
+        Limits(epochs, updates, accumulate, micro_batches, on_nonfinite, stop),
+        checkpoint=None if checkpoint is None else Path(checkpoint),
+        checkpoint_every=checkpoint_every,
+        progress=progress,
+    )
+    if resume and checkpoint is not None and has_checkpoint(checkpoint):
+        stream.load_state_dict(load_checkpoint(checkpoint))
+    return stream

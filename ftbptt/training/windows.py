@@ -1,0 +1,105 @@
+"""Which steps of a stream each update reads, differentiates and learns from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps of one update: ``[warm, start)`` without gradient, ``[start, end)`` with it."""
+
+    index: int
+    warm: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """TBPTT(k1, k2): an update every ``k1`` steps, with gradients over the last ``k2``.
+
+    ``states[t]`` is the state before step t, as the last window that ran over it left it; a window
+    leaves the one that the next window starts from. In full::
+
+        for end in range(k1, T + k1, k1):                                 # carried state
+            start = max(0, end - k2); warm = max(0, start - burn_in); end = min(end, T)
+            state = states[warm]
+            for t in range(warm, start): state = step(params, x[t], state)        # no gradient
+            grads, state, loss, out = train_segment(params, state, x[start:end], y[start:end])
+            params = update(params, grads)
+
+        for warm in range(0, T, k1):                                      # fresh=True
+            start = warm + burn_in; end = min(start + k2, T)
+            state = initial_state
+            ...                                                           # the same three lines
+
+    The loss of a window leaves out its first ``context`` steps; a window that has no more than
+    those makes no update. With ``context = k2 - k1`` each step's loss counts once, in the first
+    window that reaches it: BPTT(h; h') of Williams and Peng, 1990. Burn-in from a stored state:
+    Kapturowski et al., 2019.
+    """
+
+    k1: int
+    k2: int
+    burn_in: int = 0
+    context: int = 0
+    fresh: bool = False
+
+    @classmethod
+    def of(cls, k1: int, k2: int | None, burn_in: int, context: int, fresh: bool) -> Truncation:
+        """Checked. Raises TypeError for what is no whole number, ValueError for one that is wrong.
+
+        >>> Truncation.of(4, None, 0, 0, False)
+        Truncation(k1=4, k2=4, burn_in=0, context=0, fresh=False)
+        """
+        k2 = k1 if k2 is None else k2
+        numbers = {"k1": (k1, 1), "k2": (k2, 1), "burn_in": (burn_in, 0), "context": (context, 0)}
+        for name, (value, least) in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: expected a number of steps, found {value!r}.")
+            if value < least:
+                raise ValueError(f"{name}: expected at least {least}, found {value}.")
+        if context >= k2:
+            raise ValueError(
+                f"context: {context} of the k2={k2} steps of a window leave none with a loss. Give "
+                "a smaller context or a larger k2."
+            )
+        return cls(k1, k2, burn_in, context, fresh)
+
+    def window(self, index: int) -> Window:
+        """The window of the index-th update, in a stream that does not end before it."""
+        if self.fresh:
+            warm = index * self.k1
+            start = warm + self.burn_in
+            return Window(index, warm, start, start + self.k2)
+        end = (index + 1) * self.k1
+        start = max(0, end - self.k2)
+        return Window(index, max(0, start - self.burn_in), start, end)
+
+    def learns(self, window: Window) -> bool:
+        """Whether any step of the window, as long as it is, has a loss."""
+        return window.end - window.start > self.context
+
+    def cut(self, window: Window, total: int) -> Window | None:
+        """The window in a stream of ``total`` steps; None if all of them were in one before it."""
+        before = self.window(window.index - 1).end if window.index else 0
+        return replace(window, end=min(window.end, total)) if before < total else None
+
+    def updates(self, total: int) -> int:
+        """How many updates a stream of ``total`` steps gives.
+
+        >>> Truncation(k1=4, k2=8).updates(10)
+        3
+        """
+        if total < 1:
+            return 0
+        if self.fresh:
+            windows = 1 + max(0, -((self.burn_in + self.k2 - total) // self.k1))
+            without = 0
+        else:
+            windows = -(-total // self.k1)
+            without = min(windows, self.context // self.k1)  # the first, which are short
+        last = self.cut(self.window(windows - 1), total)
+        is_cut_short = windows > without and (last is None or not self.learns(last))
+        return windows - without - is_cut_short
