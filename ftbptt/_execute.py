@@ -21,6 +21,7 @@ from .compiler.distribute import DistributedLoop, MapBlock, ScanBlock
 from .compiler.graphs import Node, nbytes, value_of
 from .compiler.plan import Plan
 from .compiler.program import run_loop
+from .compiler.windows import Sliding, on_windows
 
 # What lives only inside a chunk should stay in a CPU's outer cache.
 _CHUNK_BYTES = 16 << 20
@@ -38,7 +39,9 @@ class Executable:
         self.plan, self.backend, self.count_compile = plan, backend, count_compile
         self.functions: dict[Any, Function] = {}
         self.chunk = _steps_per_chunk(plan)
-        self.uncut = self.chunk >= _UNCUT_STEPS
+        if plan.sliding is not None:  # windows that run at once
+            self.windows = max(1, self.chunk // plan.sliding.length)
+        self.uncut = self.chunk >= _UNCUT_STEPS and plan.sliding is None
 
     def run(self, groups: dict[str, list[Tensor]], *, graded: bool) -> list[Tensor]:
         """``[*grads, *state, loss, *out, *d_probes]``, without gradients if not ``graded``."""
@@ -121,7 +124,8 @@ class Executable:
             prepared = self._call("prepare", plan.preparation.prepare, given)
         invariants = [*given, *prepared]
         steps = x[0].shape[0]
-        bounds = _chunks(steps, self.chunk)
+        # The windows of a sliding gradient read from all steps.
+        bounds = _chunks(steps, self.chunk if plan.sliding is None else steps)
 
         loop = plan.forward if graded else plan.evaluate
         outs: list[list[Tensor]] = []
@@ -139,7 +143,12 @@ class Executable:
         loss, *d_outs = self._call(name, graph, [*out, *rest], time=True)
         if not graded:
             return [], carries, loss, out, []
-        grads, d_probes = self._reverse(bounds, invariants, x, saved, d_outs)
+        if plan.sliding is not None:
+            sequences = [*x, *saved[0], *d_outs]
+            grads = self._reverse_windows(plan.sliding, invariants, sequences, len(d_outs))
+            d_probes: list[Tensor] = []
+        else:
+            grads, d_probes = self._reverse(bounds, invariants, x, saved, d_outs)
         if plan.preparation is not None and plan.preparation.finish is not None:
             trained = plan.loops.trained_invariants
             d_prepared = [grad for grad, at in zip(grads, trained, strict=True) if at >= len(given)]
@@ -179,6 +188,39 @@ class Executable:
             stacked.insert(0, result[n : n + n_probes])
             sums = [p + q for p, q in zip(sums, chunk_sums, strict=True)] if sums else chunk_sums
         return sums, [torch.cat(own) for own in zip(*stacked, strict=True)]
+
+    def _reverse_windows(
+        self, sliding: Sliding, invariants: list[Tensor], sequences: list[Tensor], n_outs: int
+    ) -> list[Tensor]:
+        """The gradient of each trained invariant, summed over windows that run side by side."""
+        loop, steps, device = self.plan.reverse, sequences[0].shape[0], sequences[0].device
+        windows = sliding.windows(steps)
+        count = min(self.windows, 1 << (len(windows) - 1).bit_length())
+        zeros = self._zero_gradients(device)
+        carries = [zero.expand(count, *zero.shape).contiguous() for zero in zeros]
+        name = ("windows", count)
+        sums: list[Tensor] = []
+        for first in range(0, len(windows), count):
+            own = windows[first : first + count]
+            own += [(0, 0)] * (count - len(own))  # of no loss, so of no gradient
+            at, counts = sliding.gather(own, steps, device)
+            gathered = [sequence.index_select(0, at) for sequence in sequences]
+            for i in range(len(gathered) - n_outs, len(gathered)):
+                flags = counts.reshape(-1, *(1,) * (gathered[i].dim() - 1))
+                gathered[i] = torch.where(flags, gathered[i], 0)
+            args = [*invariants, *gathered, *carries]
+            if name not in self.functions:
+                run_scan = on_windows(self.backend.run_scan, loop, count)
+                n_inv, n_seq = len(invariants), len(gathered)
+
+                def function(*args: Tensor) -> list[Tensor]:
+                    own = args[:n_inv], args[n_inv : n_inv + n_seq], args[n_inv + n_seq :]  # noqa: B023
+                    return run_loop(loop, run_scan, *own, len(at), count)[2]  # noqa: B023
+
+                self._build(name, function, args, 0, 0)
+            found = self.functions[name](*args)
+            sums = [p + q for p, q in zip(sums, found, strict=True)] if sums else found
+        return sums
 
     def _of_params(self, grads: list[Tensor]) -> list[Tensor]:
         """From the trained invariants' gradients to the parameters', zero where there is none.

@@ -39,6 +39,8 @@ def make_train_segment(
     in_dims: InDims | None = None,
     context: int = 0,
     taps: bool | Sequence[str] = False,
+    window: int | None = None,
+    stride: int = 1,
 ) -> TrainSegment:
     """make_train_segment : step, loss -> TrainSegment
 
@@ -86,6 +88,11 @@ def make_train_segment(
         :func:`tap`, and of torch's recurrent layers and cells the states and what goes into each
         gate: ``h``, ``c`` and ``i``, ``f``, ``g``, ``o`` of an LSTM, ``h`` and ``r``, ``z``, ``n``
         of a GRU, ``h`` and ``a`` of a plain layer, as in ``cells.0.h`` or ``lstm.l1.f``.
+    ``window``, ``stride``
+        A sliding window in the gradient: each step's loss reaches back ``window`` steps, itself
+        included, whereas in a plain segment the first steps' reach back less far than the last
+        ones'. There is one forward and one reverse loop, in which all windows run side by side.
+        With a ``stride`` above 1 so many steps share a window, which ends with the last of them.
 
     Truncated backpropagation through time: Williams and Peng, 1990. The loops are split as in
     loop distribution: Allen and Kennedy, 1987.
@@ -114,11 +121,31 @@ def make_train_segment(
         raise TypeError(f"context: expected a number of steps, found {context!r}.")
     if context < 0:
         raise ValueError(f"context: expected 0 steps or more, found {context}.")
+    _check_window(window, stride)
     step, tapped = as_step(step), taps is not False
+    if tapped and window is not None:
+        raise ValueError(
+            "taps, window: a tensor has a gradient in each of the windows that hold it. Ask for "
+            "one of the two."
+        )
     if tapped:
         step, loss = step.with_taps(_names(taps)), _of_first(loss)
-    recipe = Recipe(step, loss, initial_state, recompute, context)
+    recipe = Recipe(step, loss, initial_state, recompute, context, window, stride)
     return TrainSegment(recipe, backend, time_dim, in_dims, tapped=tapped)
+
+
+def _check_window(window: int | None, stride: int) -> None:
+    for name, value in (("window", window), ("stride", stride)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name}: expected a number of steps, found {value!r}.")
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: expected at least 1 step, found {value}.")
+    if window is None and stride != 1:
+        raise ValueError(f"stride: {stride} has no meaning without window=, the reach of a loss.")
+    if window is not None and stride > window:
+        raise ValueError(
+            f"stride: {stride} is more than window={window}, so some steps would be in no window."
+        )
 
 
 def _names(taps: bool | Sequence[str]) -> list[str] | None:

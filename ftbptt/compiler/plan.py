@@ -21,6 +21,7 @@ from .signature import Leaf, Recipe, Signature, differentiable, vmapped, with_le
 from .split import split_products
 from .stacked import Packing, split_stacked_state
 from .trace import trace_function, trace_step
+from .windows import Sliding
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Plan:
     evaluate: DistributedLoop
     reverse: DistributedLoop
     loss: LossTracer
+    sliding: Sliding | None
 
 
 def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str]) -> Plan:
@@ -128,4 +130,5 @@ def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str])
         evaluate=distribute(evaluate),
         reverse=distribute(loops.reverse),
         loss=loss,
+        sliding=None if recipe.window is None else Sliding(recipe.window, recipe.stride),
     )

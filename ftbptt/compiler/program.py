@@ -48,8 +48,13 @@ def run_loop(
     sequences: Sequence[Tensor],
     carries: Sequence[Tensor],
     steps: Any,
+    windows: int = 0,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """run_loop : a loop's inputs -> (final carries, stacked values [K, ...], summed values)"""
+    """run_loop : a loop's inputs -> (final carries, stacked values [K, ...], summed values)
+
+    With ``windows`` the sequences are those of so many loops, by step first,
+    ``[steps of a window * windows, ...]``, and the carries are ``[windows, ...]``.
+    """
     loop = distributed.loop
     values = _Values(
         dict(zip(loop.invariants, invariants, strict=True)),
@@ -64,9 +69,9 @@ def run_loop(
         if isinstance(block, MapBlock):
             _run_map(block, values, steps)
         elif isinstance(block, ShiftBlock):
-            _run_shift(block, values, start[block.carry], loop.reverse, steps)
+            _run_shift(block, values, start[block.carry], loop.reverse, steps, windows)
         else:
-            _run_recurrence(block, run_scan, values, start, steps, loop.reverse)
+            _run_recurrence(block, run_scan, values, start, steps, loop.reverse, windows)
 
     def sequence(node: Node) -> Tensor:
         if node not in values.sequence:  # the same at every step
@@ -114,18 +119,21 @@ def _run_map(block: MapBlock, values: _Values, steps: Any) -> None:
 
 
 def _run_shift(
-    block: ShiftBlock, values: _Values, start: Tensor, reverse: bool, steps: Any
+    block: ShiftBlock, values: _Values, start: Tensor, reverse: bool, steps: Any, windows: int
 ) -> None:
     source = values.sequence.get(block.source)
     if source is None:
         value = _invariant(block.source, values)
         source = value.expand(steps, *value.shape)
+    # A step of all windows, or of the one loop there is.
+    n, one = (windows, start) if windows else (1, start.unsqueeze(0))
     if reverse:
-        values.sequence[block.carry] = torch.cat([source[1:], start.unsqueeze(0)])
-        values.final[block.carry] = source[0].clone()
+        values.sequence[block.carry] = torch.cat([source[n:], one])
+        final = source[:n]
     else:
-        values.sequence[block.carry] = torch.cat([start.unsqueeze(0), source[:-1]])
-        values.final[block.carry] = source[-1].clone()
+        values.sequence[block.carry] = torch.cat([one, source[:-n]])
+        final = source[-n:]
+    values.final[block.carry] = final.clone() if windows else final.squeeze(0).clone()
 
 
 def _run_recurrence(
@@ -135,6 +143,7 @@ def _run_recurrence(
     start: dict[Node, Tensor],
     steps: Any,
     reverse: bool,
+    windows: int,
 ) -> None:
     invariants = [_invariant(node, values) for node in block.invariants]
     sequences = [values.sequence[node] for node in block.sequences]
@@ -146,7 +155,8 @@ def _run_recurrence(
     ):
         values.final[carry] = final
         if history is not None:
-            before, behind = history[:-1], history[1:]
+            n = windows or 1
+            before, behind = history[:-n], history[n:]
             values.sequence[carry] = behind if reverse else before
             if after is not carry:
                 values.sequence[after] = before if reverse else behind

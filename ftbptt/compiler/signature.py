@@ -68,6 +68,8 @@ class Recipe:
     initial_state: Tree | Callable[[Tree], Tree] | None
     recompute: bool
     context: int = 0
+    window: int | None = None  # how far each step's loss reaches back, and
+    stride: int = 1  # how many steps do so together
     probes: int = 0  # the last leaves of x, by which there is a gradient at every step
 
 
