@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import pickle
 import random
 import sys
 import warnings
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import tree_flatten, tree_leaves, tree_unflatten
+from .._compat import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 Tree = Any
 _MARK = b"ftbptt-sha256:"  # behind torch's own file, with the hash of all before it
@@ -48,16 +49,18 @@ def save_checkpoint(path: str | Path, content: Any) -> None:
     path = Path(path)
     if path.is_dir():  # which could be renamed as well
         raise IsADirectoryError(f"checkpoint: {path} is a folder. Give the name of a file.")
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    data = buffer.getvalue()
-    try:
-        torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception as error:
+    data = _readable(content)
+    if data is None:
+        leaves = tree_flatten_with_path(content)[0]
+        wrong = [(at, leaf) for at, leaf in leaves if _readable(leaf) is None]
+        where = "one of its containers"
+        if wrong:
+            at, leaf = wrong[0]
+            where = f"{keystr(at)}, a {type(leaf).__module__}.{type(leaf).__name__},"
         raise TypeError(
-            "checkpoint: it holds something besides tensors, numbers, strings, dicts, lists and "
-            f"tuples, which cannot be read again safely ({str(error).strip().splitlines()[0]})."
-        ) from error
+            f"checkpoint: {where} could not be read again with weights_only=True. Keep tensors, "
+            "Python's own numbers and strings, dicts, lists and tuples."
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _unfinished(path)
     try:
@@ -72,6 +75,18 @@ def save_checkpoint(path: str | Path, content: Any) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def _readable(content: Any) -> bytes | None:
+    """As torch saves it; None if it would not be read again."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True, map_location="cpu")
+    except (pickle.PickleError, AttributeError, TypeError):
+        return None
+    return buffer.getvalue()
 
 
 def has_checkpoint(path: str | Path) -> bool:
