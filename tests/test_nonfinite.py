@@ -119,8 +119,8 @@ def test_several_inputs_and_no_rows() -> None:
     params = params_of(module)
     train_segment = make_train_segment(module, lambda out, y: out.square().mean(), backend="eager")
     updates = train_stream(
-        train_segment, params, torch.zeros(5).double(), (x, None), torch.optim.SGD(params.values(), 0.1),
-        k1=4, progress=False,
+        train_segment, params, torch.zeros(5).double(), (x, None),
+        torch.optim.SGD(params.values(), 0.1), k1=4, progress=False,
     )  # fmt: skip
     made, (said,) = noted(updates)
     assert "is nan: x is first not finite at step 6; out is first not finite at step 6; gr" in said
@@ -331,3 +331,46 @@ def test_parameters_that_are_not_finite_are_not_saved(mode: str, tmp_path: Path)
     # What was due before the loss was seen is saved; it is not saved again over the one before.
     assert load_checkpoint(file)["index"] == 4
     assert load_checkpoint(previous(file))["index"] == 2
+
+
+@pytest.mark.parametrize("mode", ["stop", "raise"])
+@pytest.mark.parametrize("interval", [0, 1e6])
+def test_noticed_only_when_losses_are_read(
+    mode: str, interval: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the parameters are spoiled by then, but not the checkpoint."""
+    monkeypatch.setattr(Stream, "_is_sound", lambda self, value: True)
+    file = tmp_path / "run.pt"
+    updates = started(
+        bad_stream(40, 2, 17, 1), checkpoint=file, checkpoint_every=3, on_nonfinite=mode,
+        interval=interval,
+    )  # fmt: skip
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            list(updates)
+        except FloatingPointError as error:
+            said.append(str(error))
+    (said,) = said + [str(warning.message) for warning in caught]
+    last = 4 if interval == 0 else 5  # the next checkpoint is due
+    words = f"the mean loss up to update {last} is nan: params['cell.weight_ih'] is not finite alr"
+    assert words in said
+    if mode == "stop":
+        assert "The run stops; updates with such a loss have been made. on_nonfinite='skip'" in said
+    assert load_checkpoint(file)["index"] == 3
+    assert all(p.isfinite().all() for p in load_checkpoint(file)["learner"]["params"])
+
+
+def test_ctrl_c_before_losses_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "_is_sound", lambda self, value: True)
+    file = tmp_path / "run.pt"
+    updates = started(
+        bad_stream(40, 2, 17, 1), checkpoint=file, checkpoint_every=3, interval=1e6
+    )  # fmt: skip
+    for _ in range(5):
+        next(updates)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        for _ in updates:
+            raise KeyboardInterrupt
+    assert load_checkpoint(file)["index"] == 3

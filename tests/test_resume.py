@@ -67,6 +67,25 @@ def test_cut_off_after_every_update(name: str, tmp_path: Path) -> None:
     assert not Run(name, 9, tmp_path / "run.pt", resume=True).go().seen
 
 
+@pytest.mark.parametrize("name", ["dropout, noisy", "noisy, accumulated", "own generator"])
+def test_cut_off_when_the_next_window_was_read_already(name: str, tmp_path: Path) -> None:
+    """As for a GPU; the update draws random numbers too, behind those of that window's data."""
+
+    def begun(seed: int, file: Path | None = None, **more: Any) -> Run:
+        noise = Events(before_update=lambda grads: [g.add_(torch.randn_like(g)) for g in grads])
+        run = Run(name, seed, file, events=noise, **more)
+        run.updates._cursor.mover.aside = True
+        return run
+
+    once = begun(0).go()
+    for cut in range(1, len(once.seen), 2):
+        file = tmp_path / f"{cut}.pt"
+        first = begun(0, file).go(cut)
+        second = begun(7, file, resume=True).go()
+        assert_same(first.seen + second.seen, once.seen)
+        assert_same(second.left(), once.left())
+
+
 def test_what_is_traced_anew_draws_nothing(tmp_path: Path) -> None:
     """As in another process: tracing a step with dropout leaves the random numbers alone."""
     seen, _ = whole("dropout")
