@@ -26,7 +26,8 @@ def targets(results: Results) -> list[Row]:
     return rows
 
 
-def _row(what: str, measured: float | None, sign: str, wanted: float, unit: str = "x") -> Row:
+def row(what: str, measured: float | None, sign: str, wanted: float, unit: str = "x") -> Row:
+    """A line of the table: ``wanted`` is the least (``sign`` ">=") or the most that is wanted."""
     if measured is None:
         verdict = "not measured"
     else:
@@ -58,16 +59,16 @@ def _default(results: Results) -> list[Row]:
     longer = _divided(cold.get("1024"), cold.get("16"))
     first = "LSTM T=64 B=32 D=64 H=128"
     return [
-        _row(f"{first}, vs eager autograd loop", value("lstm", "ratio"), ">=", 1.8),
-        _row(f"{first}, vs torch.func eager", against("lstm", "torch-func"), ">=", 3.0),
-        _row("LSTM T=100 B=1 D=8 H=50, vs eager", value("lstm-one-row", "ratio"), ">=", 12.0),
-        _row("layer-norm LSTM, vs eager", value("layer-norm-lstm", "ratio"), ">=", 1.8),
-        _row("3-layer GRU, vs eager", value("gru-3-layers", "ratio"), ">=", 1.8),
-        _row("vmap over 64 sequences, vs a loop over them", value("vmap-64", "ratio"), ">=", 20.0),
-        _row(f"{first}, cold compile", value("lstm", "compile_s"), "<=", 15.0, " s"),
-        _row("cold compile at T=1024, vs T=16", longer, "<=", 1.3),
-        _row("peak memory at T=1024, vs eager", memory("engine"), "<=", 1.0),
-        _row("the same with recompute=True", memory("engine-recompute"), "<=", 0.5),
+        row(f"{first}, vs eager autograd loop", value("lstm", "ratio"), ">=", 1.8),
+        row(f"{first}, vs torch.func eager", against("lstm", "torch-func"), ">=", 3.0),
+        row("LSTM T=100 B=1 D=8 H=50, vs eager", value("lstm-one-row", "ratio"), ">=", 12.0),
+        row("layer-norm LSTM, vs eager", value("layer-norm-lstm", "ratio"), ">=", 1.8),
+        row("3-layer GRU, vs eager", value("gru-3-layers", "ratio"), ">=", 1.8),
+        row("vmap over 64 sequences, vs a loop over them", value("vmap-64", "ratio"), ">=", 20.0),
+        row(f"{first}, cold compile", value("lstm", "compile_s"), "<=", 15.0, " s"),
+        row("cold compile at T=1024, vs T=16", longer, "<=", 1.3),
+        row("peak memory at T=1024, vs eager", memory("engine"), "<=", 1.0),
+        row("the same with recompute=True", memory("engine-recompute"), "<=", 0.5),
     ]
 
 
@@ -85,7 +86,7 @@ def _against_best(case: Row, wanted: tuple[Best, ...]) -> list[Row]:
             best = min(known, key=known.__getitem__) if len(known) == len(others) else None
             against = labels[best] if best else " and ".join(labels.values())
             what = f"{case['title']}: {own['label']}, vs {against}"
-            rows.append(_row(what, known[best] if best else None, ">=", factor))
+            rows.append(row(what, known[best] if best else None, ">=", factor))
     return rows
 
 
@@ -100,7 +101,7 @@ def _scaling(case: Row) -> list[Row]:
         few, *more = sorted(same, key=lambda row: row["threads"])
         for many in more:
             what = f"{case['title']}: {many['label']}, vs {few['threads']}"
-            row = _row(what, _faster(many, few), ">=", SCALING)
+            row = row(what, _faster(many, few), ">=", SCALING)
             if case["batch"] < SCALING_ROWS:
                 row.update(target="none below B=32", verdict="")
             rows.append(row)

@@ -18,17 +18,21 @@ that is a value one step late.
 """
 
 from ._explain import Explanation
-from ._output import SegmentOutput
+from ._output import SegmentOutput, TappedOutput
 from ._reference import reference_segment
 from ._segment import TrainSegment, make_train_segment
 from ._step import Step, as_step
+from ._taps import Tap, tap
 
 __all__ = [
     "Explanation",
     "SegmentOutput",
     "Step",
+    "Tap",
+    "TappedOutput",
     "TrainSegment",
     "as_step",
     "make_train_segment",
     "reference_segment",
+    "tap",
 ]

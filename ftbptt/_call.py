@@ -41,6 +41,7 @@ class Call:
     context: tuple[Any, ...] = ()
     levels: tuple[Level, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
+    probes: int = 0  # the last leaves of x are zeros, by which there is a gradient at every step
 
     def under_vmap(self, level: Level, flags: Sequence[bool]) -> Call:
         before = self.batched or ((),) * len(flags)

@@ -27,8 +27,8 @@ _CHUNK_BYTES = 16 << 20
 _LEAST_STEPS = 16
 # From so many steps in a chunk on, a segment is not cut: what it keeps is little at any length.
 _UNCUT_STEPS = 256
-# Gradients of the trained invariants, parts of the state, loss, outputs.
-Result = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]
+# Gradients of the trained invariants, parts of the state, loss, outputs, gradients at every step.
+Result = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], list[Tensor]]
 
 
 class Executable:
@@ -41,16 +41,16 @@ class Executable:
         self.uncut = self.chunk >= _UNCUT_STEPS
 
     def run(self, groups: dict[str, list[Tensor]], *, graded: bool) -> list[Tensor]:
-        """``[*grads, *state, loss, *out]``, or without the gradients if not ``graded``."""
+        """``[*grads, *state, loss, *out, *d_probes]``, without gradients if not ``graded``."""
         plan = self.plan
         given = [*groups["params"], *groups["buffers"], *plan.captures, *groups["initial_state"]]
         x = [*groups["x"], *groups["reset"], *groups["mask"]]
         rest = [*groups["y"], *groups["mask"]]
         carries = self._parts(groups["state"])
         run = self._whole if self.uncut else self._chunked
-        grads, carries, loss, out = run(given, x, rest, carries, graded)
+        grads, carries, loss, out, d_probes = run(given, x, rest, carries, graded)
         state = self._packed(carries)
-        return [*(self._of_params(grads) if graded else ()), *state, loss, *out]
+        return [*(self._of_params(grads) if graded else ()), *state, loss, *out, *d_probes]
 
     def _whole(
         self,
@@ -79,7 +79,7 @@ class Executable:
             if not graded:
                 return [*finals, *graphs.value(*out, *rest), *out]
             loss, *d_outs = graphs.joint(*out, *rest)
-            _, _, sums = run_loop(
+            _, d_probes, sums = run_loop(
                 plan.reverse,
                 self.backend.run_scan,
                 invariants,
@@ -92,17 +92,19 @@ class Executable:
             ]
             finish = plan.preparation.finish if plan.preparation is not None else None
             more = finish(*given, *d_prepared) if finish is not None else []
-            return [*sums, *more, *finals, loss, *out]
+            return [*sums, *more, *finals, loss, *out, *d_probes]
 
         name = ("segment" if graded else "evaluate", key)
         if name not in self.functions:
             last = n_given + n_x + n_rest if key is None else n_given
             self._build(name, function, [*given, *x, *rest, *carries], n_given, last)
         result = self.functions[name](*given, *x, *rest, *carries)
+        n_probes = len(plan.reverse.loop.stacked) if graded else 0
+        result, d_probes = result[: len(result) - n_probes], result[len(result) - n_probes :]
         n_grads = len(result) - len(carries) - 1 - n_outs
         grads, result = result[:n_grads], result[n_grads:]
         n = len(carries)
-        return grads, result[:n], result[n], result[n + 1 :]
+        return grads, result[:n], result[n], result[n + 1 :], d_probes
 
     def _chunked(
         self,
@@ -136,13 +138,13 @@ class Executable:
         name = ("loss", graded, key)
         loss, *d_outs = self._call(name, graph, [*out, *rest], time=True)
         if not graded:
-            return [], carries, loss, out
-        grads = self._reverse(bounds, invariants, x, saved, d_outs)
+            return [], carries, loss, out, []
+        grads, d_probes = self._reverse(bounds, invariants, x, saved, d_outs)
         if plan.preparation is not None and plan.preparation.finish is not None:
             trained = plan.loops.trained_invariants
             d_prepared = [grad for grad, at in zip(grads, trained, strict=True) if at >= len(given)]
             grads += self._call("finish", plan.preparation.finish, [*given, *d_prepared])
-        return grads, carries, loss, out
+        return grads, carries, loss, out, d_probes
 
     def _zero_gradients(self, device: torch.device) -> list[Tensor]:
         """d(state) behind the last step: no gradient comes from later segments."""
@@ -158,19 +160,25 @@ class Executable:
         x: list[Tensor],
         saved: list[list[Tensor]],
         d_outs: list[Tensor],
-    ) -> list[Tensor]:
-        """The gradient of each trained invariant, summed over the chunks, the last first."""
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients of each trained invariant, summed over the chunks, the last first.
+
+        And those of each probe, at every step.
+        """
         loop = self.plan.reverse
         d_carries = self._zero_gradients(x[0].device)
         sums: list[Tensor] = []
+        stacked: list[list[Tensor]] = []
         for a, b in reversed(bounds):
             whole = len(bounds) == 1
             own = [*x, *d_outs] if whole else [t[a:b] for t in (*x, *d_outs)]
             sequences = [*own[: len(x)], *saved.pop(), *own[len(x) :]]
             result = self._loop("reverse", loop, invariants, sequences, d_carries)
-            d_carries, chunk_sums = result[: len(d_carries)], result[len(d_carries) :]
+            n, n_probes = len(d_carries), len(loop.loop.stacked)
+            d_carries, chunk_sums = result[:n], result[n + n_probes :]
+            stacked.insert(0, result[n : n + n_probes])
             sums = [p + q for p, q in zip(sums, chunk_sums, strict=True)] if sums else chunk_sums
-        return sums
+        return sums, [torch.cat(own) for own in zip(*stacked, strict=True)]
 
     def _of_params(self, grads: list[Tensor]) -> list[Tensor]:
         """From the trained invariants' gradients to the parameters', zero where there is none.

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ._taps import Tap
+
 
 class SegmentOutput(NamedTuple):
     """SegmentOutput(grads, state, loss, out), everything detached.
@@ -21,3 +23,17 @@ class SegmentOutput(NamedTuple):
     state: Any
     loss: Tensor
     out: Any
+
+
+class TappedOutput(NamedTuple):
+    """TappedOutput(grads, state, loss, out, taps): a :class:`SegmentOutput` and what was tapped.
+
+    ``taps``: by name a :class:`Tap` with the tensor's ``value`` and ``grad`` at every step, time
+    where it is in ``out``.
+    """
+
+    grads: Any
+    state: Any
+    loss: Tensor
+    out: Any
+    taps: dict[str, Tap]

@@ -16,12 +16,14 @@ from ._execute import Executable
 from ._explain import Explanation, explain
 from ._layout import Layout, SharedLayout
 from ._loss import Loss
-from ._output import SegmentOutput
+from ._output import SegmentOutput, TappedOutput
+from ._probes import taps_of, with_probes
 from ._recall import Known, Recall, Trees, like
 from ._step import Step, StepFunction, as_step
+from ._vmap import Found, SegmentFunction
 from .backends import EAGER, NAMES, choose
 from .compiler.plan import make_plan
-from .compiler.signature import Level, Recipe
+from .compiler.signature import Recipe
 
 Tree = Any
 
@@ -36,6 +38,7 @@ def make_train_segment(
     recompute: bool = False,
     in_dims: InDims | None = None,
     context: int = 0,
+    taps: bool | Sequence[str] = False,
 ) -> TrainSegment:
     """make_train_segment : step, loss -> TrainSegment
 
@@ -77,6 +80,12 @@ def make_train_segment(
     ``context``
         How many steps at the start of a segment have no loss. Their gradient flows: they give the
         steps behind them something to reach back to.
+    ``taps``
+        Names of tensors inside the step (True: all) whose value and gradient at every step come
+        back as ``taps``, the fifth part of a :class:`TappedOutput`: what the step marks with
+        :func:`tap`, and of torch's recurrent layers and cells the states and what goes into each
+        gate: ``h``, ``c`` and ``i``, ``f``, ``g``, ``o`` of an LSTM, ``h`` and ``r``, ``z``, ``n``
+        of a GRU, ``h`` and ``a`` of a plain layer, as in ``cells.0.h`` or ``lstm.l1.f``.
 
     Truncated backpropagation through time: Williams and Peng, 1990. The loops are split as in
     loop distribution: Allen and Kennedy, 1987.
@@ -105,8 +114,21 @@ def make_train_segment(
         raise TypeError(f"context: expected a number of steps, found {context!r}.")
     if context < 0:
         raise ValueError(f"context: expected 0 steps or more, found {context}.")
-    recipe = Recipe(as_step(step), loss, initial_state, recompute, context)
-    return TrainSegment(recipe, backend, time_dim, in_dims)
+    step, tapped = as_step(step), taps is not False
+    if tapped:
+        step, loss = step.with_taps(_names(taps)), _of_first(loss)
+    recipe = Recipe(step, loss, initial_state, recompute, context)
+    return TrainSegment(recipe, backend, time_dim, in_dims, tapped=tapped)
+
+
+def _names(taps: bool | Sequence[str]) -> list[str] | None:
+    if taps is True:
+        return None
+    if isinstance(taps, str) or not all(isinstance(name, str) for name in taps or ()):
+        raise TypeError(f"taps: expected True or a list of names, found {taps!r}.")
+    if not taps:
+        raise ValueError("taps: expected at least one name, found none. taps=True takes all.")
+    return list(taps)
 
 
 def _check_in_dims(in_dims: Any) -> None:
@@ -142,9 +164,15 @@ class TrainSegment:
     """
 
     def __init__(
-        self, recipe: Recipe, backend: str, time_dim: int | None, in_dims: InDims | None
+        self,
+        recipe: Recipe,
+        backend: str,
+        time_dim: int | None,
+        in_dims: InDims | None,
+        *,
+        tapped: bool = False,
     ) -> None:
-        self._recipe, self._backend = recipe, backend
+        self._recipe, self._backend, self._tapped = recipe, backend, tapped
         self._time_dim, self._in_dims = time_dim, in_dims
         self._executables: dict[Any, Executable] = {}
         self._recall = Recall()
@@ -194,9 +222,7 @@ class TrainSegment:
         The plan of such a call: its blocks, what is in each, how it runs and why, the GEMMs, what
         is saved, FLOPs and bytes. Traces the step if such a call was not seen before; runs nothing.
         """
-        call, tensors, _ = lay_out(
-            self._recipe, self._time_dim, self._in_dims, params, state, x, y, reset, mask
-        )
+        call, tensors, _ = self._laid_out(params, state, x, y, reset, mask)
         executable = self._executable(call, tensors)
         steps = next(t for t, time in zip(tensors, call.is_sequence(), strict=True) if time).shape[
             0
@@ -228,7 +254,9 @@ class TrainSegment:
         if loss is not None:
             own = loss(own)
         recipe = replace(self._recipe, step=step, loss=own, context=context)
-        return TrainSegment(recipe, self._backend, self._time_dim, self._in_dims)
+        return TrainSegment(
+            recipe, self._backend, self._time_dim, self._in_dims, tapped=self._tapped
+        )
 
     @property
     def context(self) -> int:
@@ -253,24 +281,22 @@ class TrainSegment:
     ) -> SegmentOutput:
         mapped = inside_functorch()
         key = trees = None
-        if not mapped and self._in_dims is None and state is not None:
+        if not mapped and self._in_dims is None and state is not None and not self._tapped:
             trees = Trees.of((params, state, x, y, reset, mask))
         if trees is not None:
             key = (trees.key, graded, *self._surroundings(trees))
             known = self._recall.find(key)
             if known is not None:
                 return self._again(known, trees, params, state, graded)
-        call, tensors, layout = lay_out(
-            self._recipe, self._time_dim, self._in_dims, params, state, x, y, reset, mask
-        )
-        found = _Found()
+        call, tensors, layout = self._laid_out(params, state, x, y, reset, mask)
+        found = Found()
         if mapped:
             if inside_derivative():
                 raise RuntimeError(
                     "a segment is not differentiable: it returns the gradients itself, as .grads, "
                     "and everything detached. Call it outside of torch.func.grad, vjp and jvp."
                 )
-            flat = _SegmentFunction.apply(self, call, graded, found, *tensors)
+            flat = SegmentFunction.apply(self, call, graded, found, *tensors)
         else:
             flat = tuple(self._run(call, graded, found, tensors))
             if key is not None and layout.time_dim == 0:
@@ -287,9 +313,25 @@ class TrainSegment:
             out = [layout.sequence_back(leaf) for leaf in out]
         else:
             out = layout.time_back(out)
-        return SegmentOutput(
-            grads, tree_unflatten(after, call.specs[1]), value, tree_unflatten(out, found.out_spec)
+        after = tree_unflatten(after, call.specs[1])
+        n_out = found.out_spec.num_leaves
+        tree = tree_unflatten(out[:n_out], found.out_spec)
+        if self._tapped:
+            own, values = tree
+            tapped: Any = TappedOutput(grads, after, value, own, taps_of(values, out[n_out:]))
+            return tapped  # a fifth part, for those who asked for it
+        return SegmentOutput(grads, after, value, tree)
+
+    def _laid_out(
+        self, params: Tree, state: Tree, x: Tree, y: Tree, reset: Any, mask: Any
+    ) -> tuple[Call, list[Tensor], Layout]:
+        """A call, checked, as flat tensors with time in front."""
+        call, tensors, layout = lay_out(
+            self._recipe, self._time_dim, self._in_dims, params, state, x, y, reset, mask
         )
+        if self._tapped:
+            call, tensors = with_probes(self._recipe.step, call, tensors)
+        return call, tensors, layout
 
     def _surroundings(self, trees: Trees) -> tuple[Any, ...]:
         """What a call depends on besides its arguments."""
@@ -304,7 +346,7 @@ class TrainSegment:
         own_params, *others = trees.leaves
         before = [*own_params, *self._recipe.step.buffers().values(), *known.initial]
         tensors = [leaf.detach() for leaf in (*before, *(t for own in others for t in own))]
-        found = _Found()
+        found = Found()
         flat = self._run(known.call, graded, found, tensors, known.executable)
         n_params = len(own_params) if graded else 0
         n_state = n_params + known.call.counts[3]
@@ -319,7 +361,7 @@ class TrainSegment:
         self,
         call: Call,
         graded: bool,
-        found: _Found,
+        found: Found,
         tensors: Sequence[Tensor],
         executable: Executable | None = None,
     ) -> list[Tensor]:
@@ -351,7 +393,8 @@ class TrainSegment:
         key = call.key(tensors)
         if key not in self._executables:
             self.trace_count += 1
-            plan = make_plan(self._recipe, call.signature(tensors), call.buffer_names)
+            recipe = replace(self._recipe, probes=call.probes)
+            plan = make_plan(recipe, call.signature(tensors), call.buffer_names)
             self._executables[key] = Executable(plan, choose(self._backend), self._count_compile)
         return self._executables[key]
 
@@ -366,50 +409,3 @@ def _of_first(loss: Loss) -> Loss:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-class _Found:
-    """What a call learns while it runs, passed through torch.func as it is."""
-
-    out_spec: Any = None
-
-
-class _SegmentFunction(torch.autograd.Function):
-    """Where ``torch.func.vmap`` meets a segment: each level adds its axis, the last one runs."""
-
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(
-        segment: TrainSegment, call: Call, graded: bool, found: _Found, *tensors: Tensor
-    ) -> Any:
-        return tuple(segment._run(call, graded, found, tensors))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.mark_non_differentiable(*output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError("ftbptt: a segment is not differentiable; it returns the gradients.")
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: Any,
-        segment: TrainSegment,
-        call: Call,
-        graded: bool,
-        found: _Found,
-        *tensors: Tensor,
-    ) -> Any:
-        dims = in_dims[4:]
-        moved = [
-            t if d is None else t.movedim(d, 1 if is_sequence else 0)
-            for t, d, is_sequence in zip(tensors, dims, call.is_sequence(), strict=True)
-        ]
-        level = Level(info.batch_size, info.randomness)
-        call = call.under_vmap(level, [d is not None for d in dims])
-        flat = _SegmentFunction.apply(segment, call, graded, found, *moved)
-        before_out = (call.counts[0] if graded else 0) + call.counts[3] + 1
-        return flat, tuple(0 if i < before_out else 1 for i in range(len(flat)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ._compat import COMPILED_PREFIX, tree_map, uncompiled
+from ._taps import Collector, collecting, owners
 
 Tree = Any
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -110,6 +112,29 @@ class Step:
             return replace(self, function=lambda p, x, s: and_state(function(p, x, s), s))
         call = self.call_module or _call_module
         return replace(self, call_module=lambda m, x, s: and_state(call(m, x, s), s))
+
+    def with_taps(self, wanted: Sequence[str] | None) -> Step:
+        """The same step on ``(x_t, probes)``, its output ``(out_t, tapped tensors by name)``.
+
+        ``probes`` are added to the tensors that it taps, see :class:`Collector`.
+        """
+
+        def run(call: Any, params: Tree, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+            x_t, probes = x_t
+            with collecting(Collector(wanted, probes or None, owners(params))) as collector:
+                out, after = call(x_t, state)
+            collector.check()
+            return (out, collector.values), after
+
+        if self.module is None:
+            function = self.function
+            assert function is not None
+            return replace(self, function=lambda p, x, s: run(partial(function, p), p, x, s))
+        call = self.call_module or _call_module
+        return replace(
+            self,
+            call_module=lambda m, x, s: run(partial(call, m), dict(m.named_parameters()), x, s),
+        )
 
     def own_names(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
         """``params`` by the names of the module; torch.compile puts a prefix before them."""

@@ -235,7 +235,7 @@ def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPat
 
 # The order of the data's way; a module imports only from those before it.
 ORDER = [
-    "_compat", "_output", "_step", "_layout", "_loss", "_reference", "compiler.graphs",
+    "_compat", "_taps", "_output", "_step", "_layout", "_loss", "_reference", "compiler.graphs",
     "compiler.convolution", "compiler.rnn", "compiler.signature", "compiler.trace",
     "compiler.stacked", "compiler.split", "compiler.restart", "compiler.saving",
     "compiler.prepare", "compiler.adjoint", "compiler.timesum", "compiler.timebatch",
@@ -244,7 +244,7 @@ ORDER = [
     "kernels.lower", "kernels.schedule", "kernels.cpp_nest", "kernels.cpp", "kernels.build",
     "backends.base",
     "backends.eager", "backends.compile", "backends.fused", "backends", "_execute", "_explain",
-    "_call", "_recall", "_segment",
+    "_call", "_recall", "_probes", "_vmap", "_segment",
     "training.windows", "training.source", "training.contiguous", "training.packing",
     "training.rows", "training.checkpoint", "training.prefetch", "training.cursor",
     "training.segments", "training.optimizing", "training.measured", "training.update",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -80,7 +79,7 @@ def test_what_holds_for_all(
         assert after.index == before.index + 1
     if found and not fresh:
         assert all(window.end == (window.index + 1) * k1 for window in found[:-1])
-    assert truncation.cut(replace(truncation.window(0)), 0) is None
+    assert truncation.cut(truncation.window(0), 0) is None
 
 
 @pytest.mark.parametrize(

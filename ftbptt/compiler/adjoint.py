@@ -71,6 +71,7 @@ def make_loops(
     counts: tuple[int, int, int],
     wanted_outs: Sequence[bool],
     trained_inv: Sequence[int],
+    trained_seq: Sequence[int],
     levels: Sequence[Level],
     batched: Sequence[Sequence[bool]],
     mode: FakeTensorMode,
@@ -80,8 +81,8 @@ def make_loops(
     """make_loops : step graph ``(*invariants, *x_t, *state) -> [*out_t, *state]`` -> LoopPair
 
     ``counts`` are the numbers of invariants, inputs and states; ``wanted_outs`` says which outputs
-    have a gradient, ``trained_inv`` which invariants get one; ``batched`` says per level which
-    arguments have its axis (states all have).
+    have a gradient, ``trained_inv`` and ``trained_seq`` which invariants and inputs get one;
+    ``batched`` says per level which arguments have its axis (states all have).
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     n_inv, n_seq, n_carry = counts
@@ -89,7 +90,11 @@ def make_loops(
     values = [value_of(node) for node in placeholders]
     results = [value_of(node) for node in module.graph.output_node().args[0]]
     trained_carry = [i for i in range(n_carry) if differentiable(values[n_inv + n_seq + i])]
-    trained_args = [*trained_inv, *(n_inv + n_seq + i for i in trained_carry)]
+    trained_args = [
+        *trained_inv,
+        *(n_inv + i for i in trained_seq),
+        *(n_inv + n_seq + i for i in trained_carry),
+    ]
     graded_outs = [i for i in range(outs) if wanted_outs[i]]
     graded = [*graded_outs, *(outs + i for i in trained_carry)]
     n_args = len(values)
@@ -123,6 +128,7 @@ def make_loops(
         outs,
         graded_outs,
         list(trained_inv),
+        len(trained_seq),
         trained_carry,
         recompute,
     )
@@ -148,6 +154,7 @@ def _split_joint(
     outs: int,
     graded_outs: list[int],
     trained_inv: list[int],
+    n_trained_seq: int,
     trained_carry: list[int],
     recompute: bool,
 ) -> LoopPair:
@@ -161,7 +168,8 @@ def _split_joint(
     results = list(graph.output_node().args[0])
     out_nodes, after = results[:outs], results[outs : outs + n_carry]
     gradients = results[outs + n_carry :]
-    d_invariants, d_before = gradients[: len(trained_inv)], gradients[len(trained_inv) :]
+    d_invariants, rest = gradients[: len(trained_inv)], gradients[len(trained_inv) :]
+    d_sequences, d_before = rest[:n_trained_seq], rest[n_trained_seq:]
     d_outs, d_after = cotangents[: len(graded_outs)], cotangents[len(graded_outs) :]
 
     in_reverse = reachable_from(cotangents, graph.nodes) - {graph.output_node()}
@@ -174,10 +182,10 @@ def _split_joint(
         graph.nodes,
     )
     known = {n for n in graph.nodes if n not in at_a_step} | set(sequences)
-    backward = needed_for([*d_invariants, *d_before])
+    backward = needed_for([*d_invariants, *d_sequences, *d_before])
     read = {
         arg for node in backward & in_reverse for arg in inputs_of(node) if arg not in in_reverse
-    } | {n for n in (*d_invariants, *d_before) if n not in in_reverse}
+    } | {n for n in (*d_invariants, *d_sequences, *d_before) if n not in in_reverse}
     # The state after a step is the one before the next: where that is kept, it costs nothing.
     free = {b for a, b in zip(carries, after, strict=True) if a in read and not recompute}
     saved = values_to_save(read, known, set(carries), free - set(carries), recompute=recompute)
@@ -193,7 +201,7 @@ def _split_joint(
         [*sequences, *saved, *d_outs],
         d_after,
         d_before,
-        [],
+        d_sequences,
         d_invariants,
         reverse=True,
     )

@@ -103,6 +103,7 @@ def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str])
         (n_invariants, len(sequences), len(parts)),
         loss.graded,
         trained_invariants,
+        range(len(s.x) - recipe.probes, len(s.x)),
         s.levels,
         [
             [*batched[i], *(leaf.batched[i] for leaf in sequences), *([True] * len(parts))]

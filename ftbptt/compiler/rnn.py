@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._compat import tree_map
+from .._taps import tap_of
 
 
 def _lstm_cell(
@@ -23,10 +24,11 @@ def _lstm_cell(
     b_hh: Any = None, w_hr: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     h, c = state
-    i, f, g, o = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    gates = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
+    i, f, g, o = (tap_of(w_ih, *named) for named in zip("ifgo", gates, strict=True))
+    c = tap_of(w_ih, "c", f.sigmoid() * c + i.sigmoid() * g.tanh())
     h = o.sigmoid() * c.tanh()
-    return (h if w_hr is None else F.linear(h, w_hr)), c
+    return tap_of(w_ih, "h", h if w_hr is None else F.linear(h, w_hr)), c
 
 
 def _gru_cell(
@@ -34,16 +36,18 @@ def _gru_cell(
 ) -> Tensor:
     r_x, z_x, n_x = F.linear(x, w_ih, b_ih).chunk(3, -1)
     r_h, z_h, n_h = F.linear(h, w_hh, b_hh).chunk(3, -1)
-    r, z = (r_x + r_h).sigmoid(), (z_x + z_h).sigmoid()
-    n = (n_x + r * n_h).tanh()
-    return n + z * (h - n)
+    r = tap_of(w_ih, "r", r_x + r_h).sigmoid()
+    z = tap_of(w_ih, "z", z_x + z_h).sigmoid()
+    n = tap_of(w_ih, "n", n_x + r * n_h).tanh()
+    return tap_of(w_ih, "h", n + z * (h - n))
 
 
 def _elman_cell(nonlinearity: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     def cell(
         x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
     ) -> Tensor:
-        return nonlinearity(F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh))
+        a = tap_of(w_ih, "a", F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh))
+        return tap_of(w_ih, "h", nonlinearity(a))
 
     return cell
 

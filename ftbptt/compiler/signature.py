@@ -68,6 +68,7 @@ class Recipe:
     initial_state: Tree | Callable[[Tree], Tree] | None
     recompute: bool
     context: int = 0
+    probes: int = 0  # the last leaves of x, by which there is a gradient at every step
 
 
 def vmapped(

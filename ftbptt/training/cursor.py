@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .checkpoint import random_state, set_random_state
 from .prefetch import Mover
@@ -14,7 +14,7 @@ from .windows import Truncation, Window
 Tree = Any
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Place:
     """Where a run stands: before window ``index`` of an epoch, the state at step ``position``.
 
@@ -28,8 +28,7 @@ class Place:
     end: int = 0
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A window with its data, which begins at step ``first``: there the carried state stands."""
 
     window: Window

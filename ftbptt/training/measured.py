@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """The mean loss over ``weight`` valid steps, all rows together; both stay on the device.
 
     ``steps`` are those of time, ``tokens`` those of all rows, valid or not.

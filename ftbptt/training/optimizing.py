@@ -56,6 +56,8 @@ class Learner:
             _check_owned(optimizer, params)
             owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
             self._trained = [i for i in self._trained if id(leaves[i]) in owned]
+            self._own = [leaves[i] for i in self._trained]
+            self._unique = list({id(p): p for p in self._own}.values())
         elif isinstance(optimizer, FunctionalOptimizer):
             self.opt_state = optimizer.init(params)
         else:
@@ -83,9 +85,11 @@ class Learner:
             return None
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def scale(self, device: torch.device) -> Tensor | None:
+    def scale(self) -> Tensor | None:
         """What the loss is to be multiplied by, without waiting for the device."""
-        return None if self.scaler is None else self.scaler.scale(torch.ones((), device=device))
+        if self.scaler is None:
+            return None
+        return self.scaler.scale(torch.ones((), device=self._own[0].device))
 
     def add(self, grads: Tree, weight: Any) -> None:
         """Gathers gradients of the mean over ``weight`` valid steps: a weighted mean of all."""
@@ -109,16 +113,10 @@ class Learner:
         grads, _ = self.gathered
         self.gathered = None
         if isinstance(self.optimizer, Optimizer):
-            leaves = tree_leaves(self.params)
-            for i in self._trained:
-                leaves[i].grad = None
-            for i, grad in zip(self._trained, grads, strict=True):
-                own = leaves[i]  # one tensor may stand in params twice
-                own.grad = grad if own.grad is None else own.grad + grad
+            self._give(grads)
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            unique = {id(leaves[i]): leaves[i] for i in self._trained}
-            grads = [own.grad for own in unique.values()]
+            grads = [p.grad for p in self._unique if p.grad is not None]
         norm = None
         if self.clip_norm is not None:
             norm = get_total_norm(grads)
@@ -129,6 +127,17 @@ class Learner:
             for grad in grads:
                 grad.clamp_(-self.clip_value, self.clip_value)
         return grads, norm
+
+    def _give(self, grads: list[Tensor]) -> None:
+        """Puts gradients where an optimizer of torch finds them."""
+        if len(self._unique) < len(self._own):  # one tensor stands in params twice
+            for p in self._unique:
+                p.grad = None
+            for p, grad in zip(self._own, grads, strict=True):
+                p.grad = grad if p.grad is None else p.grad + grad
+        else:
+            for p, grad in zip(self._own, grads, strict=True):
+                p.grad = grad
 
     def step(self, grads: list[Tensor]) -> None:
         """The update. ``grads`` are those of :meth:`ready`."""

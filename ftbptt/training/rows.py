@@ -22,7 +22,7 @@ def count_rows(
     for flags in (chunk.reset, chunk.mask):
         if flags is not None and flags.dim() > 1:
             return int(flags.shape[layout.x_rows])
-    x = chunk.x if isinstance(chunk.x, Tensor) else tree_leaves(chunk.x)[0]
+    x = tree_leaves(chunk.x)[0]
     if x.dim() < 2:
         return None
     rows = int(x.shape[layout.x_rows])
@@ -34,13 +34,11 @@ def count_rows(
     return rows if state_has_them else None
 
 
-def valid_steps(chunk: Chunk, steps: int, rows: int, context: int, layout: Layout) -> int | Tensor:
-    """How many steps of all rows have a loss; with a mask a number on its device."""
-    if chunk.mask is None:
-        return (steps - context) * rows
-    if chunk.mask.dim() == 1:
-        return chunk.mask[context:].sum() * rows
-    return chunk.mask.narrow(layout.x_time, context, steps - context).sum()
+def valid_steps(mask: Tensor, steps: int, rows: int, context: int, layout: Layout) -> Tensor:
+    """How many steps of all rows have a loss, on the mask's device."""
+    if mask.dim() == 1:
+        return mask[context:].sum() * rows
+    return mask.narrow(layout.x_time, context, steps - context).sum()
 
 
 def split_rows(

@@ -79,7 +79,8 @@ class Segments:
             context = context or train_segment.context
         self.context, self._autocast, self._time_dim = context, autocast, time_dim
         self._layout: Layout | None = None  # known once there is data
-        self._rows: dict[tuple[int, ...], int | None] = {}  # by the shape of one step
+        self._axes: TimeAxes | None = None
+        self._rows: dict[int, int | None] = {}  # by the length of the axis where they would be
 
     def layout(self, x: Tree) -> Layout:
         """Where time and rows lie in the data, of which ``x`` is a part: tensors or arrays."""
@@ -95,8 +96,11 @@ class Segments:
         return self.train_segment.layout(x)
 
     def axes(self, x: Tree) -> TimeAxes:
-        layout = self.layout(x)
-        return TimeAxes(layout.x_time, layout.y_time)
+        """The axes of time alone."""
+        if self._axes is None:
+            layout = self.layout(x)
+            self._axes = TimeAxes(layout.x_time, layout.y_time)
+        return self._axes
 
     def warm_up(self, params: Tree, state: Tree, span: Span, keep: int) -> tuple[Tree, Tree]:
         """Runs up to where the window has a gradient: the state there, and that before ``keep``.
@@ -175,18 +179,19 @@ class Segments:
 
     def weigh(self, chunk: Chunk, state: Tree, context: int) -> tuple[int | Tensor, int]:
         """How many valid steps a chunk has, all rows together; and how many steps in all."""
-        layout, steps = self.layout(chunk.x), self.axes(chunk.x).steps(chunk)
-        rows = self.rows(chunk, state) or 1
-        return valid_steps(chunk, steps, rows, context, layout), steps * rows
+        steps, rows = self.axes(chunk.x).steps(chunk), self.rows(chunk, state) or 1
+        if chunk.mask is None:
+            return (steps - context) * rows, steps * rows
+        return valid_steps(chunk.mask, steps, rows, context, self.layout(chunk.x)), steps * rows
 
     def rows(self, chunk: Chunk, state: Tree) -> int | None:
         """The rows of the batch; None for data without rows."""
         layout = self.layout(chunk.x)
-        x = chunk.x if isinstance(chunk.x, Tensor) else tree_leaves(chunk.x)[0]
-        one_step = x.shape[: layout.x_time] + x.shape[layout.x_time + 1 :]
-        if one_step not in self._rows:
-            self._rows[one_step] = count_rows(chunk, state, layout, self._row_axis)
-        return self._rows[one_step]
+        x = tree_leaves(chunk.x)[0]
+        across = x.shape[layout.x_rows] if x.dim() > layout.x_rows else 0
+        if across not in self._rows:
+            self._rows[across] = count_rows(chunk, state, layout, self._row_axis)
+        return self._rows[across]
 
     def restarted(self, state: Tree, initial: Tree, rows: int | None) -> Tree:
         """The state, its rows that are not finite as at the start."""

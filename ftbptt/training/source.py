@@ -56,8 +56,7 @@ class TimeAxes:
 
     def steps(self, chunk: Chunk) -> int:
         """The steps of a chunk whose parts are known to have the same."""
-        first = chunk.x if isinstance(chunk.x, Tensor) else tree_leaves(chunk.x)[0]
-        steps: int = first.shape[self.x]
+        steps: int = tree_leaves(chunk.x)[0].shape[self.x]
         return steps
 
     def join(self, chunks: Sequence[Chunk]) -> Chunk:
@@ -168,6 +167,7 @@ class Arrays:
     def __init__(self, chunk: Chunk, axes: TimeAxes) -> None:
         self.chunk, self.axes = chunk, axes
         self.total: int | None = axes.length(chunk)
+        self._of_tensors = _is_of_tensors(chunk)
 
     def begin(self, epoch: int) -> None:
         pass
@@ -176,7 +176,8 @@ class Arrays:
         assert self.total is not None
         if start >= self.total:
             return None
-        return _as_tensors(self.axes.cut(self.chunk, start, stop))
+        window = self.axes.cut(self.chunk, start, stop)
+        return window if self._of_tensors else _as_tensors(window)
 
 
 class Chunks:
@@ -303,9 +304,12 @@ def _as_chunk(item: Any, name: str) -> Chunk:
     )
 
 
+def _is_of_tensors(chunk: Chunk) -> bool:
+    return all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_leaves(tuple(chunk)))
+
+
 def _as_tensors(chunk: Chunk) -> Chunk:
-    trees = [tree for tree in chunk if not (tree is None or isinstance(tree, Tensor))]
-    if all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_leaves(trees)):
+    if _is_of_tensors(chunk):
         return chunk
     import numpy
 

@@ -235,7 +235,7 @@ class Stream(Iterator[Update]):
         gathered = self._learner.gathered
         for part, own in segments.in_parts(chunk, state, self._limits.micro_batches):
             emit(events.before_window, window, part)
-            scale = self._learner.scale(tree_leaves(part.x)[0].device)
+            scale = self._learner.scale()
             result, own_kept = segments.train(params, own, part, within, scale)
             emit(events.after_window, window, result)
             behind.append(result.state)

@@ -1,0 +1,233 @@
+"""The bench of training on streams: what the driver costs, and what it makes possible.
+
+    python -m bench.streams                 everything, about five minutes; writes bench/results/
+    python -m bench.streams --quick         smaller sizes; writes runs/bench/
+
+The driver's cost is taken in turns with bare calls of the segment and the optimizer. Memory is that
+of the whole process, in a process of its own for each length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ftbptt import make_train_segment
+from ftbptt.training import Chunk, PackedSequences, Stream, train_stream
+
+from . import frames, report
+from .cases import Case, Problem, build, loss
+from .targets import row
+
+CASE = Case("lstm", "lstm", 64, 32, 64, 128)
+TINY = Case("tiny", "lstm", 4, 1, 3, 4)
+Call = Callable[[], object]
+
+
+def in_turns(calls: dict[str, Call], rounds: int, each: int) -> dict[str, list[float]]:
+    """Seconds of one call, the median of ``each`` calls, for every round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            own = []
+            for _ in range(each):
+                began = time.perf_counter()
+                call()
+                own.append(time.perf_counter() - began)
+            if turn:  # the first is for warming up
+                times[name].append(statistics.median(own))
+    return times
+
+
+def ratio(times: dict[str, list[float]], a: str, b: str) -> float:
+    """How many times longer ``a`` takes than ``b``: the median over the rounds."""
+    return statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))
+
+
+def long_data(problem: Problem, windows: int) -> tuple[Tensor, Tensor]:
+    """The case's data, again and again, as one stream."""
+    return problem.x.repeat(windows, 1, 1), problem.y.repeat(windows, 1, 1)
+
+
+def streamed(problem: Problem, **options: Any) -> Stream:
+    """A run that does not end, on the case's data."""
+    params = problem.params
+    segment = make_train_segment(problem.model, loss)
+    optimizer = torch.optim.SGD(params.values(), lr=1e-5)
+    options = {"epochs": None, "progress": False} | options
+    return train_stream(segment, params, problem.state, long_data(problem, 8), optimizer, **options)
+
+
+def bare_calls(problem: Problem) -> Iterator[None]:
+    """What one writes without the driver: slices, the segment, the optimizer."""
+    params, k = problem.params, problem.case.steps
+    segment = make_train_segment(problem.model, loss)
+    optimizer = torch.optim.SGD(params.values(), lr=1e-5)
+    (x, y), state = long_data(problem, 8), problem.state
+    while True:
+        state = problem.state
+        for start in range(0, len(x), k):
+            part = slice(start, start + k)
+            grads, state, _, _ = segment(params, state, x[part], y[part])
+            for name, p in params.items():
+                p.grad = grads[name]
+            optimizer.step()
+            yield
+
+
+def overhead(rounds: int) -> list[dict[str, Any]]:
+    """Of the driver, at a usual size in per cent and at a tiny one in microseconds."""
+    rows = []
+    for case, each in ((CASE, 25), (TINY, 400)):
+        driver = streamed(build(case), k1=case.steps)
+        bare = bare_calls(build(case))
+        calls = {"driver": lambda: next(driver), "bare": lambda: next(bare)}  # noqa: B023
+        times = in_turns(calls, rounds, each)
+        if case is CASE:
+            extra = 100 * (ratio(times, "driver", "bare") - 1)
+            rows.append(row("driver over bare calls, T=64 B=32 H=128", extra, "<=", 3, "%"))
+        else:
+            pairs = zip(times["driver"], times["bare"], strict=True)
+            extra = 1e6 * statistics.median(a - b for a, b in pairs)
+            rows.append(row("driver over bare calls, an update of nothing", extra, "<=", 20, " µs"))
+    return rows
+
+
+def overlapping(rounds: int) -> list[dict[str, Any]]:
+    """TBPTT(16, 64): an update against one segment of 64 steps and its optimizer."""
+    problem = build(CASE)
+    overlap = streamed(problem, k1=16, k2=64)
+    for _ in range(4):  # the first windows are shorter
+        next(overlap)
+    whole = streamed(build(CASE), k1=64)
+    calls = {"overlap": lambda: next(overlap), "whole": lambda: next(whole)}
+    times = in_turns(calls, rounds, 24)
+    what = "an update of TBPTT(16, 64) over one of 64 steps"
+    return [row(what, ratio(times, "overlap", "whole"), "<=", 1.1)]
+
+
+class _Endless:
+    """Chunks of random frames, made as they are asked for."""
+
+    def __init__(self, steps: int, chunk: int) -> None:
+        self.steps, self.chunk = steps, chunk
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for start in range(0, self.steps, self.chunk):
+            n = min(self.chunk, self.steps - start)
+            yield Chunk(torch.randn(n, 4, 3), torch.randn(n, 4, 3))
+
+
+def _peak(steps: int, answer: Any) -> None:
+    """In a process of its own: peak resident bytes of a run over so many steps."""
+    problem = build(Case("memory", "lstm", 100, 4, 3, 4))
+    params = problem.params
+    segment = make_train_segment(problem.model, loss)
+    optimizer = torch.optim.SGD(params.values(), lr=1e-5)
+    run = train_stream(
+        segment, params, problem.state, _Endless(steps, 1000), optimizer, k1=100, k2=150,
+        progress=False,
+    )  # fmt: skip
+    for _ in run:
+        pass
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            answer.put(int(line.split()[1]) * 1024)
+
+
+def memory(short: int, long: int) -> list[dict[str, Any]]:
+    """Peak memory of a long stream over that of a short one."""
+    found = {}
+    context = multiprocessing.get_context("spawn")
+    for steps in (short, long):
+        answer = context.Queue()
+        process = context.Process(target=_peak, args=(steps, answer))
+        process.start()
+        found[steps] = answer.get()
+        process.join()
+    what = f"memory of a stream of {long:.0e} steps over one of {short:.0e}"
+    return [row(what, found[long] / found[short], "<=", 1.02)]
+
+
+def packing() -> list[dict[str, Any]]:
+    """Valid steps of packed rows, lengths log-normal with a heavy tail."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.empty(2000).log_normal_(4.0, 1.2, generator=generator).long().clamp(min=1)
+    data = [(torch.zeros(n, 1), torch.zeros(n, 1)) for n in lengths.tolist()]
+    used = 100 * PackedSequences(data, rows=32).utilisation
+    return [row("valid steps of 2,000 packed sequences in 32 rows", used, ">=", 95, "%")]
+
+
+def long_frames(count: int, between: int, hidden: int, rate: float) -> list[dict[str, Any]]:
+    """A sequence of so many frames with rare events, the state carried or not."""
+    rows = []
+    for fresh, sign, wanted in ((False, ">=", 95), (True, "<=", 65)):
+        right = 100 * frames.learn(count, between, hidden, k=50, fresh=fresh, rate=rate)
+        what = f"frames labelled rightly after {count:.0e}, "
+        what += "each chunk from zero" if fresh else "the state carried"
+        rows.append(row(what, right, sign, wanted, "%"))
+    return rows
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """What was measured, as a table."""
+    about = results["machine"]
+    lines = [
+        "# Streams",
+        "",
+        f"{about['cpu']}, {about['threads']} threads ({about['instructions']}), torch "
+        f"{about['versions']['torch']}; {about['date']}, commit {about['commit']}; medians over "
+        f"{results['rounds']} rounds in which what is compared took turns.",
+        "",
+        "| what | target | measured | |",
+        "| --- | --- | ---: | --- |",
+    ]
+    if report.busy(results):
+        lines[3:3] = ["**Other work was on the machine**: the figures are off.", ""]
+    for own in results["targets"]:
+        measured = f"{own['measured']:.2f}{own['unit']}"
+        lines.append(f"| {own['what']} | {own['target']} | {measured} | {own['verdict']} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.streams", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
+    parser.add_argument("--out", type=Path, help="folder (default bench/results)")
+    options = parser.parse_args(arguments)
+    quick = options.quick
+    folder = options.out or Path("runs/bench" if quick else "bench/results")
+    rounds = 3 if quick else 15
+    results: dict[str, Any] = {"machine": report.machine(), "suite": "streams", "rounds": rounds}
+    parts = [
+        lambda: overhead(rounds),
+        lambda: overlapping(rounds),
+        lambda: memory(10**4, 10**5) if quick else memory(10**5, 10**7),
+        packing,
+        lambda: long_frames(10**5, 40, 16, 1e-2) if quick else long_frames(10**6, 100, 50, 3e-3),
+    ]
+    results["targets"] = [own for part in tqdm(parts, desc="streams") for own in part()]
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / report.tag(results)
+    stem.with_name(stem.name + ".json").write_text(json.dumps(results, indent=1) + "\n")
+    text = markdown(results)
+    stem.with_name(stem.name + ".md").write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The zeros that are added to tapped tensors: inputs of a step whose gradient is the tensor's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ._call import Call
+from ._compat import FakeTensorMode, tree_flatten, tree_unflatten
+from ._step import Step
+from ._taps import Tap
+from .compiler.rnn import PlainRecurrence
+from .compiler.trace import own_words
+
+
+def with_probes(step: Step, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
+    """A call of a step that taps, with the probes behind its inputs: ``x`` is ``(x, probes)``.
+
+    Runs one step on fake tensors to see what it taps.
+    """
+    shapes = call.groups(list(zip(call.shapes, tensors, strict=True)))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        params, buffers, state, x = (
+            [torch.empty(shape, dtype=t.dtype, device=t.device) for shape, t in shapes[name]]
+            for name in ("params", "buffers", "state", "x")
+        )
+    with mode, PlainRecurrence(), own_words("step", step):
+        (_, tapped), _ = step.apply(
+            tree_unflatten(params, call.specs[0]),
+            dict(zip(call.buffer_names, buffers, strict=True)),
+            (tree_unflatten(x, call.specs[2]), {}),
+            tree_unflatten(state, call.specs[1]),
+        )
+    first = sum(call.counts[:5])  # behind the leaves of x
+    steps, device = tensors[first - 1].shape[0], tensors[first - 1].device
+    shared = [] if call.shared is None else [call.shared.size]  # each sequence has its own
+    zeros = [
+        torch.zeros((), dtype=t.dtype, device=device).expand(steps, *shared, *t.shape)
+        for t in tapped.values()
+    ]
+    x_tree = tree_unflatten([0] * call.counts[4], call.specs[2])
+    spec = tree_flatten((x_tree, dict.fromkeys(tapped, 0)))[1]
+    n = len(zeros)
+    call = replace(
+        call,
+        specs=(call.specs[0], call.specs[1], spec, call.specs[3]),
+        counts=(*call.counts[:4], call.counts[4] + n, *call.counts[5:]),
+        shapes=(*call.shapes[:first], *(t.shape for t in tapped.values()), *call.shapes[first:]),
+        shared_flags=(*call.shared_flags[:first], *[bool(shared)] * n, *call.shared_flags[first:]),
+        probes=n,
+    )
+    return call, [*tensors[:first], *zeros, *tensors[first:]]
+
+
+def taps_of(values: dict[str, Tensor], grads: Sequence[Tensor]) -> dict[str, Tap]:
+    """What was tapped, by name; ``grads`` is empty where no gradient was asked for."""
+    given: Sequence[Tensor | None] = grads or [None] * len(values)
+    return {
+        name: Tap(value, grad) for (name, value), grad in zip(values.items(), given, strict=True)
+    }
