@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import pickle
 import random
 import sys
 import warnings
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import tree_flatten, tree_leaves, tree_unflatten
+from .._compat import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 Tree = Any
 _MARK = b"ftbptt-sha256:"  # behind torch's own file, with the hash of all before it
@@ -30,6 +31,11 @@ def previous(path: str | Path) -> Path:
     return path.with_name(f"{path.name}.previous")
 
 
+def _unfinished(path: Path) -> Path:
+    """Where it is written. One name, so that killed runs do not leave a file each."""
+    return path.with_name(f"{path.name}.tmp")
+
+
 def save_checkpoint(path: str | Path, content: Any) -> None:
     """save_checkpoint : path, tree of tensors, numbers, strings, dicts, lists and tuples -> None
 
@@ -38,22 +44,25 @@ def save_checkpoint(path: str | Path, content: Any) -> None:
     ``previous(path)``, where the one before is kept. ``torch.load`` reads the file as well.
 
     Raises TypeError for what could not be read again with ``weights_only=True``, and OSError, with
-    the old checkpoint in place, if the disk is full.
+    the old checkpoint in place, if the disk is full or ``path`` is a folder.
     """
     path = Path(path)
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    data = buffer.getvalue()
-    try:
-        torch.load(io.BytesIO(data), weights_only=True)
-    except Exception as error:
+    if path.is_dir():  # which could be renamed as well
+        raise IsADirectoryError(f"checkpoint: {path} is a folder. Give the name of a file.")
+    data = _readable(content)
+    if data is None:
+        leaves = tree_flatten_with_path(content)[0]
+        wrong = [(at, leaf) for at, leaf in leaves if _readable(leaf) is None]
+        where = "one of its containers"
+        if wrong:
+            at, leaf = wrong[0]
+            where = f"{keystr(at)}, a {type(leaf).__module__}.{type(leaf).__name__},"
         raise TypeError(
-            "checkpoint: it holds something besides tensors, numbers, strings, dicts, lists and "
-            f"tuples, which cannot be read again safely ({str(error).strip().splitlines()[0]})."
-        ) from error
+            f"checkpoint: {where} could not be read again with weights_only=True. Keep tensors, "
+            "Python's own numbers and strings, dicts, lists and tuples."
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
-    # One name, so that killed runs do not leave a file each.
-    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished = _unfinished(path)
     try:
         with unfinished.open("wb") as file:
             file.write(data)
@@ -66,6 +75,18 @@ def save_checkpoint(path: str | Path, content: Any) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def _readable(content: Any) -> bytes | None:
+    """As torch saves it; None if it would not be read again."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True, map_location="cpu")
+    except (pickle.PickleError, AttributeError, TypeError):
+        return None
+    return buffer.getvalue()
 
 
 def has_checkpoint(path: str | Path) -> bool:
@@ -88,7 +109,8 @@ def load_checkpoint(path: str | Path) -> Any:
     """
     path = Path(path)
     reasons = []
-    for place in (path, previous(path)):
+    # The last is whole where a run was killed as it put it in the place of a damaged one.
+    for place in (path, previous(path), _unfinished(path)):
         try:
             content = _read(place)
         except FileNotFoundError:
@@ -97,10 +119,10 @@ def load_checkpoint(path: str | Path) -> Any:
             reasons.append(str(error))
             continue
         if reasons:
-            warnings.warn(f"{reasons[0]} Using the one before it, {place}.", stacklevel=2)
+            warnings.warn(f"{reasons[0]} Using {place}.", stacklevel=2)
         return content
     if reasons:
-        raise CheckpointError(" ".join(reasons))
+        raise CheckpointError(" ".join(reasons) + " To start anew, delete what is there.")
     raise FileNotFoundError(f"no checkpoint at {path}.")
 
 
@@ -117,22 +139,36 @@ def _read(path: Path) -> Any:
 
 def as_plain(tree: Tree) -> Any:
     """The tree in dicts, lists and tuples; of other containers only the leaves, in a list."""
-    if tree is None or isinstance(tree, Tensor):
+    if isinstance(tree, Tensor):  # with a tensor, all that it is a view of would be saved
+        return tree if tree.untyped_storage().nbytes() <= tree.nbytes else tree.clone()
+    if tree is None:
         return tree
     if type(tree) is dict:
         return {key: as_plain(value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(map(as_plain, tree))
-    return tree_leaves(tree)
+    return [as_plain(leaf) for leaf in tree_leaves(tree)]
 
 
 def from_plain(plain: Any, like: Tree, device: torch.device) -> Tree:
-    """What :func:`as_plain` made a tree of, in the structure of ``like`` if that is not None."""
+    """What :func:`as_plain` made a state of, in the structure of ``like`` if that is not None.
+
+    Raises ValueError where the two differ.
+    """
     if plain is None:
         return None
     leaves, spec = tree_flatten(plain)
     moved = [leaf.to(device) for leaf in leaves]
-    return tree_unflatten(moved, spec if like is None else tree_flatten(like)[1])
+    if like is None:
+        return tree_unflatten(moved, spec)
+    own, spec = tree_flatten(like)
+    shapes, found = ([list(leaf.shape) for leaf in tensors] for tensors in (own, moved))
+    if shapes != found:
+        raise ValueError(
+            f"state: its tensors are {shapes}, but in the checkpoint {found}. Resume with the "
+            "state and the rows that the run was started with."
+        )
+    return tree_unflatten(moved, spec)
 
 
 def random_state() -> dict[str, Any]:

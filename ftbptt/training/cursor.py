@@ -54,13 +54,10 @@ class Cursor:
         self.source, self.truncation, self.axes_of = source, truncation, axes_of
         self.axes: TimeAxes | None = None  # known once there is data
         self.prepare, self.mover = prepare, mover
-        self._epoch_random: dict[str, Any] | None = None
         self._ahead: Span | None = None
-        self._before_ahead: dict[str, Any] | None = None  # what a resumed run starts from
+        self._before_ahead: dict[str, Any] | None = None  # where reading stood before that
 
     def begin(self, epoch: int) -> None:
-        # Chunks may come in a random order, which a resumed run must see again.
-        self._epoch_random = random_state() if isinstance(self.source, Chunks) else None
         self.source.begin(epoch)
         self._ahead = None
 
@@ -76,7 +73,7 @@ class Cursor:
     def prefetch(self, place: Place) -> None:
         """Reads the window behind the one at work, if it is to be sent to a GPU."""
         if self.mover.aside:
-            self._before_ahead = self._now()
+            self._before_ahead = self._reading()
             self._ahead = self._read(place)
 
     def _read(self, place: Place) -> Span | None:
@@ -105,17 +102,23 @@ class Cursor:
 
     # -- stopping and going on --------------------------------------------------------------------
 
-    def _now(self) -> dict[str, Any]:
-        pulled = self.source.pulled if isinstance(self.source, Chunks) else 0
-        return {"random": random_state(), "pulled": pulled, "epoch_random": self._epoch_random}
+    def _reading(self) -> dict[str, Any]:
+        source = self.source.state_dict() if isinstance(self.source, Chunks) else None
+        return {"random": random_state(), "source": source}
 
     def state_dict(self) -> dict[str, Any]:
-        return self._before_ahead if self._before_ahead is not None else self._now()
+        """Where reading stands, and the random numbers; the window ahead is to be read again."""
+        now = self._reading()
+        before = now if self._before_ahead is None else self._before_ahead
+        return {"reading": before, "random": now["random"], "ahead": before is not now}
 
-    def load_state_dict(self, state: dict[str, Any], epoch: int, position: int) -> None:
-        if state["epoch_random"] is not None:
-            set_random_state(state["epoch_random"])
-        self.begin(epoch)
-        if isinstance(self.source, Chunks):
-            self.source.skip(position, state["pulled"])
+    def load_state_dict(self, state: dict[str, Any], place: Place) -> None:
+        reading = state["reading"]
+        if isinstance(self.source, Chunks) and reading["source"] is not None:
+            self.source.load_state_dict(reading["source"], place.epoch, place.position)
+        else:
+            self.source.begin(place.epoch)
+        if state["ahead"]:
+            set_random_state(reading["random"])
+            self._ahead = self._read(place)
         set_random_state(state["random"])

@@ -30,6 +30,11 @@ class EarlyStop:
             self.best, self.calls_without_gain = loss, 0
         else:
             self.calls_without_gain += 1
+        return self.reached
+
+    @property
+    def reached(self) -> bool:
+        """Whether it is time to stop."""
         return self.calls_without_gain >= self.patience
 
     def state_dict(self) -> dict[str, Any]:

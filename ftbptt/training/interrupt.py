@@ -12,16 +12,18 @@ class uninterrupted:
     """A context in which Ctrl-C waits for the end of the block, in the main thread."""
 
     def __enter__(self) -> None:
-        self._wanted: tuple[int, FrameType | None] | None = None
+        self._wanted = False
         self._before: Any = None
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
+            self._before = signal.getsignal(signal.SIGINT)
+        if self._before is not None:  # else a handler that Python could not put back
+            signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._wanted = number, frame
+        self._wanted = True
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
-            if self._wanted is not None and callable(self._before):
-                self._before(*self._wanted)
+            if self._wanted:
+                signal.raise_signal(signal.SIGINT)

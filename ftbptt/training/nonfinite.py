@@ -16,15 +16,21 @@ Tree = Any
 
 
 def nonfinite_window(
-    params: Tree, result: SegmentOutput, chunk: Chunk, layout: Layout, position: int
+    params: Tree,
+    result: SegmentOutput,
+    chunk: Chunk,
+    layout: Layout,
+    position: int,
+    row: int | None,
 ) -> str:
     """In words: the first step and row whose input or output is not finite, the first parameter.
 
-    ``position`` is the first step of the chunk in the epoch.
+    ``position`` is the first step of the chunk in the epoch, ``row`` its first row in the batch;
+    None for data without rows.
     """
     found = [
-        _first_step("x", chunk.x, layout.x_time, layout.x_rows, position),
-        _first_step("out", result.out, layout.x_time, layout.x_rows, position),
+        _first_step("x", chunk.x, layout, position, row),
+        _first_step("out", result.out, layout, position, row),
         nonfinite_parameter(params),
         _first_leaf("grads", result.grads, "is the first gradient that is not finite"),
     ]
@@ -37,7 +43,8 @@ def nonfinite_parameter(params: Tree) -> str:
     return _first_leaf("params", params, "is not finite already")
 
 
-def _first_step(name: str, tree: Tree, time: int, rows: int, position: int) -> str:
+def _first_step(name: str, tree: Tree, layout: Layout, position: int, row: int | None) -> str:
+    time, rows = layout.x_time, layout.x_rows
     first: tuple[int, str] | None = None
     for leaf in tree_leaves(tree):
         bad = _nonfinite(leaf)
@@ -46,9 +53,9 @@ def _first_step(name: str, tree: Tree, time: int, rows: int, position: int) -> s
         bad = bad.movedim(time, 0)
         step = int(bad.reshape(len(bad), -1).any(1).nonzero()[0])
         words = f"step {position + step}"
-        if bad.dim() > 1:  # without time, the rows are on the axis that is left of the two
+        if row is not None:  # without time, the rows are on the axis that is left of the two
             own = bad[step].movedim(rows - (rows > time), 0)
-            words += f", row {int(own.reshape(len(own), -1).any(1).nonzero()[0])}"
+            words += f", row {row + int(own.reshape(len(own), -1).any(1).nonzero()[0])}"
         if first is None or step < first[0]:
             first = step, words
     return "" if first is None else f"{name} is first not finite at {first[1]}"

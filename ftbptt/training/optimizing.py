@@ -71,7 +71,13 @@ class Learner:
         self.ema: list[Tensor] | None = None
         if ema_decay is not None:
             self.ema = [leaf.detach().clone() for leaf in self._averaged()]
-        self._gathered: tuple[list[Tensor], Any] | None = None
+        self.gathered: tuple[list[Tensor], Any] | None = None  # gradients and their weight
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The leaves of the parameters that updates change."""
+        leaves = tree_leaves(self.params)
+        return [leaves[i] for i in self._trained]
 
     @property
     def learning_rate(self) -> float | None:
@@ -89,19 +95,23 @@ class Learner:
         """Gathers gradients of the mean over ``weight`` valid steps: a weighted mean of all."""
         leaves = tree_leaves(grads)
         new = [leaves[i] for i in self._trained]
-        if self._gathered is not None:
-            (old, n), m = self._gathered, weight
+        if self.gathered is not None:
+            (old, n), m = self.gathered, weight
             total = n + m
             least = total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1)
             new = [(a * n + b * m) / least for a, b in zip(old, new, strict=True)]
             weight = total
-        self._gathered = new, weight
+        self.gathered = new, weight
+
+    def forget(self) -> None:
+        """Drops what was gathered: a window that is run again must not count twice."""
+        self.gathered = None
 
     def ready(self) -> tuple[list[Tensor], Tensor | None]:
         """The gradients of the update, unscaled and clipped; and their norm before, if clipped."""
-        assert self._gathered is not None
-        grads, _ = self._gathered
-        self._gathered = None
+        assert self.gathered is not None
+        grads, _ = self.gathered
+        self.gathered = None
         if isinstance(self.optimizer, Optimizer):
             self._give(grads)
             if self.scaler is not None:
@@ -176,6 +186,7 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         own = self.optimizer
         return {
+            "kinds": self._kinds(),
             "params": tree_leaves(self.params),
             "optimizer": own.state_dict()
             if isinstance(own, Optimizer)
@@ -185,21 +196,38 @@ class Learner:
             "ema": self.ema,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` gave. Tensors of the caller are written in place.
+    def _kinds(self) -> dict[str, str | None]:
+        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
+        kinds = {name: None if own is None else type(own).__name__ for name, own in parts.items()}
+        return kinds | {"ema": None if self.ema is None else "moving average"}
 
-        Raises ValueError if it is of other parameters, or made with other options.
-        """
-        for name in ("scheduler", "scaler", "ema"):
-            own = getattr(self, name)
-            if (own is None) != (state[name] is None):
-                here, there = ("with", "without") if own is not None else ("without", "with")
+    def check(self, state: dict[str, Any]) -> None:
+        """Raises ValueError for a state of other parameters, or made with other options."""
+        for name, own in self._kinds().items():
+            there = state["kinds"][name]
+            if own != there:
                 raise ValueError(
-                    f"{name}: this run is {here} one, but the checkpoint was made {there}. Resume "
-                    "with the options that the run was started with."
+                    f"{name}: this run has {own or 'none'}, but the checkpoint was made with "
+                    f"{there or 'none'}. Resume with the options that the run was started with."
                 )
+        _check_like("params", "model", self.params, state["params"])
+        if isinstance(self.optimizer, Optimizer):
+            sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+            found = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+            if sizes != found:
+                raise ValueError(
+                    f"optimizer: its groups have {sizes} tensors, but the checkpoint's {found}. "
+                    "Resume with the same groups."
+                )
+        else:
+            _check_like("optimizer's state", "optimizer", self.opt_state, state["optimizer"])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` gave, and :meth:`check` has let pass.
+
+        Tensors of the caller are written in place.
+        """
         leaves, spec = tree_flatten(self.params)
-        _check_like(self.params, leaves, state["params"])
         if isinstance(self.optimizer, Optimizer):
             with torch.no_grad():
                 for leaf, value in zip(leaves, state["params"], strict=True):
@@ -207,18 +235,8 @@ class Learner:
             self.optimizer.load_state_dict(state["optimizer"])
         else:
             own, opt_spec = tree_flatten(self.opt_state)
-            if len(own) != len(state["optimizer"]):
-                raise ValueError(
-                    f"optimizer: its state has {len(own)} leaves, but the checkpoint's has "
-                    f"{len(state['optimizer'])}. Resume with the same optimizer."
-                )
-            moved = [v.to(leaf.device) for v, leaf in zip(state["params"], leaves, strict=True)]
-            self.params = tree_unflatten(moved, spec)
-            values = [
-                value.to(leaf.device) if isinstance(leaf, Tensor) else value
-                for value, leaf in zip(state["optimizer"], own, strict=True)
-            ]
-            self.opt_state = tree_unflatten(values, opt_spec)
+            self.params = tree_unflatten(_moved(state["params"], leaves), spec)
+            self.opt_state = tree_unflatten(_moved(state["optimizer"], own), opt_spec)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None:
@@ -228,19 +246,30 @@ class Learner:
                 average.copy_(value)
 
 
-def _check_like(params: Tree, leaves: list[Tensor], found: list[Tensor]) -> None:
-    """The checkpoint's parameters must be those of this run, but for their values."""
+def _moved(values: list[Any], like: list[Any]) -> list[Any]:
+    """The values, tensors on the devices of those in ``like``."""
+    return [
+        value.to(leaf.device) if isinstance(leaf, Tensor) else value
+        for value, leaf in zip(values, like, strict=True)
+    ]
+
+
+def _check_like(name: str, whole: str, tree: Tree, found: list[Any]) -> None:
+    """What the checkpoint has must be as ``tree``, but for the values."""
+    leaves = tree_leaves(tree)
     if len(leaves) != len(found):
         raise ValueError(
-            f"params: has {len(leaves)} leaves, but the checkpoint has {len(found)}: it is of "
-            "another model."
+            f"{name}: has {len(leaves)} leaves, but the checkpoint has {len(found)}: it is of "
+            f"another {whole}."
         )
-    paths = [keystr(path) for path, _ in tree_flatten_with_path(params)[0]]
+    paths = [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
     for path, leaf, value in zip(paths, leaves, found, strict=True):
+        if not (isinstance(leaf, Tensor) and isinstance(value, Tensor)):
+            continue
         if leaf.shape != value.shape or leaf.dtype != value.dtype:
             raise ValueError(
-                f"params{path}: is {leaf.dtype} {list(leaf.shape)}, but in the checkpoint "
-                f"{value.dtype} {list(value.shape)}: it is of another model."
+                f"{name}{path}: is {leaf.dtype} {list(leaf.shape)}, but in the checkpoint "
+                f"{value.dtype} {list(value.shape)}: it is of another {whole}."
             )
 
 

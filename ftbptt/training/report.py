@@ -90,11 +90,21 @@ class Meter:
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, "history": [astuple(report) for report in self.history]}
+        return {
+            "seconds": self.seconds,
+            "history": [astuple(report) for report in self.history],
+            "unread": [list(self._losses), list(self._weights), self._steps, self._tokens],
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         self.before = state["seconds"]
         self.history[:] = [Report(*values) for values in state["history"]]
+        losses, self._weights, self._steps, self._tokens = state["unread"]
+        self._losses = [loss.to(device) for loss in losses]
+
+    def unread_is_finite(self) -> bool:
+        """Whether the losses since the last report are; waits for the device."""
+        return not self._losses or bool(torch.stack(self._losses).isfinite().all())
 
 
 def _column(weights: Sequence[Any], device: torch.device) -> Tensor:

@@ -193,10 +193,12 @@ class Segments:
             self._rows[across] = count_rows(chunk, state, layout, self._row_axis)
         return self._rows[across]
 
-    def restarted(self, state: Tree, initial: Tree) -> Tree:
+    def restarted(self, state: Tree, initial: Tree, rows: int | None) -> Tree:
         """The state, its rows that are not finite as at the start."""
-        leaves = [leaf for leaf in tree_leaves(state) if leaf.is_floating_point()]
         initial = tree_map(torch.zeros_like, state) if initial is None else initial
+        leaves = tree_leaves(state)
+        if rows is None:
+            return state if all(leaf.isfinite().all() for leaf in leaves) else initial
         for leaf in leaves:
             axis = self._row_axis(leaf)
             bad = ~torch.isfinite(leaf.movedim(axis, 0).reshape(leaf.shape[axis], -1)).all(1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._compat import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from .checkpoint import random_state, set_random_state
 
 Tree = Any
 
@@ -187,11 +188,20 @@ class Chunks:
         self.axes = TimeAxes()  # until there is a chunk
         self.total: int | None = None
         self.pulled = 0  # chunks taken in this epoch
+        # The random numbers before the epoch (at -1), its first chunk, and each one held: the data
+        # may draw its order and its values from them, and a resumed run must see the same.
+        self._random: dict[int, dict[str, Any]] = {}
         self._left: Iterator[Any] | None = None
+        self._generators: list[Tensor] = []  # their states before the epoch
         self._held: deque[tuple[int, int, Chunk]] = deque()  # (first step, behind the last, chunk)
         self._end = 0
 
     def begin(self, epoch: int) -> None:
+        self._random = {-1: random_state()}
+        self._generators = [own.get_state() for own in self._own_generators()]
+        for owner in self._owners():
+            if hasattr(owner, "set_epoch"):  # such as DistributedSampler
+                owner.set_epoch(epoch)
         left = iter(self.chunks)
         if left is self.chunks and self._left is not None:
             raise ValueError(
@@ -201,9 +211,31 @@ class Chunks:
         self._left, self.pulled, self._end = left, 0, 0
         self._held.clear()
 
-    def skip(self, start: int, pulled: int) -> None:
-        """Goes to where reading stood when ``pulled`` chunks had been taken."""
+    def _owners(self) -> list[Any]:
+        """What may have an order of its own: a ``DataLoader`` and its sampler."""
+        return [self.chunks, getattr(self.chunks, "sampler", None)]
+
+    def _own_generators(self) -> list[torch.Generator]:
+        found = [getattr(owner, "generator", None) for owner in self._owners()]
+        return [own for own in found if isinstance(own, torch.Generator)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "pulled": self.pulled,
+            "random": dict(self._random),
+            "generators": self._generators,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], epoch: int, start: int) -> None:
+        """Goes to where reading stood, at step ``start`` of an epoch: chunks are taken again."""
+        random, pulled = state["random"], state["pulled"]
+        set_random_state(random[-1])
+        for own, value in zip(self._own_generators(), state["generators"], strict=False):
+            own.set_state(value)
+        self.begin(epoch)
         while self.pulled < pulled:
+            if self.pulled in random:
+                set_random_state(random[self.pulled])
             if not self._pull():
                 raise ValueError(
                     f"data: the checkpoint was made after {pulled} chunks, but there are only "
@@ -235,10 +267,12 @@ class Chunks:
 
     def _pull(self) -> bool:
         assert self._left is not None
+        random = random_state()
         try:
             item = next(self._left)
         except StopIteration:
             return False
+        self._random[self.pulled] = random
         chunk = _as_tensors(_as_chunk(item, f"data, chunk {self.pulled + 1}"))
         if not self.pulled:
             self.axes = self.axes_of(chunk.x)
@@ -250,7 +284,10 @@ class Chunks:
 
     def _drop(self, start: int) -> None:
         while self._held and self._held[0][1] <= start:
+            number = self.pulled - len(self._held)
             self._held.popleft()
+            if number:  # samplers draw the whole order with the first
+                del self._random[number]
 
 
 def _as_chunk(item: Any, name: str) -> Chunk:

@@ -66,13 +66,15 @@ class Stream(Iterator[Update]):
         self._checkpoint, self._checkpoint_every = checkpoint, checkpoint_every
         self._initial = state if state is None else tree_map(Tensor.detach, state)
         self._place = Place(0, 0, 0, self._initial)  # behind the last window
-        self._updated = self._place  # behind the last update: where a checkpoint goes on
         self._behind = self._initial  # the state behind the last window's last step
-        self._resumed: dict[str, Any] | None = None
-        self._random: Tensor | None = None  # torch's generator after the last update
+        # Where the run stood before the work on the next update began; None between two updates.
+        self._stand: dict[str, Any] | None = None
+        self._whole = True  # the parameters are finite, and all of the same update
+        self._saved = 0  # the index that the checkpoint has
         self._last: Update | None = None  # not reported yet
-        self._updated_behind = self._behind
         self._begun = self._finished = False
+        self._stopped = False  # by the caller's ``stop``
+        self._left = False  # by an error
         self._bar: ProgressBar | None = None
         self._progress = progress
         self.index = 0  # how many updates were made
@@ -110,41 +112,65 @@ class Stream(Iterator[Update]):
 
     # -- iteration ----------------------------------------------------------------------------
 
-    def __next__(self) -> Update:
-        if self._finished:
-            raise StopIteration
+    def __iter__(self) -> Iterator[Update]:
+        """As a generator, which is closed where a loop is left: the checkpoint is written then."""
         try:
-            if not self._begun:
-                self._begin()
-            update = self._next_update()
-            if update is None:
-                self.finish()
-                raise StopIteration
-            if self._checkpoint is not None and self.index % self._checkpoint_every == 0:
-                self._report()  # a run that is no longer finite is not saved
-                if not self._finished:
-                    self.save()
-            return update
-        except KeyboardInterrupt:
-            if self._checkpoint is not None and self.index:
-                self._write(torch_random=self._random)
-            self._close_bar()
-            raise
+            while (update := next(self, None)) is not None:
+                yield update
         except BaseException:
-            self._close_bar()
+            if not self._left:
+                self._save_new()
             raise
 
+    def __next__(self) -> Update:
+        self._left = False
+        if self._finished:
+            self.finish()
+            raise StopIteration
+        try:
+            if self._begun:
+                self._go_on()
+            else:
+                self._begin()
+            update = None if self._finished else self._next_update()
+            if update is None:
+                self.finish()
+        except BaseException as error:
+            self._leave(error)
+            raise
+        if update is None:
+            raise StopIteration
+        return update
+
     def _begin(self) -> None:
-        self._begun = True
         self._meter.start()
-        if self._resumed is None:
+        if self._stand is None:
             self._cursor.begin(0)
             emit(self._events.epoch_start, 0)
         else:
-            self._cursor.load_state_dict(self._resumed, self._place.epoch, self._place.position)
-            self._resumed = None
+            self._cursor.load_state_dict(self._stand["cursor"], self._place)
         if self._progress:
             self._bar = ProgressBar(self._total_updates(), self.index)
+        self._begun = True
+
+    def _go_on(self) -> None:
+        """What is to be done between two updates, when the caller is done with the last one."""
+        if self._checkpoint is None:
+            return
+        if self.index % self._checkpoint_every == 0 and self._saved != self.index:
+            self._report()
+            self._save_new()
+        self._stand = self._standing()
+
+    def _leave(self, error: BaseException) -> None:
+        """An error goes to the caller, or Ctrl-C: all updates up to now are kept."""
+        self._left = True
+        self._learner.forget()
+        self._close_bar()
+        try:
+            self._save_new()
+        except Exception as failed:
+            error.add_note(f"ftbptt: the checkpoint could not be written either: {failed}")
 
     def _total_updates(self) -> int | None:
         limits, steps = self._limits, self._cursor.source.total
@@ -204,6 +230,9 @@ class Stream(Iterator[Update]):
         chunk = segments.trained_part(span)
         within = keep - window.start if window.start < keep < window.end else None
         measured, behind, held, sound = [], [], [], True
+        rows = segments.rows(chunk, state)
+        row = None if rows is None else 0  # the first of a part
+        gathered = self._learner.gathered
         for part, own in segments.in_parts(chunk, state, self._limits.micro_batches):
             emit(events.before_window, window, part)
             scale = self._learner.scale()
@@ -218,15 +247,19 @@ class Stream(Iterator[Update]):
                 measured.append(Measured(loss, weight, window.end - window.start, tokens))
             else:
                 sound = False
-                self._report_nonfinite(loss, span, part, result)
+                self._report_nonfinite(loss, span, part, result, row)
                 if self._finished:
                     return []
+            if row is not None:
+                row += segments.rows(part, result.state) or 0
         if min(keep, window.end) > window.start:
             kept = segments.joined(held)
         self._behind = segments.joined(behind)
         if not sound:
-            self._behind = segments.restarted(self._behind, self._initial)
-            kept = segments.restarted(kept, self._initial)
+            # As a whole, also in micro-batches of which some were sound.
+            self._learner.gathered, measured = gathered, []
+            self._behind = segments.restarted(self._behind, self._initial, rows)
+            kept = segments.restarted(kept, self._initial, rows)
         self._place = Place(
             self._place.epoch, window.index + 1, min(keep, window.end), kept, window.end
         )
@@ -237,25 +270,27 @@ class Stream(Iterator[Update]):
         """The optimizer's step; None if it was not made."""
         grads, norm = self._learner.ready()
         if norm is not None and self._learner.scaler is None and not self._is_sound(norm):
-            self._on_nonfinite(f"the gradient's norm is {float(norm)} in update {self.index}")
+            self._on_nonfinite(
+                f"the gradient's norm is {float(norm)} in update {self.index}",
+                "The run stops before that update; the parameters are those before it.",
+            )
             return None
         emit(self._events.before_update, grads)
+        place = self._place
         # In a run that is saved, Ctrl-C must not leave some parameters updated and others not.
         with uninterrupted() if self._checkpoint is not None else nullcontext():
+            self._whole = False
             self._learner.step(grads)
+            self._whole, self._stand = True, None
             self.index += 1
-            self._updated, self._updated_behind = self._place, self._behind
-            if self._checkpoint is not None:
-                self._random = torch.get_rng_state()
-        due = self._meter.add(measured)
-        place = self._place
-        update = Update(
-            self.index - 1, place.epoch, place.end, measured.loss, measured.weight,
-            self._learner.params, self._behind, self._meter.tokens_per_second, grads, norm,
-        )  # fmt: skip
-        self._last = update
-        if due:
-            self._report()
+            due = self._meter.add(measured)
+            update = self._last = Update(
+                self.index - 1, place.epoch, place.end, measured.loss, measured.weight,
+                self._learner.params, self._behind, self._meter.tokens_per_second, grads, norm,
+            )  # fmt: skip
+            report = self._read(update) if due else None
+        if report is not None:
+            self._tell(report)
         emit(self._events.after_update, update)
         return update
 
@@ -263,22 +298,29 @@ class Stream(Iterator[Update]):
 
     def _report(self) -> None:
         """Reads the losses since the last time, which waits for the device."""
-        update, learner = self._last, self._learner
-        if update is None:
-            return
+        if self._last is not None:
+            self._tell(self._read(self._last))
+
+    def _read(self, update: Update) -> Report:
         self._last = None
-        report = self._meter.report(update, learner.learning_rate)
+        report = self._meter.report(update, self._learner.learning_rate)
+        if math.isfinite(report.loss):
+            self._learner.after_report(report.loss)
+            if self._limits.stop is not None and self._limits.stop(report.loss):
+                self._stopped = self._finished = True
+        return report
+
+    def _tell(self, report: Report) -> None:
         if self._bar is not None:
             self._bar.show(report)
         emit(self._events.report, report)
         if not math.isfinite(report.loss):
-            words = nonfinite_parameter(learner.params) or "its parameters are finite"
+            words = nonfinite_parameter(self._learner.params) or "its parameters are finite"
             self._on_nonfinite(
-                f"the mean loss up to update {report.index} is {report.loss}: {words}"
+                f"the mean loss up to update {report.index} is {report.loss}: {words}",
+                "The run stops; updates with such a loss have been made. on_nonfinite='skip' looks "
+                "at each loss before its update.",
             )
-        learner.after_report(report.loss)
-        if self._limits.stop is not None and self._limits.stop(report.loss):
-            self.finish()
 
     def _is_sound(self, value: Tensor) -> bool:
         """Whether it is finite, if that is to be known at once; on a CPU it costs nothing."""
@@ -287,37 +329,38 @@ class Stream(Iterator[Update]):
         return bool(torch.isfinite(value).all()) if value.dim() else math.isfinite(value)
 
     def _report_nonfinite(
-        self, loss: Tensor, span: Span, part: Chunk, result: SegmentOutput
+        self, loss: Tensor, span: Span, part: Chunk, result: SegmentOutput, row: int | None
     ) -> None:
         layout, start = self._segments.layout(part.x), span.window.start
-        words = nonfinite_window(self._learner.params, result, part, layout, start)
-        self._on_nonfinite(f"the loss of update {self.index} is {loss.tolist()}: {words}")
+        words = nonfinite_window(self._learner.params, result, part, layout, start, row)
+        self._on_nonfinite(
+            f"the loss of update {self.index} is {loss.tolist()}: {words}",
+            "The run stops before that update; the parameters are those before it.",
+        )
 
-    def _on_nonfinite(self, what: str) -> None:
-        then = {
-            "stop": "The run stops before that update; the parameters are those before it.",
-            "skip": "It is left out.",
-            "raise": "",
-        }[self._limits.on_nonfinite]
+    def _on_nonfinite(self, what: str, stopping: str) -> None:
+        mode = self._limits.on_nonfinite
+        if nonfinite_parameter(self._learner.trained):
+            self._whole = False
+            if mode == "skip":  # each window from here on would be left out
+                mode, stopping = "stop", "The run stops: parameters that are not finite stay so."
+        then = {"stop": stopping, "skip": "It is left out.", "raise": ""}[mode]
         message = f"ftbptt: {what}. {then}".strip()
-        if self._limits.on_nonfinite == "raise":
+        if mode == "raise":
             raise FloatingPointError(message)
         warnings.warn(message, RuntimeWarning, stacklevel=2)
-        if self._limits.on_nonfinite == "stop":
-            self.finish()
+        self._finished |= mode == "stop"
 
     def finish(self) -> None:
         """Ends the run: reads the last losses, and writes the checkpoint.
 
-        For a caller who leaves the loop early; a run that comes to its end does so by itself.
+        For a caller of ``next`` who has enough; a loop that is left, or comes to its end, writes
+        the checkpoint by itself.
         """
-        if self._finished:
-            return
         self._finished = True
         self._report()
         self._close_bar()
-        if self._checkpoint is not None and self.index:
-            self.save()
+        self._save_new()
 
     def _close_bar(self) -> None:
         if self._bar is not None:
@@ -329,59 +372,79 @@ class Stream(Iterator[Update]):
     def save(self) -> None:
         """Writes a checkpoint of the run as it was after the last update.
 
-        It is written by itself every ``checkpoint_every`` updates, at the end, and on Ctrl-C.
-        Raises RuntimeError for a run without ``checkpoint=``.
+        It is written by itself every ``checkpoint_every`` updates, at the end, where a loop over
+        the run is left, on an error and on Ctrl-C. Raises RuntimeError for a run without
+        ``checkpoint=``.
         """
-        self._write(torch_random=None)
-
-    def _write(self, torch_random: Tensor | None) -> None:
         if self._checkpoint is None:
             raise RuntimeError("this run has no checkpoint: train_stream(..., checkpoint='run.pt')")
-        state = self.state_dict()
-        if torch_random is not None:  # a window was at work, and has drawn from it
-            state["cursor"]["random"]["torch"] = torch_random
-        save_checkpoint(self._checkpoint, state)
+        save_checkpoint(self._checkpoint, self.state_dict())
+        self._saved = self.index
+
+    def _save_new(self) -> None:
+        """Writes the checkpoint if it has not got the last update, and that is worth keeping."""
+        if self._checkpoint is None or self._saved == self.index or not self._whole:
+            return
+        if self._meter.unread_is_finite():
+            self.save()
+
+    def _standing(self) -> dict[str, Any]:
+        place = self._place
+        return {
+            "place": [place.epoch, place.index, place.position, place.end],
+            "state": as_plain(place.state),
+            "behind": as_plain(self._behind),
+            "cursor": self._cursor.state_dict(),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The run as it was after the last update: tensors, numbers, strings, lists and dicts."""
-        place = self._updated
         stop: Any = self._limits.stop
         return {
             "format": 1,
             "windows": asdict(self._cursor.truncation),
             "index": self.index,
-            "place": [place.epoch, place.index, place.position, place.end],
-            "state": as_plain(place.state),
-            "behind": as_plain(self._updated_behind),
+            **(self._standing() if self._stand is None else self._stand),
             "learner": self._learner.state_dict(),
-            "cursor": self._cursor.state_dict(),
             "meter": self._meter.state_dict(),
             "stop": stop.state_dict() if hasattr(stop, "state_dict") else None,
+            "stopped": self._stopped,
             "extra": self.extra,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` gave, before the first update of this run.
 
-        Parameters and the optimizer's tensors are written in place. Raises ValueError for a run of
-        another model or with other options.
+        Parameters and the optimizer's tensors are written in place. A run that ``stop`` had ended
+        has ended. Raises ValueError, with nothing written, for a run of another model or with other
+        options.
         """
+        if not isinstance(state, dict) or state.get("format") != 1:
+            raise ValueError("checkpoint: it holds something else than a run of train_stream.")
         windows = asdict(self._cursor.truncation)
-        if state.get("format") != 1 or state["windows"] != windows:
+        if state["windows"] != windows:
             raise ValueError(
-                f"checkpoint: made with {state.get('windows')}, but this run has {windows}. Resume "
-                "with the options that the run was started with."
+                f"checkpoint: made with {_words(state['windows'])}, but this run has "
+                f"{_words(windows)}. Resume with the options that the run was started with."
             )
-        self._learner.load_state_dict(state["learner"])
-        self._meter.load_state_dict(state["meter"])
+        learner = self._learner
         stop: Any = self._limits.stop
-        if state["stop"] is not None and hasattr(stop, "load_state_dict"):
-            stop.load_state_dict(state["stop"])
-        device = tree_leaves(self._learner.params)[0].device
+        learner.check(state["learner"])
+        device = tree_leaves(learner.params)[0].device
         epoch, index, position, end = state["place"]
         carried = from_plain(state["state"], self._initial, device)
-        self._place = self._updated = Place(epoch, index, position, carried, end)
         self._behind = from_plain(state["behind"], self._initial, device)
-        self._updated_behind = self._behind
-        self.index, self.extra = state["index"], state["extra"]
-        self._resumed = state["cursor"]
+        self._place = Place(epoch, index, position, carried, end)
+        learner.load_state_dict(state["learner"])
+        self._meter.load_state_dict(state["meter"], device)
+        if state["stop"] is not None and hasattr(stop, "load_state_dict"):
+            stop.load_state_dict(state["stop"])
+        if stop is not None:
+            self._finished = bool(getattr(stop, "reached", state["stopped"]))
+        self.index = self._saved = state["index"]
+        self.extra = state["extra"]
+        self._stand = {name: state[name] for name in ("place", "state", "behind", "cursor")}
+
+
+def _words(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())

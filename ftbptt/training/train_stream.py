@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,11 @@ def train_stream(
     ``events``, ``progress``, ``interval``
         Functions to call (:class:`Events`); whether to draw a bar; seconds between readings.
     ``checkpoint``, ``checkpoint_every``, ``resume``
-        A file for the whole run, written every so many updates, at the end and on Ctrl-C. With
-        ``resume=True`` the run goes on from it, if it is there, bit for bit as if it had not been
-        cut off, the parameters and the optimizer written in place.
+        A file for the whole run, written every so many updates, when the next is asked for; at the
+        end; and where the loop is left, also by an error or Ctrl-C. With ``resume=True`` the run
+        goes on from it, if it is there, bit for bit as if it had not been cut off, the parameters
+        and the optimizer written in place. Data that comes in a random order must draw it from
+        torch's, NumPy's or Python's random numbers, its ``generator``, or by ``set_epoch(epoch)``.
     ``time_dim``
         The axis of time, for a ``train_segment`` that is not this package's own.
 
@@ -154,6 +157,14 @@ def train_stream(
         )
     if resume and checkpoint is None:
         raise ValueError("resume: give the file to resume from, checkpoint='run.pt'.")
+    if checkpoint is not None and Path(checkpoint).is_dir():
+        raise ValueError(f"checkpoint: {checkpoint} is a folder. Give the name of a file.")
+    if checkpoint is not None and not resume and has_checkpoint(checkpoint):
+        warnings.warn(
+            f"checkpoint: {checkpoint} is there already, and will be replaced. To go on from it, "
+            "resume=True.",
+            stacklevel=2,
+        )
     segments = Segments(
         train_segment, context=context, scaled=scaler is not None, autocast=autocast,
         time_dim=time_dim,

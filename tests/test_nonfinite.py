@@ -1,0 +1,376 @@
+"""Losses that are not finite: where it began is said, and the parameters stay what they were."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftbptt import make_train_segment
+from ftbptt.training import Events, Stream, load_checkpoint, train_stream
+from ftbptt.training.checkpoint import previous
+
+from .resuming import Embedded, assert_same, segment
+from .streams import Tagger, mean_cross_entropy, stream, tagger, zeros
+
+MODES = ["stop", "raise", "skip"]
+STOPS = "The run stops before that update; the parameters are those before it."
+THEN = {"stop": STOPS, "raise": "", "skip": "It is left out."}
+
+
+def params_of(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters())
+
+
+def copied(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in params.items()}
+
+
+def started(data: Any, module: nn.Module | None = None, **options: Any) -> Stream:
+    module = module or tagger()
+    loss = options.pop("loss", None)
+    state = options.pop("state", zeros(data[0].shape[1]))
+    params = params_of(module)
+    optimizer = torch.optim.SGD(params.values(), lr=options.pop("lr", 0.5))
+    if type(module) is Tagger and loss is None:
+        train_segment = segment("tagger")  # traced once for all tests
+    else:
+        train_segment = make_train_segment(module, loss or mean_cross_entropy, backend="eager")
+    options = {"k1": 4, "progress": False} | options
+    return train_stream(train_segment, params, state, data, optimizer, **options)
+
+
+def noted(updates: Stream) -> tuple[list[int], list[str]]:
+    """Runs to the end: the positions of the updates that were made, and what was said."""
+    said, made = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for update in updates:
+                made.append(update.position)
+                assert update.loss.isfinite()
+        except FloatingPointError as error:
+            said.append(str(error))
+    said += [str(warning.message) for warning in caught]
+    assert all(warning.category is RuntimeWarning for warning in caught)
+    return made, said
+
+
+def bad_stream(steps: int, rows: int, step: int, row: int) -> tuple[Tensor, Tensor]:
+    x, y = stream(steps, rows)
+    x[step, row, 1] = float("nan")
+    return x, y
+
+
+# -- where it began -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_number_in_the_input(mode: str) -> None:
+    """Step 9 of row 1: in the third window of 4."""
+    good = started((bad_stream(19, 3, 9, 1)[0][:8], stream(19, 3)[1][:8]))
+    list(good)
+    updates = started(bad_stream(19, 3, 9, 1), on_nonfinite=mode)
+    made, (said,) = noted(updates)
+    words = (
+        "ftbptt: the loss of update 2 is nan: x is first not finite at step 9, row 1; "
+        "out is first not finite at step 9, row 1; "
+        "grads['cell.weight_ih'] is the first gradient that is not finite."
+    )
+    assert said == f"{words} {THEN[mode]}".strip()
+    assert made == ([4, 8, 16, 19] if mode == "skip" else [4, 8])
+    if mode != "skip":
+        assert_same(updates.params, good.params)
+        assert updates.index == 2
+
+
+def test_batch_first_and_overlapping_windows() -> None:
+    torch.manual_seed(0)
+    layer = nn.GRU(3, 4, batch_first=True).double()
+    x, y = stream(13, 3)
+    x, y = x.transpose(0, 1).contiguous(), y.transpose(0, 1).contiguous()
+    x[2, 7] = float("inf")
+    updates = started((x, y), layer, state=None, k1=3, k2=5, on_nonfinite="raise")
+    made, (said,) = noted(updates)
+    assert "x is first not finite at step 7, row 2; out is first not finite at step 7" in said
+    assert made == [3, 6]
+
+
+def test_several_inputs_and_no_rows() -> None:
+    """The first step in any of them is meant; without rows only the step is said."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(3, 5)
+            self.double()
+
+        def forward(self, x_t: Any, h: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.cell(x_t["a"] + x_t["b"], h)
+            return h, h
+
+    x = {"a": torch.randn(11, 3).double(), "b": torch.randn(11, 3).double()}
+    x["a"][9, 0], x["b"][6, 2] = float("nan"), float("nan")
+    module = Both()
+    params = params_of(module)
+    train_segment = make_train_segment(module, lambda out, y: out.square().mean(), backend="eager")
+    updates = train_stream(
+        train_segment, params, torch.zeros(5).double(), (x, None),
+        torch.optim.SGD(params.values(), 0.1), k1=4, progress=False,
+    )  # fmt: skip
+    made, (said,) = noted(updates)
+    assert "is nan: x is first not finite at step 6; out is first not finite at step 6; gr" in said
+    assert made == [4]
+
+
+def test_whole_numbers_in_and_a_loss_that_overflows() -> None:
+    """x cannot be at fault; the output is finite, and so are the parameters."""
+
+    def huge(out: Tensor, y: Tensor) -> Tensor:
+        return mean_cross_entropy(out, y) * 1e200 * 1e200
+
+    torch.manual_seed(0)
+    module = Embedded()
+    x = torch.randint(7, (9, 2))
+    before = copied(params_of(module))
+    updates = started((x, x), module, loss=huge)
+    made, (said,) = noted(updates)
+    words = "ftbptt: the loss of update 0 is inf: grads['embedding.weight'] is the first gradient"
+    assert said == f"{words} that is not finite. {STOPS}"
+    assert not made
+    assert_same(updates.params, before)
+
+
+def test_nothing_is_found() -> None:
+    """A loss that is infinite of finite outputs, with gradients that are finite."""
+
+    def shifted(out: Tensor, y: Tensor) -> Tensor:
+        return mean_cross_entropy(out, y) + float("inf")
+
+    made, (said,) = noted(started(stream(9), loss=shifted))
+    words = "the loss of update 0 is inf: parameters, inputs, outputs and gradients are finite. The"
+    assert words in said
+    assert not made
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_that_is_not_finite_already(mode: str) -> None:
+    """Leaving windows out would go on for ever: skipping ends as well."""
+    module = tagger()
+    with torch.no_grad():
+        module.readout.weight[1, 2] = float("nan")
+    updates = started(stream(22), module, on_nonfinite=mode, epochs=None)
+    made, (said,) = noted(updates)
+    words = (
+        "ftbptt: the loss of update 0 is nan: out is first not finite at step 0, row 0; "
+        "params['readout.weight'] is not finite already; "
+        "grads['cell.weight_ih'] is the first gradient that is not finite."
+    )
+    then = THEN | {"skip": "The run stops: parameters that are not finite stay so."}
+    assert said == f"{words} {then[mode]}".strip()
+    assert not made
+
+
+# -- parts of the batch, and parts of an update ---------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [0, 2, 3, 4])
+def test_rows_are_those_of_the_whole_batch(row: int) -> None:
+    """Micro-batches of 2, 2 and 1 rows."""
+    updates = started(bad_stream(9, 5, 6, row), micro_batches=3)
+    made, (said,) = noted(updates)
+    assert f"x is first not finite at step 6, row {row}; out is first not finite at" in said
+    assert made == [4]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_window_is_left_out_as_a_whole(parts: int) -> None:
+    """However the rows are run: those that are finite neither count nor restart."""
+    updates = started(bad_stream(14, 5, 6, 3), micro_batches=parts, on_nonfinite="skip")
+    made, (said,) = noted(updates)
+    assert "step 6, row 3" in said
+    assert made == [4, 12, 14]
+    # By hand: the first window, the second only for the state, and the rest.
+    module, state = tagger(), zeros(5)
+    x, y = bad_stream(14, 5, 6, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for start in range(0, 14, 4):
+        outs = []
+        state = tuple(leaf.detach() for leaf in state)
+        for t in range(start, min(start + 4, 14)):
+            out, state = module(x[t], state)
+            outs.append(out)
+        if start == 4:
+            bad = torch.arange(5).unsqueeze(1) == 3
+            state = tuple(torch.where(bad, 0.0, leaf) for leaf in state)
+            continue
+        optimizer.zero_grad()
+        mean_cross_entropy(torch.stack(outs), y[start : start + 4]).backward()
+        optimizer.step()
+    for found, expected in zip(updates.params.values(), module.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(updates.state, state, rtol=0, atol=1e-12)
+
+
+def test_rows_restart_from_the_state_that_was_given() -> None:
+    state = tuple(torch.randn(3, 5).double() for _ in range(2))
+    updates = started(bad_stream(4, 3, 1, 2), state=state, on_nonfinite="skip", updates=1)
+    made, (_,) = noted(updates)
+    assert not made
+    for found, given in zip(updates.state, state, strict=True):
+        assert torch.equal(found[2], given[2])
+        assert not torch.isclose(found[:2], given[:2]).any()
+
+
+def test_a_state_without_rows_restarts_whole() -> None:
+    module = Tagger()
+    params = params_of(module)
+    x, y = bad_stream(9, 1, 2, 0)
+    train_segment = make_train_segment(
+        module, lambda out, y: nn.functional.cross_entropy(out, y), backend="eager"
+    )
+    updates = train_stream(
+        train_segment, params, tuple(leaf[0] for leaf in zeros()), (x[:, 0], y[:, 0]),
+        torch.optim.SGD(params.values(), 0.1), k1=4, progress=False, on_nonfinite="skip", epochs=1,
+    )  # fmt: skip
+    states = []
+    with pytest.warns(RuntimeWarning, match=r"x is first not finite at step 2; out is first"):
+        states += [update.state for update in updates]
+    assert len(states) == 2
+    assert all(leaf.isfinite().all() for state in states for leaf in state)
+
+
+@pytest.mark.parametrize("step", [1, 6, 9])
+def test_in_an_update_of_several_windows(step: int) -> None:
+    """Three windows to an update: with "skip" the two others make it, else there is none."""
+    data = bad_stream(12, 2, step, 1)
+    good = [start for start in range(0, 12, 4) if not start <= step < start + 4]
+    updates = started(data, accumulate=3, on_nonfinite="skip")
+    with pytest.warns(RuntimeWarning, match=f"the loss of update 0 is nan.*step {step}, row 1"):
+        (update,) = updates
+    assert update.steps == 16
+    assert len(good) == 2
+    assert all(p.isfinite().all() for p in updates.params.values())
+    before = copied(params_of(tagger()))
+    for mode in ("stop", "raise"):
+        updates = started(data, accumulate=3, on_nonfinite=mode)
+        assert noted(updates)[0] == []
+        assert_same(updates.params, before)
+
+
+def test_overlapping_windows_are_left_out_till_it_is_past() -> None:
+    """And each of them is said."""
+    updates = started(bad_stream(20, 2, 7, 0), k1=2, k2=6, on_nonfinite="skip")
+    made, said = noted(updates)
+    assert made == [2, 4, 6, 14, 16, 18, 20]
+    assert len(said) == 3
+    assert all("x is first not finite at step 7, row 0" in words for words in said)
+    assert all(leaf.isfinite().all() for leaf in updates.state)
+
+
+# -- the gradient ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_norm_that_is_clipped_by(mode: str) -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        # sqrt has no derivative at 0, which is where its argument is if no target is 3.
+        return mean_cross_entropy(out, y) + 0.1 * (out[..., 0] * (y == 3)).square().sum().sqrt()
+
+    x, y = stream(17)
+    y[:] = 3
+    y[8:12] = 1
+    good = started((x[:8], y[:8]), loss=loss, clip_norm=1.0)
+    list(good)
+    updates = started((x, y), loss=loss, clip_norm=1.0, on_nonfinite=mode)
+    made, (said,) = noted(updates)
+    assert said == f"ftbptt: the gradient's norm is nan in update 2. {THEN[mode]}".strip()
+    assert made == ([4, 8, 16, 17] if mode == "skip" else [4, 8])
+    if mode != "skip":
+        assert_same(updates.params, good.params)
+    assert all(p.isfinite().all() for p in updates.params.values())
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_a_run_that_stopped_is_resumed(tmp_path: Path) -> None:
+    """From the update before, with data that is right this time."""
+    file = tmp_path / "run.pt"
+    updates = started(bad_stream(19, 3, 9, 1), checkpoint=file)
+    assert noted(updates)[0] == [4, 8]
+    assert load_checkpoint(file)["index"] == 2
+    resumed = started(stream(19, 3), tagger(3), checkpoint=file, resume=True)
+    assert [update.position for update in resumed] == [12, 16, 19]
+    once = started(stream(19, 3))
+    list(once)
+    assert_same(resumed.params, once.params)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_that_are_not_finite_are_not_saved(mode: str, tmp_path: Path) -> None:
+    """The optimizer broke them, with a loss and gradients that were finite."""
+    file = tmp_path / "run.pt"
+
+    def broken(grads: list[Tensor]) -> None:
+        if updates.index == 3:
+            grads[0][0] = float("inf")
+
+    updates = started(
+        stream(24), checkpoint=file, checkpoint_every=2, on_nonfinite=mode,
+        events=Events(before_update=broken),
+    )  # fmt: skip
+    made, (said,) = noted(updates)
+    assert made == [4, 8, 12, 16]
+    assert "the loss of update 4 is nan" in said
+    assert "params['cell.weight_ih'] is not finite already" in said
+    # What was due before the loss was seen is saved; it is not saved again over the one before.
+    assert load_checkpoint(file)["index"] == 4
+    assert load_checkpoint(previous(file))["index"] == 2
+
+
+@pytest.mark.parametrize("mode", ["stop", "raise"])
+@pytest.mark.parametrize("interval", [0, 1e6])
+def test_noticed_only_when_losses_are_read(
+    mode: str, interval: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the parameters are spoiled by then, but not the checkpoint."""
+    monkeypatch.setattr(Stream, "_is_sound", lambda self, value: True)
+    file = tmp_path / "run.pt"
+    updates = started(
+        bad_stream(40, 2, 17, 1), checkpoint=file, checkpoint_every=3, on_nonfinite=mode,
+        interval=interval,
+    )  # fmt: skip
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            list(updates)
+        except FloatingPointError as error:
+            said.append(str(error))
+    (said,) = said + [str(warning.message) for warning in caught]
+    last = 4 if interval == 0 else 5  # the next checkpoint is due
+    words = f"the mean loss up to update {last} is nan: params['cell.weight_ih'] is not finite alr"
+    assert words in said
+    if mode == "stop":
+        assert "The run stops; updates with such a loss have been made. on_nonfinite='skip'" in said
+    assert load_checkpoint(file)["index"] == 3
+    assert all(p.isfinite().all() for p in load_checkpoint(file)["learner"]["params"])
+
+
+def test_ctrl_c_before_losses_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "_is_sound", lambda self, value: True)
+    file = tmp_path / "run.pt"
+    updates = started(
+        bad_stream(40, 2, 17, 1), checkpoint=file, checkpoint_every=3, interval=1e6
+    )  # fmt: skip
+    for _ in range(5):
+        next(updates)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        for _ in updates:
+            raise KeyboardInterrupt
+    assert load_checkpoint(file)["index"] == 3

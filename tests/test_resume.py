@@ -1,0 +1,534 @@
+"""A run that is cut off and resumed gives, bit for bit, what one gives that was not."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from ftbptt import TrainSegment, make_train_segment
+from ftbptt.training import (
+    CheckpointError,
+    EarlyStop,
+    Events,
+    load_checkpoint,
+    save_checkpoint,
+    train_stream,
+)
+from ftbptt.training.checkpoint import previous
+
+from .resuming import RUNS, Pieces, Run, assert_same, segment
+from .streams import Tagger, mean_cross_entropy, stream, zeros
+
+
+@cache
+def whole(name: str) -> tuple[list[Any], dict[str, Any]]:
+    """What is seen of a run that is not cut off, and what is left of it."""
+    run = Run(name, seed=0).go()
+    return run.seen, run.left()
+
+
+def check(name: str, first: Run, file: Path, cut: int, **more: Any) -> None:
+    """The file is of the run after ``cut`` updates, and the rest of it is as if in one go."""
+    seen, left = whole(name)
+    assert load_checkpoint(file)["index"] == cut
+    assert_same(first.seen, seen[: len(first.seen)])
+    second = Run(name, 7, file, resume=True, **more).go()
+    assert_same(second.seen, seen[cut:])
+    assert_same(second.left(), left)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_cut_off_after_any_update(name: str, tmp_path: Path) -> None:
+    seen, _ = whole(name)
+    assert len(seen) > 4
+    for cut in (1, *range(2, len(seen), 2 if len(seen) > 8 else 1), len(seen)):
+        file = tmp_path / f"{cut}.pt"
+        check(name, Run(name, 0, file).go(cut), file, cut)
+
+
+@pytest.mark.parametrize("name", ["dropout, noisy", "scaled", "packed"])
+def test_cut_off_after_every_update(name: str, tmp_path: Path) -> None:
+    """Each update by a run of its own."""
+    (seen, left), found = whole(name), []
+    for seed in range(len(seen)):
+        run = Run(name, seed, tmp_path / "run.pt", resume=True).go(1)
+        found += run.seen
+    assert_same(found, seen)
+    assert_same(run.left(), left)
+    assert not Run(name, 9, tmp_path / "run.pt", resume=True).go().seen
+
+
+@pytest.mark.parametrize("name", ["dropout, noisy", "noisy, accumulated", "own generator"])
+def test_cut_off_when_the_next_window_was_read_already(name: str, tmp_path: Path) -> None:
+    """As for a GPU; the update draws random numbers too, behind those of that window's data."""
+
+    def begun(seed: int, file: Path | None = None, **more: Any) -> Run:
+        noise = Events(before_update=lambda grads: [g.add_(torch.randn_like(g)) for g in grads])
+        run = Run(name, seed, file, events=noise, **more)
+        run.updates._cursor.mover.aside = True
+        return run
+
+    once = begun(0).go()
+    for cut in range(1, len(once.seen), 2):
+        file = tmp_path / f"{cut}.pt"
+        first = begun(0, file).go(cut)
+        second = begun(7, file, resume=True).go()
+        assert_same(first.seen + second.seen, once.seen)
+        assert_same(second.left(), once.left())
+
+
+def test_what_is_traced_anew_draws_nothing(tmp_path: Path) -> None:
+    """As in another process: tracing a step with dropout leaves the random numbers alone."""
+    seen, _ = whole("dropout")
+    file = tmp_path / "run.pt"
+    Run("dropout", 0, file).go(3)
+    segment.cache_clear()
+    second = Run("dropout", 7, file, resume=True).go()
+    assert_same(second.seen, seen[3:])
+
+
+def test_a_longer_run_goes_on_where_a_shorter_one_ended(tmp_path: Path) -> None:
+    """Also in the data: its next epoch has the order that it would have had."""
+    seen, left = whole("dropout, shuffled")
+    first = Run("dropout, shuffled", 0, tmp_path / "run.pt", epochs=1).go()
+    second = Run("dropout, shuffled", 7, tmp_path / "run.pt", resume=True).go()
+    assert_same(first.seen + second.seen, seen)
+    assert_same(second.left(), left)
+    assert len(second.seen) == 2 * len(first.seen)
+
+
+def test_history_and_time_go_on(tmp_path: Path) -> None:
+    first = Run("plain", 0, tmp_path / "run.pt").go(2)
+    seconds = load_checkpoint(tmp_path / "run.pt")["meter"]["seconds"]
+    second = Run("plain", 7, tmp_path / "run.pt", resume=True)
+    assert [report.index for report in second.updates.history] == [0, 1]
+    assert second.updates.history == first.updates.history
+    assert second.updates.seconds >= seconds > 0
+    second.go()
+    assert [report.index for report in second.updates.history] == list(range(6))
+    assert second.updates.history[-1].seconds > seconds
+
+
+def test_losses_that_were_not_reported_yet_are_not_lost(tmp_path: Path) -> None:
+    once = Run("plain", 0, interval=1e6).go().updates.history
+    Run("plain", 0, tmp_path / "run.pt", interval=1e6).go(4)
+    resumed = Run("plain", 7, tmp_path / "run.pt", interval=1e6, resume=True).go()
+    (report,) = resumed.updates.history
+    assert (report.index, report.loss) == (once[0].index, once[0].loss)
+
+
+def test_an_early_stop_is_not_forgotten(tmp_path: Path) -> None:
+    """The script is run again after its run has ended, with no more patience and with more."""
+    file = tmp_path / "run.pt"
+    ended = Run("early stop", 0, file).go().updates.index
+    assert ended == len(whole("early stop")[0]) < 9 * 6
+    again = Run("early stop", 7, file, resume=True).go()
+    assert not again.seen
+    assert_same(again.left(), whole("early stop")[1])
+    Run("early stop", 7, file, resume=True, stop=partial(EarlyStop, 5, 0.01)).go(1)
+    assert load_checkpoint(file)["index"] == ended + 1
+
+    def once(loss: float) -> bool:
+        return True
+
+    Run("plain", 0, tmp_path / "other.pt", stop=lambda: once).go()
+    assert not Run("plain", 7, tmp_path / "other.pt", resume=True, stop=lambda: once).go().seen
+    assert len(Run("plain", 7, tmp_path / "other.pt", resume=True).go().seen) == 5
+
+
+def test_what_the_caller_does_in_the_loop_is_saved(tmp_path: Path) -> None:
+    """Learning rate, random numbers and notes of the caller, changed after an update was made."""
+
+    def loop(run: Run, updates: int) -> list[float]:
+        for update in run.updates:
+            run.see(update)
+            run.optimizer.param_groups[0]["lr"] *= 0.9
+            drawn = float(torch.rand(())) + random.random() + numpy.random.rand()
+            run.updates.extra.setdefault("drawn", []).append(drawn)
+            if update.index == updates - 1:
+                return run.updates.extra["drawn"]
+        return run.updates.extra["drawn"]
+
+    once = Run("dropout", 0)
+    expected = loop(once, 99)
+    # Left, or killed when the next update is asked for, where a checkpoint is due.
+    left = tmp_path / "left.pt"
+    loop(Run("dropout", 0, left), 3)
+    killed = tmp_path / "killed.pt"
+    run = Run("dropout", 0, killed, checkpoint_every=3)
+    loop(run, 3)
+    copies = load_checkpoint(killed)
+    assert copies["extra"]["drawn"] == expected[:3]
+    for file in (left, killed):
+        second = Run("dropout", 7, file, resume=True)
+        assert loop(second, 99) == expected
+        assert_same(second.left(), once.left())
+
+
+def test_a_checkpoint_is_due_every_so_many_updates(tmp_path: Path) -> None:
+    run, found = Run("gaps", 0, tmp_path / "run.pt", checkpoint_every=3), []
+    for _ in run.updates:
+        file = tmp_path / "run.pt"
+        found.append(load_checkpoint(file)["index"] if file.exists() else None)
+    assert found == [None, None, None, 3, 3, 3, 6, 6]
+    assert load_checkpoint(tmp_path / "run.pt")["index"] == 8
+    assert load_checkpoint(previous(tmp_path / "run.pt"))["index"] == 6
+
+
+def test_by_next_alone(tmp_path: Path) -> None:
+    run = Run("plain", 0, tmp_path / "run.pt")
+    run.see(next(run.updates))
+    run.see(next(run.updates))
+    run.updates.finish()
+    assert next(run.updates, None) is None
+    check("plain", run, tmp_path / "run.pt", 2)
+
+
+def test_the_state_dict_of_a_run(tmp_path: Path) -> None:
+    """Kept by the caller, without a file."""
+    seen, left = whole("dropout, shuffled")
+    first = Run("dropout, shuffled", 0).go(4)
+    torch.save(first.updates.state_dict(), tmp_path / "own.pt")
+    second = Run("dropout, shuffled", 7)
+    second.updates.load_state_dict(torch.load(tmp_path / "own.pt", weights_only=True))
+    second.go()
+    assert_same(first.seen + second.seen, seen)
+    assert_same(second.left(), left)
+    with pytest.raises(RuntimeError, match="this run has no checkpoint"):
+        first.updates.save()
+
+
+def test_without_a_file_the_run_starts_anew(tmp_path: Path) -> None:
+    seen, left = whole("plain")
+    run = Run("plain", 0, tmp_path / "new" / "folder" / "run.pt", resume=True).go()
+    assert_same(run.seen, seen)
+    assert_same(run.left(), left)
+    assert load_checkpoint(tmp_path / "new" / "folder" / "run.pt")["index"] == 6
+
+
+def test_a_file_that_would_be_replaced(tmp_path: Path) -> None:
+    Run("plain", 0, tmp_path / "run.pt").go()
+    with pytest.warns(UserWarning, match=r"run.pt is there already, and will be replaced. To go"):
+        Run("plain", 0, tmp_path / "run.pt")
+    with pytest.raises(ValueError, match=r"is a folder\. Give the name of a file"):
+        Run("plain", 0, tmp_path)
+    assert tmp_path.is_dir()
+
+
+# -- refused --------------------------------------------------------------------------------------
+
+
+def _other_groups(params: dict[str, Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(params.values())[:3], lr=0.3, momentum=0.9)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "k1": ("plain", {"k1": 5}, r"checkpoint: made with k1=4, k2=4.*but this run has k1=5, k2=5"),
+    "fresh": ("plain", {"fresh": True}, "fresh=False, but this run has .*fresh=True"),
+    "optimizer": (
+        "plain", {"optimizer": lambda params: torch.optim.Adam(params.values())},
+        "optimizer: this run has Adam, but the checkpoint was made with SGD",
+    ),
+    "groups": (
+        "plain", {"optimizer": _other_groups},
+        r"optimizer: its groups have \[3\] tensors, but the checkpoint's \[6\]",
+    ),
+    "no scheduler": (
+        "scheduled", {"scheduler": None},
+        "scheduler: this run has none, but the checkpoint was made with OneCycleLR",
+    ),
+    "a scheduler": (
+        "plain", {"scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
+        "scheduler: this run has StepLR, but the checkpoint was made with none",
+    ),
+    "no average": (
+        "clipped, averaged", {"ema_decay": None},
+        "ema: this run has none, but the checkpoint was made with moving average",
+    ),
+    "a scaler": (
+        "plain", {"scaler": lambda: torch.amp.GradScaler("cpu")},
+        "scaler: this run has GradScaler, but the checkpoint was made with none",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_another_run_is_refused(case: str, tmp_path: Path) -> None:
+    """And nothing of the caller's is changed by it."""
+    name, options, words = REFUSED[case]
+    Run(name, 0, tmp_path / "run.pt").go(2)
+    torch.manual_seed(7)
+    before = dict(Tagger().named_parameters())
+    made: list[Run] = []
+
+    class Kept(Run):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            made.append(self)
+            super().__init__(*args, **more)
+
+    with pytest.raises(ValueError, match=words):
+        Kept(name, 7, tmp_path / "run.pt", resume=True, **options)
+    assert_same(made[0].params, before)
+    assert not made[0].optimizer.state
+    assert load_checkpoint(tmp_path / "run.pt")["index"] == 2
+
+
+def test_another_model_or_state_is_refused(tmp_path: Path) -> None:
+    Run("plain", 0, tmp_path / "run.pt").go(2)
+
+    def resumed(module: Tagger, state: Any, data: Any = None) -> None:
+        train_segment = make_train_segment(module, mean_cross_entropy, backend="eager")
+        params = dict(module.named_parameters())
+        before = {name: p.detach().clone() for name, p in params.items()}
+        sgd = torch.optim.SGD(params.values(), lr=0.3, momentum=0.9)
+        try:
+            train_stream(
+                train_segment, params, state, data or stream(22), sgd, k1=4, progress=False,
+                checkpoint=tmp_path / "run.pt", resume=True,
+            )  # fmt: skip
+        finally:
+            assert_same(params, before)
+            assert sgd.param_groups[0]["lr"] == 0.3
+
+    words = r"params\['cell.weight_ih'\]: is torch.float64 \[24, 3\], but in the checkpoint"
+    with pytest.raises(ValueError, match=words):
+        resumed(Tagger(hidden=6), zeros(hidden=6))
+    with pytest.raises(ValueError, match=r"is torch.float32 \[20, 3\].*it is of another model"):
+        resumed(Tagger().float(), zeros())
+    more = Tagger()
+    more.scale = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="params: has 7 leaves, but the checkpoint has 6"):
+        resumed(more, zeros())
+    words = r"state: its tensors are \[\[3, 5\], \[3, 5\]\], but in the checkpoint \[\[2, 5\]"
+    with pytest.raises(ValueError, match=words):
+        resumed(Tagger(), zeros(rows=3), stream(22, rows=3))
+
+
+def test_a_functional_optimizer_of_another_state_is_refused(tmp_path: Path) -> None:
+    class Plain:
+        def init(self, params: Any) -> Any:
+            return ()
+
+        def update(self, grads: Any, state: Any, params: Any) -> Any:
+            return {name: p.detach() - grads[name] for name, p in params.items()}, state
+
+    Run("functional", 0, tmp_path / "run.pt").go(2)
+    Plain.__name__ = "FunctionalAdam"
+    with pytest.raises(ValueError, match="optimizer's state: has 0 leaves, but the checkpoint has"):
+        Run("functional", 7, tmp_path / "run.pt", resume=True, optimizer=lambda params: Plain())
+
+
+def test_less_data_than_before_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    Run("dropout, list", 0, file).go(4)
+    train_segment, run = segment("dropout"), Run("dropout, list", 7)
+    updates = train_stream(
+        train_segment, run.params, None, [Pieces(noise=False)[0]], run.optimizer, k1=4,
+        progress=False, checkpoint=file, resume=True,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="made after 4 chunks, but there are only 1"):
+        next(updates)
+    assert load_checkpoint(file)["index"] == 4
+
+
+def test_a_file_of_something_else(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "run.pt", [torch.ones(3)])
+    with pytest.raises(ValueError, match="holds something else than a run of train_stream"):
+        Run("plain", 0, tmp_path / "run.pt", resume=True)
+    torch.save({"model": torch.ones(3)}, tmp_path / "weights.pt")
+    with pytest.raises(CheckpointError, match=r"weights.pt: cut off, or no checkpoint"):
+        Run("plain", 0, tmp_path / "weights.pt", resume=True)
+
+
+# -- errors and Ctrl-C ----------------------------------------------------------------------------
+
+NAMES = ["plain", "dropout, noisy", "noisy, accumulated", "micro-batches", "plateau"]
+
+
+class Interrupting:
+    """Events of which one raises, the n-th time it is told of something."""
+
+    def __init__(self, name: str, n: int, error: BaseException) -> None:
+        self.left, self.error = n, error
+        self.events = Events(**{name: self})
+
+    def __call__(self, *_: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "event", ["before_window", "after_window", "before_update", "after_update", "report"]
+)
+def test_interrupted_in_an_event(name: str, event: str, tmp_path: Path) -> None:
+    """Everything up to the last update is kept, and goes on from there."""
+    for n, error in ((4, KeyboardInterrupt()), (5, ZeroDivisionError("of the caller's"))):
+        file = tmp_path / f"{n}.pt"
+        first = Run(name, 0, file, events=Interrupting(event, n, error).events)
+        with pytest.raises(type(error)):
+            first.go()
+        made = first.updates.index
+        # The update is made where its event is told of, but its caller has not seen it.
+        assert made - len(first.seen) == (event in ("after_update", "report"))
+        check(name, first, file, made)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
+def test_interrupted_in_the_callers_loop(
+    name: str, error: type[BaseException], tmp_path: Path
+) -> None:
+    first = Run(name, 0, tmp_path / "run.pt")
+    with pytest.raises(error):  # noqa: PT012
+        for update in first.updates:
+            first.see(update)
+            if update.index == 2:
+                raise error
+    check(name, first, tmp_path / "run.pt", 3)
+
+
+def test_interrupted_in_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a segment, when its random numbers are drawn and the next chunks are read."""
+    name, file, calls = "dropout, noisy", tmp_path / "run.pt", []
+    own = TrainSegment.__call__
+
+    def call(self: Any, *args: Any, **rows: Any) -> Any:
+        result = own(self, *args, **rows)
+        calls.append(result)
+        if len(calls) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainSegment, "__call__", call)
+        first = Run(name, 0, file)
+        with pytest.raises(KeyboardInterrupt):
+            first.go()
+    check(name, first, file, 5)
+
+
+class Interrupted(torch.optim.SGD):
+    """Ctrl-C is pressed between two of its parameters."""
+
+    at = 3
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.at -= 1
+        params = self.param_groups[0]["params"]
+        with torch.no_grad():
+            for i, p in enumerate(params):
+                p -= 0.3 * p.grad
+                if i == 2 and self.at == 0:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    self.failed()
+
+    def failed(self) -> None:
+        pass
+
+
+def test_interrupted_in_the_optimizer(tmp_path: Path) -> None:
+    """Some parameters are updated and others not yet: the update is made whole first."""
+    file = tmp_path / "run.pt"
+    options = {"optimizer": lambda params: Interrupted(params.values())}
+    Interrupted.at = 99
+    once = Run("plain", 0, **options).go()
+    Interrupted.at = 3
+    first = Run("plain", 0, file, **options)
+    with pytest.raises(KeyboardInterrupt):
+        first.go()
+    assert (first.updates.index, len(first.seen)) == (3, 2)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    Interrupted.at = 99
+    second = Run("plain", 7, file, resume=True, **options).go()
+    assert_same(second.seen, once.seen[3:])
+    assert_same(second.left(), once.left())
+
+
+def test_an_error_within_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an update is not saved: the checkpoint before it stays."""
+
+    def failed(self: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Interrupted, "failed", failed)
+    Interrupted.at = 4
+    handled: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: handled.append(number))
+    try:
+        options = {"optimizer": lambda params: Interrupted(params.values())}
+        first = Run("plain", 0, tmp_path / "run.pt", checkpoint_every=2, **options)
+        with pytest.raises(MemoryError):
+            first.go()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert handled == [signal.SIGINT]  # the caller's own handler, which was put back
+    assert load_checkpoint(tmp_path / "run.pt")["index"] == 2
+
+
+def test_interrupted_while_it_is_resumed(tmp_path: Path) -> None:
+    """As the chunks of before are read once more: the file is left as it is."""
+    name, file = "dropout, list", tmp_path / "run.pt"
+    Run(name, 0, file).go(5)
+    content = file.read_bytes()
+    again = Run(name, 7, file, resume=True)
+
+    class Slow(list):
+        def __iter__(self) -> Any:
+            yield self[0]
+            raise KeyboardInterrupt
+
+    again.updates._cursor.source.chunks = Slow(Pieces(noise=False)[i] for i in range(5))
+    with pytest.raises(KeyboardInterrupt):
+        again.go()
+    assert file.read_bytes() == content
+    again.updates._cursor.source.chunks = [Pieces(noise=False)[i] for i in range(5)]
+    assert_same(again.go().seen, whole(name)[0][5:])  # in a notebook, the cell is run once more
+
+
+def test_a_loop_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    """No window counts twice that was at work."""
+    for event in ("after_window", "before_update"):
+        stopped = Interrupting(event, 4, KeyboardInterrupt())
+        run = Run("micro-batches", 0, events=stopped.events)
+        with pytest.raises(KeyboardInterrupt):
+            run.go()
+        run.go()
+        if event == "after_window":
+            assert_same(run.seen, whole("micro-batches")[0])
+
+
+def test_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the run is what is raised, with a note that there is no checkpoint of it."""
+    import ftbptt.training.stream as module
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "run.pt"
+    first = Run("plain", 0, file, checkpoint_every=2)
+    with monkeypatch.context() as patched:
+        first.go(3)
+        patched.setattr(module, "save_checkpoint", full)
+        with pytest.raises(OSError, match="No space left"):
+            first.go()
+        stopped = Run("plain", 0, tmp_path / "b.pt",
+                      events=Interrupting("before_update", 3, ValueError("x")).events)  # fmt: skip
+        with pytest.raises(ValueError, match="x") as caught:
+            stopped.go()
+        (note,) = caught.value.__notes__
+        assert "the checkpoint could not be written either: [Errno 28] No space left" in note
+    assert load_checkpoint(file)["index"] == 3
+    first.go()  # after room was made
+    assert_same(first.seen, whole("plain")[0])
+    assert load_checkpoint(file)["index"] == 6
