@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,10 @@ def train_stream(
         scaler=scaler, ema_decay=ema_decay,
     )  # fmt: skip
     mover = Mover(None if device is None else torch.device(device))
-    cursor = Cursor(as_source(data, segments.axes), truncation, segments.axes, prepare, mover)
+    cursor = Cursor(
+        as_source(data, segments.axes), truncation, segments.axes,
+        partial(segments.prepared, prepare), mover,
+    )  # fmt: skip
     stream = Stream(
         segments,
         state,
