@@ -23,15 +23,17 @@ class PackedSequences:
     Each row runs through sequences one after the other; ``reset`` is true where one begins. There
     is padding, false in ``mask``, only where rows end before the longest: sequences are dealt out
     longest first, each to the row with the fewest steps so far (Graham, 1969), and only then
-    shuffled within their rows. ``utilisation`` is the part of the steps that are valid.
+    shuffled within their rows. ``utilisation`` is the part of the steps that are valid; where a
+    sequence is longer than the share of a row, fewer rows raise it.
 
     ``sequences`` is indexed, ``sequences[i] -> (x, y)``, such as a list or a map-style ``Dataset``;
     a sequence is asked for when a window reaches it, and kept until it is past. ``lengths`` saves
     asking for each of them once at the start. ``seed`` shuffles, in another way each epoch; None
     keeps each row longest first. With ``time_dim=1`` data is ``[B, T, ...]``.
 
-    The loss must return one value per step and row, since there is a mask. Raises ValueError for
-    an empty set or an empty sequence, and for x and y of different lengths.
+    The loss must return one value per step and row, since there is a mask. Raises TypeError for
+    anything but pairs of tensors or arrays, ValueError for an empty set or an empty sequence, for x
+    and y of different lengths, and for sequences of different features.
 
     >>> x = [torch.arange(n) for n in (3, 1, 2)]
     >>> packed = PackedSequences([(s, s) for s in x], rows=2, seed=None)
