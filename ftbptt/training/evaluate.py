@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .._compat import tree_map
+from .._compat import tree_leaves, tree_map
 from .._layout import Layout
 from .._segment import TrainSegment
 from .prefetch import Mover
@@ -101,8 +101,9 @@ def evaluate_stream(
                 pair = pair if metric_inputs is None else metric_inputs(*pair)
                 rows = segments.rows(chunk, state)
                 preds, target = _valid_steps(pair, chunk, segments.layout(chunk.x), rows)
-                for metric in metrics.values():
-                    metric.update(preds, target)
+                if len(tree_leaves(preds)[0]):  # not every metric takes a batch of none
+                    for metric in metrics.values():
+                        metric.update(preds, target)
             length = segments.axes(chunk.x).steps(chunk)
             at += length
             bar.update(length)
