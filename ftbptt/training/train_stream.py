@@ -90,8 +90,8 @@ def train_stream(
     ``epochs``, ``updates``
         How often the data is gone through (None: for ever), and at most how many updates.
     ``prepare``, ``device``
-        ``prepare(x, y) -> (x, y)`` on each window, such as a cast; then it is moved to ``device``,
-        to a GPU while that works on the window before.
+        ``prepare(x, y) -> (x, y)`` on each window, such as a cast, which keeps its steps; then it
+        is moved to ``device``, to a GPU while that works on the window before.
     ``accumulate``, ``micro_batches``
         Windows to an update, and parts of the rows a window is run in; both average gradients by
         valid steps.
