@@ -372,6 +372,25 @@ def test_a_step_for_one_sequence(y_dim: int | None) -> None:
     assert found.metrics["error"].item() == pytest.approx(expected.metrics["error"].item())
 
 
+def test_a_step_of_numbers_for_one_sequence() -> None:
+    """x [K, B] and targets [K] that all rows have: in_dims tells what the rows are."""
+
+    def step(params: Any, x_t: Tensor, total: Tensor) -> Any:
+        total = params["decay"] * total + x_t
+        return total, total
+
+    segment = make_train_segment(
+        step, lambda out, y: (out - y).square(), backend="eager", in_dims=(None, 0, 1, None)
+    )
+    x, y = torch.randn(13, 3), torch.randn(13)
+    found = evaluate_stream(
+        segment, {"decay": torch.tensor(0.5)}, torch.zeros(3), (x, y), k=5,
+        metrics={"error": MeanSquaredError()},
+    )  # fmt: skip
+    assert found.steps == 39
+    assert found.metrics["error"].item() == pytest.approx(found.loss, rel=1e-5)
+
+
 def test_an_average_of_the_loss_itself() -> None:
     """A metric of one argument is wrapped by its caller; here it agrees with the loss."""
 
