@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._compat import tree_leaves, tree_map
 from ._step import Step
@@ -28,8 +28,8 @@ class Layout:
         """
         if time_dim is None:
             leaves = [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
-            least = 3 if isinstance(step.module, nn.RNNBase) else 2
-            batched = bool(leaves) and all(leaf.dim() - batch_axes >= least for leaf in leaves)
+            least = step.batched_axes + batch_axes
+            batched = bool(leaves) and all(leaf.dim() >= least for leaf in leaves)
             time_dim = 1 if step.batch_first and batched else 0
         return cls(time_dim)
 

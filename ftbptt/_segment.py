@@ -266,6 +266,11 @@ class TrainSegment:
             return self._in_dims[1] or 0
         return self._recipe.step.row_axis(leaf)
 
+    @property
+    def batched_axes(self) -> int:
+        """The fewest axes of ``x`` with rows."""
+        return self._recipe.step.batched_axes
+
     def variant(
         self, *, states: bool, loss: Callable[[Loss], Loss] | None, context: int
     ) -> TrainSegment:

@@ -62,6 +62,11 @@ class Step:
             return type(self.module).__name__
         return getattr(self.function, "__name__", type(self.function).__name__)
 
+    @property
+    def batched_axes(self) -> int:
+        """The fewest axes of ``x`` with rows: torch's own modules have features behind them."""
+        return 3 if isinstance(self.module, (nn.RNNBase, nn.RNNCellBase)) else 2
+
     def row_axis(self, leaf: Tensor) -> int:
         """The axis of the batch's rows in a state leaf."""
         if self.state_batch_dim is not None:

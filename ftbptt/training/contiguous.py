@@ -27,10 +27,7 @@ class ContiguousStreams:
     """
 
     def __init__(self, tokens: Any, rows: int, *, time_dim: int = 0) -> None:
-        if rows < 1:
-            raise ValueError(f"rows: expected at least 1, found {rows}.")
-        if time_dim not in (0, 1):
-            raise ValueError(f"time_dim: expected 0 or 1, found {time_dim}.")
+        check_layout(rows, time_dim)
         count = len(tokens)
         if count <= rows:
             raise ValueError(
@@ -63,3 +60,13 @@ class ContiguousStreams:
         import numpy
 
         return torch.from_numpy(numpy.array(part))
+
+
+def check_layout(rows: int, time_dim: int) -> None:
+    """Raises TypeError and ValueError for rows and an axis of time that cannot be meant."""
+    if isinstance(rows, bool) or not isinstance(rows, int):
+        raise TypeError(f"rows: expected a number of rows, found {rows!r}.")
+    if rows < 1:
+        raise ValueError(f"rows: expected at least 1, found {rows}.")
+    if time_dim not in (0, 1):
+        raise ValueError(f"time_dim: expected 0 or 1, found {time_dim}.")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .checkpoint import random_state, set_random_state
 from .prefetch import Mover
-from .source import Chunk, Chunks, Source, TimeAxes
+from .source import Chunk, Chunks, Source, TimeAxes, check_axes
 from .windows import Truncation, Window
 
 Tree = Any
@@ -48,7 +48,7 @@ class Cursor:
         source: Source,
         truncation: Truncation,
         axes_of: Callable[[Tree], TimeAxes],
-        prepare: Callable[[Tree, Tree], tuple[Tree, Tree]] | None,
+        prepare: Callable[[Chunk], Chunk],
         mover: Mover,
     ) -> None:
         self.source, self.truncation, self.axes_of = source, truncation, axes_of
@@ -86,6 +86,7 @@ class Cursor:
                 return None
             if self.axes is None:
                 self.axes = self.axes_of(chunk.x)
+                check_axes(self.source, self.axes)
             steps = self.axes.steps(chunk)
             if steps < window.end - first:
                 cut = self.truncation.cut(window, first + steps)
@@ -95,10 +96,7 @@ class Cursor:
             if self.truncation.learns(window):
                 break
             index += 1
-        if self.prepare is not None:
-            x, y = self.prepare(chunk.x, chunk.y)
-            chunk = chunk._replace(x=x, y=y)
-        return Span(window, first, *self.mover.start(chunk))
+        return Span(window, first, *self.mover.start(self.prepare(chunk)))
 
     # -- stopping and going on --------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ class EarlyStop:
     def __init__(self, patience: int, min_delta: float = 0.0) -> None:
         if patience < 1:
             raise ValueError(f"patience: expected at least 1, found {patience}.")
+        if not min_delta >= 0:
+            raise ValueError(f"min_delta: expected at least 0, found {min_delta}.")
         self.patience, self.min_delta = patience, min_delta
         self.best = math.inf
         self.calls_without_gain = 0

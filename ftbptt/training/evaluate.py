@@ -15,7 +15,7 @@ from .._layout import Layout
 from .._segment import TrainSegment
 from .prefetch import Mover
 from .segments import Segments
-from .source import Chunk, as_source
+from .source import Chunk, as_source, check_axes
 
 Tree = Any
 
@@ -72,8 +72,12 @@ def evaluate_stream(
             "train_segment: expected what make_train_segment returns, found "
             f"{type(train_segment).__name__}."
         )
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k: expected a number of steps, found {k!r}.")
     if k < 1:
         raise ValueError(f"k: expected at least 1 step, found {k}.")
+    if metrics is not None and not hasattr(metrics, "items"):
+        raise TypeError(f"metrics: expected a dict of them, found {type(metrics).__name__}.")
     segments = Segments(train_segment)
     source = as_source(data, segments.axes)
     source.begin(0)
@@ -83,10 +87,9 @@ def evaluate_stream(
     at = 0
     with tqdm(total=source.total, unit="step", disable=not progress, leave=False) as bar:
         while (chunk := source.read(at, at + k)) is not None:
-            if prepare is not None:
-                x, y = prepare(chunk.x, chunk.y)
-                chunk = chunk._replace(x=x, y=y)
-            chunk = mover.wait(*mover.start(chunk))
+            if total is None:
+                check_axes(source, segments.axes(chunk.x))
+            chunk = mover.wait(*mover.start(segments.prepared(prepare, chunk)))
             result = segments.evaluate(params, state, chunk)
             state = result.state
             weight, _ = segments.weigh(chunk, state, 0)
@@ -96,10 +99,11 @@ def evaluate_stream(
             if metrics:
                 pair = (result.out, chunk.y)
                 pair = pair if metric_inputs is None else metric_inputs(*pair)
-                has_rows = segments.rows(chunk, state) is not None
-                preds, target = _valid_steps(pair, chunk, segments.layout(chunk.x), has_rows)
-                for metric in metrics.values():
-                    metric.update(preds, target)
+                rows = segments.rows(chunk, state)
+                preds, target = _valid_steps(pair, chunk, segments.layout(chunk.x), rows)
+                if len(tree_leaves(preds)[0]):  # not every metric takes a batch of none
+                    for metric in metrics.values():
+                        metric.update(preds, target)
             length = segments.axes(chunk.x).steps(chunk)
             at += length
             bar.update(length)
@@ -111,17 +115,29 @@ def evaluate_stream(
 
 
 def _valid_steps(
-    trees: tuple[Tree, Tree], chunk: Chunk, layout: Layout, has_rows: bool
+    trees: tuple[Tree, Tree], chunk: Chunk, layout: Layout, rows: int | None
 ) -> tuple[Tree, Tree]:
     """[N, ...]: the valid steps of all rows on one axis, step by step."""
+    valid = chunk.mask
+    if valid is not None and valid.dim() > 1:
+        valid = valid.movedim(layout.x_time, 0).flatten()
+    elif valid is not None:
+        valid = valid.repeat_interleave(rows or 1)
 
-    def flat(leaf: Tensor) -> Tensor:
-        leaf = leaf.movedim(layout.x_time, 0)
-        return leaf.flatten(0, 1) if has_rows else leaf
+    def flat(leaf: Tensor | None, time: int, row: int | None) -> Tensor:
+        if leaf is None:
+            raise ValueError(
+                "metrics: there is no y to give to them. Say what they are given: "
+                "metric_inputs(out, y) -> (preds, target)."
+            )
+        if rows is None:
+            leaf = leaf.movedim(time, 0)
+        elif row is None:  # all rows have the same
+            leaf = leaf.movedim(time, 0).repeat_interleave(rows, 0)
+        else:
+            leaf = leaf.movedim((time, row), (0, 1)).flatten(0, 1)
+        return leaf if valid is None else leaf[valid]
 
-    preds, target = (tree_map(flat, tree) for tree in trees)
-    if chunk.mask is None:
-        return preds, target
-    valid = flat(chunk.mask) if chunk.mask.dim() > 1 else chunk.mask
-    valid = valid.repeat_interleave(len(tree_leaves(preds)[0]) // len(valid))
-    return tree_map(lambda leaf: leaf[valid], preds), tree_map(lambda leaf: leaf[valid], target)
+    preds = tree_map(lambda leaf: flat(leaf, layout.x_time, layout.x_rows), trees[0])
+    target = tree_map(lambda leaf: flat(leaf, layout.y_time, layout.y_rows), trees[1])
+    return preds, target

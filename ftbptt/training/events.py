@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ParamSpec
 
@@ -62,7 +62,8 @@ class Events:
     def __post_init__(self) -> None:
         for own in fields(self):
             given = getattr(self, own.name)
-            calls = (given,) if callable(given) else tuple(given)
+            one = callable(given) or not isinstance(given, Iterable)
+            calls = (given,) if one else tuple(given)
             for call in calls:
                 if not callable(call):
                     raise TypeError(f"Events: {own.name} has {call!r}, which cannot be called.")
@@ -76,7 +77,8 @@ def tell_sequence_ends(events: Events, span: Span, seen: int, axes: TimeAxes) ->
     reset = span.chunk.reset.cpu()
     if reset.dim() > 1:
         reset = reset.movedim(axes.x, 0)
-    skip = max(seen, 1) - span.first  # what restarts at the very start has no sequence before it
+    # What restarts at the very start has no sequence before it; steps in a gap are not read.
+    skip = max(seen, 1, span.first) - span.first
     for at in reset[skip:].nonzero().tolist():
         row = at[1] if len(at) > 1 else None
         emit(events.sequence_end, SequenceEnd(span.first + skip + at[0], row))

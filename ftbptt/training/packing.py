@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .._compat import tree_leaves, tree_map
-from .source import Chunk
+from .contiguous import check_layout
+from .source import Chunk, TimeAxes, as_tensors, checked, naming
 
 Tree = Any
 
@@ -22,15 +23,17 @@ class PackedSequences:
     Each row runs through sequences one after the other; ``reset`` is true where one begins. There
     is padding, false in ``mask``, only where rows end before the longest: sequences are dealt out
     longest first, each to the row with the fewest steps so far (Graham, 1969), and only then
-    shuffled within their rows. ``utilisation`` is the part of the steps that are valid.
+    shuffled within their rows. ``utilisation`` is the part of the steps that are valid; where a
+    sequence is longer than the share of a row, fewer rows raise it.
 
     ``sequences`` is indexed, ``sequences[i] -> (x, y)``, such as a list or a map-style ``Dataset``;
     a sequence is asked for when a window reaches it, and kept until it is past. ``lengths`` saves
     asking for each of them once at the start. ``seed`` shuffles, in another way each epoch; None
     keeps each row longest first. With ``time_dim=1`` data is ``[B, T, ...]``.
 
-    The loss must return one value per step and row, since there is a mask. Raises ValueError for
-    an empty set or an empty sequence, and for x and y of different lengths.
+    The loss must return one value per step and row, since there is a mask. Raises TypeError for
+    anything but pairs of tensors or arrays, ValueError for an empty set or an empty sequence, for x
+    and y of different lengths, and for sequences of different features.
 
     >>> x = [torch.arange(n) for n in (3, 1, 2)]
     >>> packed = PackedSequences([(s, s) for s in x], rows=2, seed=None)
@@ -48,12 +51,9 @@ class PackedSequences:
         seed: int | None = 0,
         time_dim: int = 0,
     ) -> None:
-        if rows < 1:
-            raise ValueError(f"rows: expected at least 1, found {rows}.")
-        if time_dim not in (0, 1):
-            raise ValueError(f"time_dim: expected 0 or 1, found {time_dim}.")
+        check_layout(rows, time_dim)
         if lengths is None:
-            lengths = [_length(sequences[i], i) for i in range(len(sequences))]
+            lengths = [_sequence(sequences, i)[1] for i in range(len(sequences))]
         elif len(lengths) != len(sequences):
             raise ValueError(
                 f"lengths: has {len(lengths)}, but there are {len(sequences)} sequences."
@@ -69,7 +69,7 @@ class PackedSequences:
         loads = [sum(self._lengths[i] for i in own) for own in self._dealt]
         self.total: int | None = max(loads)
         self.utilisation = sum(loads) / (rows * max(loads))
-        self._held: list[tuple[int, Chunk] | None] = [None] * rows
+        self._like: Tree = None  # a step of a sequence, which all have to be like
         self.begin(0)
 
     def __repr__(self) -> str:
@@ -85,6 +85,8 @@ class PackedSequences:
             for own in self._order:
                 order = torch.randperm(len(own), generator=generator).tolist()
                 own[:] = [own[i] for i in order]
+        # By place in its row: those that a window has reached and none has passed.
+        self._held: list[dict[int, Chunk]] = [{} for _ in range(self.rows)]
         # The first step of each sequence of a row, and behind the last one.
         self._edges = [[0, *accumulate(self._lengths[i] for i in own)] for own in self._order]
 
@@ -98,14 +100,18 @@ class PackedSequences:
         x: Tree = None
         y: Tree = None
         for row in range(self.rows):
-            edges = self._edges[row]
+            edges, held = self._edges[row], self._held[row]
+            for passed in [i for i in held if edges[i + 1] <= start]:
+                del held[passed]
             at = start
             while at < min(stop, edges[-1]):
                 i = bisect_right(edges, at) - 1
                 end = min(stop, edges[i + 1])
                 reset[at - start, row] |= at == edges[i]
                 mask[at - start : end - start, row] = True
-                own = self._sequence(row, self._order[row][i])
+                if i not in held:
+                    held[i] = self._sequence(self._order[row][i])
+                own = held[i]
                 part = slice(at - edges[i], end - edges[i])
                 to = slice(at - start, end - start)
                 if x is None:
@@ -119,21 +125,22 @@ class PackedSequences:
             )
         return Chunk(x, y, reset, mask)
 
-    def _sequence(self, row: int, index: int) -> Chunk:
-        """The sequence that a row is in; it is asked for once."""
-        held = self._held[row]
-        if held is None or held[0] != index:
-            x, y = self.sequences[index]
-            chunk = Chunk(*(None if tree is None else tree_map(torch.as_tensor, tree)
-                            for tree in (x, y)))  # fmt: skip
-            found = _length((x, y), index)
-            if found != self._lengths[index]:
-                raise ValueError(
-                    f"sequences[{index}]: has {found} steps, but lengths says "
-                    f"{self._lengths[index]}."
-                )
-            held = self._held[row] = (index, chunk)
-        return held[1]
+    def _sequence(self, index: int) -> Chunk:
+        chunk, found = _sequence(self.sequences, index)
+        if found != self._lengths[index]:
+            raise ValueError(
+                f"sequences[{index}]: has {found} steps, but lengths says {self._lengths[index]}."
+            )
+        chunk = as_tensors(chunk)
+        like = tree_map(lambda leaf: None if leaf is None else (leaf.dtype, leaf.shape[1:]), chunk)
+        if self._like is None:
+            self._like = like
+        elif like != self._like:
+            raise ValueError(
+                f"sequences[{index}]: is not like one before it. All must have the same structure, "
+                "dtypes and features; only their number of steps may differ."
+            )
+        return chunk
 
     def _zeros(self, tree: Tree, steps: int) -> Tree:
         if tree is None:
@@ -147,15 +154,14 @@ class PackedSequences:
             target[to, row] = leaf[part]
 
 
-def _length(sequence: Any, index: int) -> int:
-    """The steps of a sequence, the same in every leaf."""
-    lengths = {len(leaf) for leaf in tree_leaves(tuple(sequence)) if leaf is not None}
-    if len(lengths) != 1:
-        raise ValueError(
-            f"sequences[{index}]: x and y have different lengths, {sorted(lengths)}. Nothing is "
-            "cut silently."
-        )
-    return lengths.pop()
+def _sequence(sequences: Any, index: int) -> tuple[Chunk, int]:
+    """A sequence and how many steps it has."""
+    item = sequences[index]
+    with naming(f"sequences[{index}]"):
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise TypeError(f"expected (x, y), found {type(item).__name__}.")
+        chunk = checked(Chunk(*item))
+        return chunk, TimeAxes().length(chunk)
 
 
 def _deal(lengths: Sequence[int], rows: int) -> list[list[int]]:

@@ -15,6 +15,8 @@ from tqdm import tqdm
 from .measured import Measured
 from .update import Update
 
+_KEPT = 1024  # losses noted one by one: a long interval must not fill the memory
+
 
 @dataclass(frozen=True)
 class Report:
@@ -45,6 +47,7 @@ class Meter:
         self._began = self._since = self._next = time.perf_counter()
         self._losses: list[Tensor] = []
         self._weights: list[Any] = []
+        self._sum = self._weight = torch.zeros(())  # of the losses before those, and their weights
         self._steps = 0
         self._tokens = 0
         self.tokens_per_second = 0.0
@@ -63,6 +66,8 @@ class Meter:
         """Notes an update; whether a report is due."""
         self._losses.append(measured.loss)
         self._weights.append(measured.weight)
+        if len(self._losses) == _KEPT:
+            self._fold()
         self._steps += measured.steps
         self._tokens += measured.tokens
         now = time.perf_counter()
@@ -71,10 +76,8 @@ class Meter:
 
     def report(self, update: Update, rate: float | None) -> Report:
         """Reads what was noted since the last report, waiting for the device."""
-        losses = torch.stack(self._losses).double()
-        weights = _column(self._weights, losses.device)
-        weights = weights.reshape(-1, *(1,) * (losses.dim() - 1))
-        loss = float(((losses * weights).sum(0) / weights.sum().clamp(min=1)).mean())
+        self._fold()
+        loss = float((self._sum / self._weight.clamp(min=1)).mean())
         grad_norm = float(update.grad_norm)
         now = time.perf_counter()
         took = max(now - self._since, 1e-9)
@@ -83,11 +86,22 @@ class Meter:
             self._steps / took, self._tokens / took, self.seconds,
         )  # fmt: skip
         self.history.append(report)
-        self._losses.clear()
-        self._weights.clear()
+        self._sum = self._weight = torch.zeros(())
         self._steps = self._tokens = 0
         self._since, self._next = now, now + self.interval
         return report
+
+    def _fold(self) -> None:
+        """Adds up the losses noted, by weight, without reading them."""
+        if not self._losses:
+            return
+        losses = torch.stack(self._losses).double()
+        weights = _column(self._weights, losses.device)
+        self._weight = self._weight.to(losses.device) + weights.sum()
+        weights = weights.reshape(-1, *(1,) * (losses.dim() - 1))
+        self._sum = self._sum.to(losses.device) + (losses * weights).sum(0)
+        self._losses.clear()
+        self._weights.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {

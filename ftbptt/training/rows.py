@@ -9,21 +9,29 @@ import torch
 from torch import Tensor
 
 from .._compat import tree_leaves, tree_map
-from .._layout import Layout
+from .._layout import Layout, SharedLayout
 from .source import Chunk
 
 Tree = Any
 
 
 def count_rows(
-    chunk: Chunk, state: Tree, layout: Layout, row_axis: Callable[[Tensor], int]
+    chunk: Chunk, state: Tree, layout: Layout, row_axis: Callable[[Tensor], int], least_axes: int
 ) -> int | None:
-    """The rows of the batch; None for data without rows."""
+    """The rows of the batch; None for data without rows.
+
+    ``least_axes``: those that ``x`` has if it has rows. Where neither that nor a flag decides, what
+    tells features from rows is whether ``y`` and the state have as many.
+    """
     for flags in (chunk.reset, chunk.mask):
         if flags is not None and flags.dim() > 1:
             return int(flags.shape[layout.x_rows])
     x = tree_leaves(chunk.x)[0]
-    if x.dim() < 2:
+    if isinstance(layout, SharedLayout):
+        return int(x.shape[layout.x_rows])
+    if x.dim() < least_axes:
+        return None
+    if x.dim() == 2 and any(leaf.dim() < 2 for leaf in tree_leaves(chunk.y) if leaf is not None):
         return None
     rows = int(x.shape[layout.x_rows])
     state_has_them = all(

@@ -17,7 +17,7 @@ from .._output import SegmentOutput
 from .._segment import TrainSegment
 from .cursor import Span
 from .rows import count_rows, join_rows, split_rows, valid_steps
-from .source import Chunk, TimeAxes
+from .source import Chunk, TimeAxes, checked, naming
 
 Tree = Any
 _ADVANCE = 256  # steps at most that run at once where no gradient is asked for
@@ -71,6 +71,11 @@ class Segments:
             name = "context" if context else "scaler"
             raise TypeError(f"{name}: needs what make_train_segment returns as train_segment.")
         if isinstance(train_segment, TrainSegment):
+            if time_dim is not None:
+                raise ValueError(
+                    "time_dim: is what make_train_segment was told. Give it there: "
+                    f"make_train_segment(..., time_dim={time_dim})."
+                )
             if context and train_segment.context:
                 raise ValueError(
                     f"context: the segment was made with context={train_segment.context}. Give it "
@@ -101,6 +106,31 @@ class Segments:
             layout = self.layout(x)
             self._axes = TimeAxes(layout.x_time, layout.y_time)
         return self._axes
+
+    def prepared(
+        self, prepare: Callable[[Tree, Tree], tuple[Tree, Tree]] | None, chunk: Chunk
+    ) -> Chunk:
+        """The chunk as ``prepare(x, y)`` makes it.
+
+        Raises TypeError and ValueError if that is no pair of sequences of as many steps.
+        """
+        if prepare is None:
+            return chunk
+        made = prepare(chunk.x, chunk.y)
+        with naming("prepare"):
+            if not isinstance(made, (tuple, list)) or len(made) != 2:
+                raise TypeError(f"expected it to return (x, y), found {type(made).__name__}.")
+            before, after = self.axes(chunk.x), checked(chunk._replace(x=made[0], y=made[1]))
+            axis = self._layout_of(after.x).x_time
+            if axis != before.x:
+                raise ValueError(
+                    f"time is on axis {before.x} of the x that it is given, but on axis {axis} of "
+                    f"what it returns. Say where: make_train_segment(..., time_dim={axis})."
+                )
+            steps, found = before.steps(chunk), before.length(after)
+            if found != steps:
+                raise ValueError(f"it was given {steps} steps and returned {found}.")
+        return after
 
     def warm_up(self, params: Tree, state: Tree, span: Span, keep: int) -> tuple[Tree, Tree]:
         """Runs up to where the window has a gradient: the state there, and that before ``keep``.
@@ -190,7 +220,9 @@ class Segments:
         x = tree_leaves(chunk.x)[0]
         across = x.shape[layout.x_rows] if x.dim() > layout.x_rows else 0
         if across not in self._rows:
-            self._rows[across] = count_rows(chunk, state, layout, self._row_axis)
+            run = self.train_segment
+            least = run.batched_axes if isinstance(run, TrainSegment) else 2
+            self._rows[across] = count_rows(chunk, state, layout, self._row_axis, least)
         return self._rows[across]
 
     def restarted(self, state: Tree, initial: Tree, rows: int | None) -> Tree:

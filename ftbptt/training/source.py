@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -62,6 +63,8 @@ class TimeAxes:
     def join(self, chunks: Sequence[Chunk]) -> Chunk:
         """Chunks one after the other; one without reset or mask restarts and leaves out nothing."""
         first = chunks[0]
+        if any((chunk.y is None) != (first.y is None) for chunk in chunks):
+            raise ValueError("some have y, others have none")
 
         def joined(trees: Sequence[Tree], axis: int) -> Tree:
             return tree_map(lambda *leaves: torch.cat(leaves, axis), *trees)
@@ -86,7 +89,7 @@ class TimeAxes:
     def length(self, chunk: Chunk) -> int:
         """The steps of a chunk, the same in every leaf.
 
-        Raises ValueError where they differ, TypeError for a chunk without a sequence.
+        Raises ValueError where they differ.
         """
         steps: int | None = None
         first = "x"
@@ -94,12 +97,9 @@ class TimeAxes:
         flags = [(n, f, self.x if f.ndim > 1 else 0) for n, f in rows if f is not None]
         for name, tree, axis in [("x", chunk.x, self.x), ("y", chunk.y, self.y), *flags]:
             for path, leaf in tree_flatten_with_path(tree)[0]:
-                if leaf is None:
+                if leaf is None:  # no y
                     continue
                 here = f"{name}{keystr(path)}"
-                if not hasattr(leaf, "shape"):
-                    kind = type(leaf).__name__
-                    raise TypeError(f"{here}: expected a tensor or an array, found {kind}.")
                 if len(leaf.shape) <= axis:
                     found = list(leaf.shape)
                     raise ValueError(f"{here}: expected time on axis {axis}, found shape {found}.")
@@ -111,10 +111,7 @@ class TimeAxes:
                         f"{steps}. All parts of the data must have the same length; nothing is cut "
                         "silently."
                     )
-        if steps is None:
-            raise TypeError(
-                "x: expected at least one tensor or array with a time axis, found none."
-            )
+        assert steps is not None
         return steps
 
 
@@ -134,6 +131,16 @@ class Source(Protocol):
         """
 
 
+def check_axes(source: Source, axes: TimeAxes) -> None:
+    """Raises ValueError for a source that has time elsewhere than the segment."""
+    own = getattr(source, "time_dim", axes.x)
+    if own != axes.x:
+        raise ValueError(
+            f"data: {type(source).__name__} has time on axis {own}, but train_segment on axis "
+            f"{axes.x}. Give both the same time_dim."
+        )
+
+
 def as_source(data: Any, axes_of: Callable[[Tree], TimeAxes]) -> Source:
     """as_source : what the caller has, where time is in such an x -> Source
 
@@ -147,8 +154,9 @@ def as_source(data: Any, axes_of: Callable[[Tree], TimeAxes]) -> Source:
     if isinstance(data, Source):
         return data
     if isinstance(data, tuple):
-        chunk = _as_chunk(data, "data")
-        return Arrays(chunk, axes_of(chunk.x))
+        with naming("data"):
+            chunk = _as_chunk(data)
+            return Arrays(chunk, axes_of(chunk.x))
     if isinstance(data, Iterable) and not isinstance(data, (Tensor, dict, str)):
         return Chunks(data, axes_of)
     raise TypeError(
@@ -177,7 +185,7 @@ class Arrays:
         if start >= self.total:
             return None
         window = self.axes.cut(self.chunk, start, stop)
-        return window if self._of_tensors else _as_tensors(window)
+        return window if self._of_tensors else as_tensors(window)
 
 
 class Chunks:
@@ -273,10 +281,11 @@ class Chunks:
         except StopIteration:
             return False
         self._random[self.pulled] = random
-        chunk = _as_tensors(_as_chunk(item, f"data, chunk {self.pulled + 1}"))
-        if not self.pulled:
-            self.axes = self.axes_of(chunk.x)
-        steps = self.axes.length(chunk)
+        with naming(f"data, chunk {self.pulled + 1}"):
+            chunk = as_tensors(_as_chunk(item))
+            if not self.pulled:
+                self.axes = self.axes_of(chunk.x)
+            steps = self.axes.length(chunk)
         self._held.append((self._end, self._end + steps, chunk))
         self._end += steps
         self.pulled += 1
@@ -290,25 +299,51 @@ class Chunks:
                 del self._random[number]
 
 
-def _as_chunk(item: Any, name: str) -> Chunk:
-    if isinstance(item, Chunk):
-        return item
-    if isinstance(item, (tuple, list)) and 2 <= len(item) <= 4:
-        return Chunk(*item)
-    found = f"a {type(item).__name__}"
-    if isinstance(item, (tuple, list)):
-        found += f" of {len(item)}"
-    raise TypeError(
-        f"{name}: expected (x, y), (x, y, reset) or (x, y, reset, mask), found {found}. For data "
-        "without a target: (x, None)."
-    )
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Errors within it say what the data is that they are about."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def _as_chunk(item: Any) -> Chunk:
+    if not isinstance(item, (tuple, list)) or not 2 <= len(item) <= 4:
+        found = f"a {type(item).__name__}"
+        if isinstance(item, (tuple, list)):
+            found += f" of {len(item)}"
+        raise TypeError(
+            f"expected (x, y), (x, y, reset) or (x, y, reset, mask), found {found}. For data "
+            "without a target: (x, None). What is not a tuple is read as chunks, each of them such "
+            "a tuple."
+        )
+    return checked(Chunk(*item))
+
+
+def checked(chunk: Chunk) -> Chunk:
+    """The chunk. Raises TypeError for one of anything but tensors and arrays."""
+    for name, tree in zip(chunk._fields, chunk, strict=True):
+        if isinstance(tree, Tensor) or (tree is None and name != "x"):
+            continue
+        is_tree = name in ("x", "y")
+        leaves = tree_flatten_with_path(tree)[0] if is_tree else [((), tree)]
+        if not leaves:
+            raise TypeError(f"{name}: expected at least one tensor or array, found none.")
+        for path, leaf in leaves:
+            if not hasattr(leaf, "shape"):
+                kind = type(leaf).__name__
+                here = f"{name}{keystr(path)}"
+                raise TypeError(f"{here}: expected a tensor or an array, found {kind}.")
+    return chunk
 
 
 def _is_of_tensors(chunk: Chunk) -> bool:
     return all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_leaves(tuple(chunk)))
 
 
-def _as_tensors(chunk: Chunk) -> Chunk:
+def as_tensors(chunk: Chunk) -> Chunk:
+    """A chunk with copies of its arrays as tensors: what lies on disk is not written."""
     if _is_of_tensors(chunk):
         return chunk
     import numpy
@@ -316,7 +351,7 @@ def _as_tensors(chunk: Chunk) -> Chunk:
     def tensor(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, Tensor):
             return leaf
-        return torch.from_numpy(numpy.array(leaf))  # a copy: what lies on disk is not written
+        return torch.from_numpy(numpy.array(leaf))
 
     return Chunk(*tree_map(tensor, tuple(chunk)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,8 @@ def train_stream(
     ``epochs``, ``updates``
         How often the data is gone through (None: for ever), and at most how many updates.
     ``prepare``, ``device``
-        ``prepare(x, y) -> (x, y)`` on each window, such as a cast; then it is moved to ``device``,
-        to a GPU while that works on the window before.
+        ``prepare(x, y) -> (x, y)`` on each window, such as a cast, which keeps its steps; then it
+        is moved to ``device``, to a GPU while that works on the window before.
     ``accumulate``, ``micro_batches``
         Windows to an update, and parts of the rows a window is run in; both average gradients by
         valid steps.
@@ -174,7 +175,10 @@ def train_stream(
         scaler=scaler, ema_decay=ema_decay,
     )  # fmt: skip
     mover = Mover(None if device is None else torch.device(device))
-    cursor = Cursor(as_source(data, segments.axes), truncation, segments.axes, prepare, mover)
+    cursor = Cursor(
+        as_source(data, segments.axes), truncation, segments.axes,
+        partial(segments.prepared, prepare), mover,
+    )  # fmt: skip
     stream = Stream(
         segments,
         state,

@@ -1,0 +1,461 @@
+"""``evaluate_stream``: the loss and the metrics of a whole stream, in chunks."""
+
+from __future__ import annotations
+
+import copy
+import re
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics.text import Perplexity
+
+from ftbptt import TrainSegment, make_train_segment
+from ftbptt.training import Chunk, Evaluation, evaluate_stream
+
+from .streams import (
+    cross_entropy,
+    mean_cross_entropy,
+    stream,
+    tagger,
+    zeros,
+)
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@cache
+def made(loss: Loss = cross_entropy) -> tuple[TrainSegment, dict[str, Tensor]]:
+    module = tagger()
+    return make_train_segment(module, loss, backend="eager"), dict(module.named_parameters())
+
+
+def evaluate(data: Any, loss: Loss = cross_entropy, **options: Any) -> Evaluation:
+    segment, params = made(loss)
+    return evaluate_stream(segment, params, zeros(3), data, **options)
+
+
+def plain(data: Chunk) -> tuple[Tensor, Tensor, Any]:
+    """[T, B, 4] scores, [T, B] losses and the last state, step by step."""
+    module, state, outs = tagger(), zeros(3), []
+    with torch.no_grad():
+        for t in range(len(data.x)):
+            if data.reset is not None:
+                keep = ~data.reset[t].view(-1, 1)
+                state = tuple(leaf * keep for leaf in state)
+            out, after = module(data.x[t], state)
+            if data.mask is not None:
+                keep = data.mask[t].view(-1, 1)
+                after = tuple(torch.where(keep, a, b) for a, b in zip(after, state, strict=True))
+            state = after
+            outs.append(out)
+    out = torch.stack(outs)
+    return out, cross_entropy(out, data.y), state
+
+
+def flags(steps: int, rows: int | None, part: float, seed: int = 0) -> Tensor:
+    shape = (steps,) if rows is None else (steps, rows)
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < part
+
+
+def accuracy() -> MulticlassAccuracy:
+    return MulticlassAccuracy(4, average="micro")
+
+
+# -- the loss -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 4, 7, 22, 256])
+@pytest.mark.parametrize("loss", [cross_entropy, mean_cross_entropy])
+def test_is_the_loss_of_the_whole(k: int, loss: Loss) -> None:
+    """22 steps in chunks of 7 or 4: the last one counts by its steps, the state is carried."""
+    data = Chunk(*stream(22, rows=3))
+    _, losses, state = plain(data)
+    found = evaluate(data, loss, k=k)
+    assert found.loss == pytest.approx(losses.mean().item(), abs=1e-12)
+    assert found.steps == 66
+    assert found.metrics == {}
+    for a, b in zip(found.state, state, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        assert not a.requires_grad
+
+
+@pytest.mark.parametrize("k", [1, 5, 30])
+@pytest.mark.parametrize("rows", [3, None])
+def test_resets_and_masks(k: int, rows: int | None) -> None:
+    """[T, B] or [T]; a chunk without a valid step changes nothing."""
+    reset, mask = flags(23, rows, 0.2), flags(23, rows, 0.6, seed=1)
+    mask[5:10] = False
+    data = Chunk(*stream(23, rows=3), reset, mask)
+    out, losses, state = plain(data)
+    metric = accuracy()
+    found = evaluate(data, k=k, metrics={"accuracy": metric},
+                     metric_inputs=lambda out, y: (out.argmax(-1), y))  # fmt: skip
+    valid = mask if rows else mask.unsqueeze(1).expand(23, 3)
+    assert found.steps == int(valid.sum())
+    assert found.loss == pytest.approx(losses[valid].mean().item(), abs=1e-12)
+    for a, b in zip(found.state, state, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    right = (out.argmax(-1) == data.y)[valid]
+    assert found.metrics["accuracy"].item() == pytest.approx(right.double().mean().item())
+
+
+def test_nothing_valid_is_no_loss() -> None:
+    found = evaluate(Chunk(*stream(9, rows=3), None, torch.zeros(9, dtype=torch.bool)), k=4)
+    assert (found.loss, found.steps) == (0.0, 0)
+
+
+def test_data_from_anywhere() -> None:
+    x, y = stream(23, rows=3)
+    expected = evaluate((x, y), k=5)
+    chunks = [(x[:9], y[:9]), (x[9:10], y[9:10]), (x[10:], y[10:])]
+    for data in (chunks, iter(chunks), (x.numpy(), y.numpy())):
+        found = evaluate(data, k=5)
+        assert (found.loss, found.steps) == (expected.loss, expected.steps)
+    halved = evaluate((2 * x, y.float()), k=5, prepare=lambda x, y: (x / 2, y.long()))
+    assert halved.loss == pytest.approx(expected.loss, abs=1e-12)
+
+
+def test_goes_on_from_a_state() -> None:
+    x, y = stream(22, rows=3)
+    segment, params = made()
+    first = evaluate((x[:9], y[:9]))
+    rest = evaluate_stream(segment, params, first.state, (x[9:], y[9:]))
+    whole = evaluate((x, y))
+    assert (9 * first.loss + 13 * rest.loss) / 22 == pytest.approx(whole.loss, abs=1e-12)
+
+
+def test_parameters_stay_as_they_are() -> None:
+    _, params = made()
+    before = copy.deepcopy(params)
+    evaluate(stream(9, rows=3))
+    for name, p in params.items():
+        assert torch.equal(p, before[name])
+        assert p.grad is None
+
+
+def test_the_context_of_a_segment_counts_too() -> None:
+    """All steps have a loss: nothing is left out at the start of each chunk."""
+    module = tagger()
+    segment = make_train_segment(module, cross_entropy, backend="eager", context=3)
+    params = dict(module.named_parameters())
+    found = evaluate_stream(segment, params, zeros(3), stream(10, rows=3), k=4)
+    assert found.steps == 30
+    assert found.loss == pytest.approx(evaluate(stream(10, rows=3)).loss, abs=1e-12)
+
+
+def test_memory_does_not_grow_with_the_length() -> None:
+    """Neither chunks nor outputs are kept: what is alive is the same at each read."""
+    alive: list[int] = []
+
+    class Long:
+        total = 400
+
+        def begin(self, epoch: int) -> None:
+            pass
+
+        def read(self, start: int, stop: int) -> Chunk | None:
+            alive.append(sum(1 for chunk in chunks if chunk() is not None))
+            if start >= self.total:
+                return None
+            x, y = stream(stop - start, rows=3, seed=start)
+            chunks.append(weakref.ref(x))
+            return Chunk(x, y)
+
+    chunks: list[Any] = []
+    assert evaluate(Long(), k=8, metrics={"accuracy": accuracy()},
+                    metric_inputs=lambda out, y: (out.argmax(-1), y)).steps == 1200  # fmt: skip
+    assert len(chunks) == 50
+    assert max(alive) <= 1
+
+
+# -- metrics ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 6, 100])
+def test_metrics_of_classes(k: int) -> None:
+    """Scores [N, C] and classes [N], as they are given to metrics everywhere."""
+    data = Chunk(*stream(22, rows=3))
+    out, _, _ = plain(data)
+    confusion = MulticlassConfusionMatrix(4)
+    found = evaluate(data, k=k, metrics={"accuracy": accuracy(), "confusion": confusion})
+    chosen = out.argmax(-1)
+    assert found.metrics["accuracy"].item() == pytest.approx(
+        (chosen == data.y).double().mean().item()
+    )
+    expected = torch.zeros(4, 4, dtype=torch.int64)
+    for a, b in zip(data.y.flatten(), chosen.flatten(), strict=True):
+        expected[a, b] += 1
+    assert torch.equal(found.metrics["confusion"], expected)
+
+
+def test_metrics_of_whole_chunks() -> None:
+    """``metric_inputs`` sees [K, B, ...], such as for one that wants sequences."""
+    data = Chunk(*stream(20, rows=3))
+    shapes = []
+
+    def inputs(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        shapes.append((tuple(out.shape), tuple(y.shape)))
+        return out.log_softmax(-1).unsqueeze(2), y.unsqueeze(2)
+
+    found = evaluate(data, k=8, metrics={"perplexity": Perplexity()}, metric_inputs=inputs)
+    assert shapes == [((8, 3, 4), (8, 3)), ((8, 3, 4), (8, 3)), ((4, 3, 4), (4, 3))]
+    assert found.metrics["perplexity"].item() == pytest.approx(numpy.exp(found.loss))
+
+
+def test_a_collection_of_metrics() -> None:
+    found = evaluate(
+        stream(20, rows=3),
+        k=8,
+        metrics=MetricCollection({"micro": accuracy(), "macro": MulticlassAccuracy(4)}),
+    )
+    alone = evaluate(
+        stream(20, rows=3), metrics={"micro": accuracy(), "macro": MulticlassAccuracy(4)}
+    )
+    assert found.metrics.keys() == {"micro", "macro"}
+    for name, value in found.metrics.items():
+        assert value.item() == pytest.approx(alone.metrics[name].item())
+
+
+def test_metrics_are_not_reset() -> None:
+    metric = accuracy()
+    parts = [stream(9, rows=3, seed=seed) for seed in (1, 2)]
+    first, both = (evaluate(own, metrics={"accuracy": metric}) for own in parts)
+    second = evaluate(parts[1], metrics={"accuracy": accuracy()})
+    mean = (first.metrics["accuracy"] + second.metrics["accuracy"]) / 2
+    assert both.metrics["accuracy"].item() == pytest.approx(mean.item())
+
+
+def test_any_object_with_update_and_compute() -> None:
+    class Steps:
+        count = 0
+
+        def update(self, preds: Tensor, target: Tensor) -> None:
+            assert preds.shape == (len(target), 4)
+            self.count += len(target)
+
+        def compute(self) -> int:
+            return self.count
+
+    found = evaluate(stream(22, rows=3), k=5, metrics={"steps": Steps()})
+    assert found.metrics == {"steps": found.steps} == {"steps": 66}
+
+
+def test_trees_of_outputs() -> None:
+    """A model with two heads: metrics are given the tree with steps and rows on one axis."""
+    cell = nn.GRUCell(3, 5).double()
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> Any:
+        h = torch.func.functional_call(cell, params, (x_t, h))
+        return {"h": h, "sum": h.sum(1)}, h
+
+    def loss(out: Any, y: Any) -> Tensor:
+        return (out["sum"] - y["sum"]).square()
+
+    segment = make_train_segment(step, loss, backend="eager")
+    x, _ = stream(13, rows=2)
+    data = Chunk(x, {"sum": x.sum(2)}, None, flags(13, None, 0.5))
+    found = evaluate_stream(
+        segment, dict(cell.named_parameters()), torch.zeros(2, 5).double(), data, k=5,
+        metrics={"error": MeanSquaredError()},
+        metric_inputs=lambda out, y: (out["sum"], y["sum"]),
+    )  # fmt: skip
+    assert found.metrics["error"].item() == pytest.approx(found.loss)
+    assert found.steps == 2 * int(data.mask.sum())
+
+
+# -- other layouts ------------------------------------------------------------------------------
+
+
+def square_error(out: Tensor, y: Tensor) -> Tensor:
+    return (out - y).square().mean(-1)
+
+
+def test_batch_first() -> None:
+    layer = nn.GRU(3, 4, batch_first=True)
+    params = dict(layer.named_parameters())
+    segment = make_train_segment(layer, square_error, backend="eager")
+    x, y = torch.randn(2, 17, 3), torch.randn(2, 17, 4)
+    with torch.no_grad():
+        out, state = layer(x)
+    for mask in (None, flags(2, 17, 0.5)):
+        valid = torch.ones(2, 17, dtype=torch.bool) if mask is None else mask
+        found = evaluate_stream(
+            segment, params, None, Chunk(x, y, None, mask), k=5,
+            metrics={"error": MeanSquaredError(), "mean": FirstOfTwo()},
+        )  # fmt: skip
+        if mask is None:
+            torch.testing.assert_close(found.state, state)
+            expected = (out - y)[valid].square().mean().item()
+            assert found.loss == pytest.approx(expected, rel=1e-5)
+        assert found.steps == int(valid.sum())
+        assert found.metrics["error"].item() == pytest.approx(found.loss, rel=1e-5)
+        # In the order of time, rows within: as for data that is time first.
+        assert torch.equal(torch.cat(found.metrics["mean"]), y.transpose(0, 1)[valid.t()])
+
+
+class FirstOfTwo:
+    """Gives the targets back as they came."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        self.seen.append(target)
+
+    def compute(self) -> list[Tensor]:
+        return self.seen
+
+
+@pytest.mark.parametrize("features", [3, 5])
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.GRU])
+def test_data_without_rows(kind: Any, features: int) -> None:
+    """Also with as many features as hidden units: features are not taken for rows."""
+    module = kind(features, 5)
+    segment = make_train_segment(module, square_error, backend="eager")
+    x, y = torch.randn(13, features), torch.randn(13, 5)
+    mask = flags(13, None, 0.6)
+    found = evaluate_stream(
+        segment, dict(module.named_parameters()), None, Chunk(x, y, None, mask), k=5,
+        metrics={"error": MeanSquaredError(), "targets": FirstOfTwo()},
+    )  # fmt: skip
+    assert found.steps == int(mask.sum())
+    assert torch.equal(torch.cat(found.metrics["targets"]), y[mask])
+    assert found.metrics["error"].item() == pytest.approx(found.loss, rel=1e-5)
+
+
+def test_classes_without_rows() -> None:
+    """x [K, F] and y [K], in a module that the library knows nothing of."""
+    module = tagger()
+    segment = make_train_segment(module, mean_of_one, backend="eager")
+    state = tuple(torch.zeros(5).double() for _ in range(2))
+    x = torch.randn(13, 3).double()
+    found = evaluate_stream(
+        segment, dict(module.named_parameters()), state, (x, torch.arange(13) % 4), k=5,
+        metrics={"accuracy": accuracy()},
+    )  # fmt: skip
+    assert found.steps == 13
+
+
+def mean_of_one(out: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(out, y)
+
+
+@pytest.mark.parametrize("y_dim", [1, None])
+def test_a_step_for_one_sequence(y_dim: int | None) -> None:
+    """Rows that the step does not see, here behind the features of x."""
+    cell = nn.GRUCell(3, 5).double()
+    params = dict(cell.named_parameters())
+    segment = make_train_segment(cell, square_error, backend="eager", in_dims=(None, 0, 2, y_dim))
+    x, y = torch.randn(13, 3, 2).double(), torch.randn(13, 2, 5).double()
+    if y_dim is None:
+        y = y[:, 0]
+    found = evaluate_stream(
+        segment, params, torch.zeros(2, 5).double(), (x, y), k=5,
+        metrics={"error": MeanSquaredError()},
+    )  # fmt: skip
+    usual = make_train_segment(cell, square_error, backend="eager")
+    wide = y if y_dim else y.unsqueeze(1).expand(13, 2, 5)
+    expected = evaluate_stream(
+        usual, params, torch.zeros(2, 5).double(), (x.movedim(2, 1), wide),
+        metrics={"error": MeanSquaredError()},
+    )  # fmt: skip
+    assert found.steps == expected.steps == 26
+    assert found.loss == pytest.approx(expected.loss, abs=1e-12)
+    assert found.metrics["error"].item() == pytest.approx(expected.metrics["error"].item())
+
+
+def test_a_step_of_numbers_for_one_sequence() -> None:
+    """x [K, B] and targets [K] that all rows have: in_dims tells what the rows are."""
+
+    def step(params: Any, x_t: Tensor, total: Tensor) -> Any:
+        total = params["decay"] * total + x_t
+        return total, total
+
+    segment = make_train_segment(
+        step, lambda out, y: (out - y).square(), backend="eager", in_dims=(None, 0, 1, None)
+    )
+    x, y = torch.randn(13, 3), torch.randn(13)
+    found = evaluate_stream(
+        segment, {"decay": torch.tensor(0.5)}, torch.zeros(3), (x, y), k=5,
+        metrics={"error": MeanSquaredError()},
+    )  # fmt: skip
+    assert found.steps == 39
+    assert found.metrics["error"].item() == pytest.approx(found.loss, rel=1e-5)
+
+
+def test_an_average_of_the_loss_itself() -> None:
+    """A metric of one argument is wrapped by its caller; here it agrees with the loss."""
+
+    class MeanLoss(MeanMetric):
+        def update(self, preds: Tensor, target: Tensor) -> None:  # type: ignore[override]
+            losses = nn.functional.cross_entropy(preds, target, reduction="none")
+            super().update(losses)
+
+    found = evaluate(stream(22, rows=3), k=5, metrics={"loss": MeanLoss()})
+    assert found.metrics["loss"].item() == pytest.approx(found.loss, rel=1e-5)
+
+
+# -- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"k": 0}, ValueError, "k: expected at least 1 step, found 0."),
+        ({"k": 2.5}, TypeError, "k: expected a number of steps, found 2.5."),
+        ({"k": True}, TypeError, "k: expected a number of steps, found True."),
+        ({"metrics": accuracy()}, TypeError, "metrics: expected a dict of them, found Multiclass"),
+        ({"metrics": [accuracy()]}, TypeError, "metrics: expected a dict of them, found list."),
+        ({"data": []}, ValueError, "data: has no steps to evaluate on."),
+        ({"data": (torch.zeros(0, 3, 3), None)}, ValueError, "data: has no steps to evaluate on."),
+        ({"data": "corpus"}, TypeError, "data: expected a tuple (x, y), an iterable of such tuple"),
+        (
+            {"data": (stream(9)[0], stream(8)[1])},
+            ValueError,
+            "data: y: has 8 steps on axis 0, but x has 9.",
+        ),
+        (
+            {"prepare": lambda x, y: (x[1:], y[1:])},
+            ValueError,
+            "prepare: it was given 9 steps and returned 8.",
+        ),
+    ],
+)
+def test_bad_input(options: dict[str, Any], kind: type[Exception], words: str) -> None:
+    options = {"data": stream(9, rows=3)} | options
+    with pytest.raises(kind, match=re.escape(words)):
+        evaluate(options.pop("data"), **options)
+
+
+def test_metrics_without_a_target() -> None:
+    segment = make_train_segment(tagger(), lambda out, y: out.square().mean(), backend="eager")
+    params = dict(tagger().named_parameters())
+    x, _ = stream(9, rows=3)
+    with pytest.raises(ValueError, match="metrics: there is no y to give to them"):
+        evaluate_stream(segment, params, zeros(3), (x, None), metrics={"a": accuracy()})
+    found = evaluate_stream(
+        segment, params, zeros(3), (x, None), metrics={"error": MeanSquaredError()}, k=4,
+        metric_inputs=lambda out, y: (out, torch.zeros_like(out)),
+    )  # fmt: skip
+    assert found.metrics["error"].item() == pytest.approx(found.loss)
+
+
+def test_no_train_segment() -> None:
+    with pytest.raises(TypeError, match="train_segment: expected what make_train_segment returns"):
+        evaluate_stream(tagger(), {}, None, stream(9))
+
+
+def test_progress_is_drawn_and_cleared(capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate(stream(9, rows=3), k=3, progress=True)
+    drawn = capsys.readouterr().err
+    assert "/9 [" in drawn
+    evaluate(stream(9, rows=3), k=3)
+    assert capsys.readouterr().err == ""

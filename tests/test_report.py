@@ -1,0 +1,507 @@
+"""What is seen of a run: means by weight, few readings of the device, a bar, a picture."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ftbptt import TrainSegment, make_train_segment
+from ftbptt.training import (
+    Chunk,
+    EarlyStop,
+    Events,
+    PackedSequences,
+    Report,
+    Stream,
+    Update,
+    plot_history,
+    train_stream,
+    write_scalars,
+)
+from ftbptt.training import report as report_module
+from ftbptt.training.measured import Measured
+from ftbptt.training.report import Meter, ProgressBar
+
+from .streams import Tagger, cross_entropy, stream, tagger, zeros
+
+
+class Clock:
+    """A clock that stands still until it is told."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(report_module, "time", made)
+    return made
+
+
+def measured(
+    loss: float | list[float], weight: Any = 1, steps: int = 4, tokens: int = 8
+) -> Measured:
+    return Measured(torch.tensor(loss), weight, steps, tokens)
+
+
+def update(index: int = 0, norm: float = 0.5) -> Update:
+    return Update(index, 0, 4 * index, torch.tensor(0.0), 1, {}, None, 0.0, [], torch.tensor(norm))
+
+
+@cache
+def made() -> tuple[Tagger, TrainSegment]:
+    module = tagger()
+    return module, make_train_segment(module, cross_entropy, backend="eager")
+
+
+def train(data: Any = None, optimizer: Any = None, **options: Any) -> Stream:
+    module, segment = made()
+    module.load_state_dict(tagger().state_dict())
+    params = dict(module.named_parameters())
+    optimizer = torch.optim.SGD(params.values(), lr=0.5) if optimizer is None else optimizer
+    options = {"k1": 4, "progress": False} | options
+    return train_stream(segment, params, zeros(), data or stream(22), optimizer, **options)
+
+
+# -- numbers ------------------------------------------------------------------------------------
+
+
+def test_the_mean_is_weighted(clock: Clock) -> None:
+    meter = Meter(interval=1.0)
+    meter.start()
+    for loss, weight in ((1.0, 3), (5.0, 1), (math.pi, 0)):
+        assert not meter.add(measured(loss, weight))
+    clock.now += 2
+    assert meter.add(measured(2.0, 4))
+    report = meter.report(update(3, norm=0.25), 0.01)
+    assert report.loss == (3 + 5 + 8) / 8
+    assert (report.index, report.position, report.grad_norm) == (3, 12, 0.25)
+    assert report.learning_rate == 0.01
+    assert (report.steps_per_second, report.tokens_per_second) == (8, 16)
+    # The next one is of what comes behind it.
+    clock.now += 0.5
+    assert not meter.add(measured(7.0, 2))
+    report = meter.report(update(4), None)
+    assert report.loss == 7.0
+    assert report.steps_per_second == 8
+    assert report.seconds == 2.5
+    assert [own.index for own in meter.history] == [3, 4]
+
+
+def test_weights_that_are_on_the_device() -> None:
+    meter = Meter(0)
+    meter.add(measured(1.0, torch.tensor(3)))
+    meter.add(measured(5.0, 1))
+    assert meter.report(update(), None).loss == 2.0
+    meter.add(measured(5.0, torch.tensor(0)))
+    assert meter.report(update(), None).loss == 0.0
+
+
+def test_losses_of_many_models() -> None:
+    meter = Meter(0)
+    meter.add(measured([1.0, 3.0], 3))
+    meter.add(measured([5.0, 3.0], 1))
+    assert meter.report(update(), None).loss == 2.5
+
+
+def test_few_losses_are_kept(clock: Clock) -> None:
+    """However long the interval is: an hour of updates is no tensor each."""
+    meter = Meter(interval=3600)
+    losses = torch.rand(5000, generator=torch.Generator().manual_seed(0)).tolist()
+    for i, loss in enumerate(losses):
+        meter.add(measured(loss, i % 3))
+        assert len(meter._losses) == len(meter._weights) < 1024
+    expected = sum(loss * (i % 3) for i, loss in enumerate(losses)) / sum(
+        i % 3 for i in range(5000)
+    )
+    assert meter.report(update(), None).loss == pytest.approx(expected, rel=1e-6)
+    meter.add(measured(4.0))
+    assert meter.report(update(), None).loss == 4.0
+
+
+def test_time_goes_on_after_a_resume(clock: Clock) -> None:
+    meter = Meter(interval=0)
+    clock.now += 7
+    meter.add(measured(1.0))
+    meter.report(update(), 0.5)
+    again = Meter(interval=0)
+    again.load_state_dict(meter.state_dict(), torch.device("cpu"))
+    again.start()
+    clock.now += 2
+    assert again.seconds == 9
+    assert again.history == meter.history
+
+
+def test_a_report_of_each_update() -> None:
+    """``interval=0``: each loss, norm, rate and place as the update has them."""
+    updates, reports = [], []
+    run = train(interval=0, epochs=2, events=Events(report=reports.append))
+    updates = list(run)
+    assert reports == run.history
+    assert len(reports) == len(updates) == 12
+    for report, own in zip(reports, updates, strict=True):
+        assert report.loss == own.loss.item()
+        assert report.grad_norm == own.grad_norm.item()
+        assert (report.index, report.epoch, report.position) == (own.index, own.epoch, own.position)
+        assert report.learning_rate == 0.5
+        assert report.steps_per_second > 0
+        assert report.tokens_per_second == pytest.approx(2 * report.steps_per_second)
+    seconds = [report.seconds for report in reports]
+    assert seconds == sorted(seconds)
+    assert run.seconds >= seconds[-1]
+
+
+def test_a_report_of_many_updates() -> None:
+    """With masks; the last one comes at the end, whatever the interval is."""
+    x, y = stream(22)
+    mask = torch.rand(22, 2, generator=torch.Generator().manual_seed(1)) < 0.4
+    run = train(Chunk(x, y, None, mask), interval=3600)
+    updates = list(run)
+    (report,) = run.history
+    total = sum(own.loss.item() * int(own.steps) for own in updates)
+    assert report.loss == pytest.approx(total / int(mask.sum()), abs=1e-12)
+    assert report.index == 5
+
+
+def test_the_speed_of_packed_rows_counts_all_of_their_steps(clock: Clock) -> None:
+    x, y = stream(12, rows=1)
+    packed = PackedSequences([(x[:9, 0], y[:9, 0]), (x[:3, 0], y[:3, 0])], 2)
+    run = train(packed, k1=9, interval=3600)
+    for _ in run:
+        clock.now += 3
+    (report,) = run.history
+    assert (report.steps_per_second, report.tokens_per_second) == (3, 6)
+
+
+# -- waiting for the device ---------------------------------------------------------------------
+
+
+class Readings(TorchDispatchMode):
+    """Counts what would wait for a device: each value that becomes a number of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        self.count += func in waits
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def readings() -> Iterator[Callable[[], int]]:
+    with Readings() as mode:
+        yield lambda: mode.count
+
+
+@pytest.fixture
+def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are not looked at before a report; on a CPU they are, where it costs nothing."""
+    monkeypatch.setattr(Stream, "_is_sound", lambda self, value: True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"k1": 2, "k2": 5, "burn_in": 1, "context": 1},
+        {"accumulate": 2, "micro_batches": 2},
+        {"clip_norm": 1.0, "clip_value": 0.5},
+        {"ema_decay": 0.9},
+    ],
+)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.usefixtures("as_on_an_accelerator")
+def test_nothing_is_read_between_reports(options: dict[str, Any], masked: bool) -> None:
+    x, y = stream(22)
+    flags = (torch.rand(22, 2) < 0.2, torch.rand(22, 2) < 0.7) if masked else (None, None)
+    run = train(Chunk(x, y, *flags), interval=3600, updates=3, **options)
+    next(run)
+    with readings() as count:
+        next(run)
+        next(run)
+        assert count() == 0
+        run.finish()
+        assert count() == 2  # the mean loss and the norm
+    assert len(run.history) == 1
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
+def test_each_report_reads_two_numbers() -> None:
+    run = train(interval=0, epochs=3)
+    next(run)
+    with readings() as count:
+        for _ in range(6):
+            next(run)
+        assert count() == 12
+
+
+# -- the bar ------------------------------------------------------------------------------------
+
+
+def last_line(drawn: str) -> str:
+    return drawn.replace("\n", "\r").rstrip("\r ").split("\r")[-1]
+
+
+def test_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(progress=True, interval=0, epochs=2)
+    for own in run:
+        if own.index == 8:
+            line = last_line(capsys.readouterr().err)
+            assert re.search(r" 75%\|.*\| 9/12 \[\d\d:\d\d<\d\d:\d\d, ", line), line
+            loss, norm = run.history[-1].loss, run.history[-1].grad_norm
+            assert f"loss {loss:.4g}, gradient {norm:.3g}, " in line
+            assert re.search(r"[\d,]+ steps/s\]$", line), line
+    assert "100%|" in last_line(capsys.readouterr().err)
+
+
+def test_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    """A quarter of the updates took 30 seconds, so 90 are left."""
+    bar = ProgressBar(40, 0)
+    bar._bar.start_t -= 30
+    capsys.readouterr()
+    bar.show(Report(9, 0, 40, 1.25, 0.5, None, 12345.6, 2e4, 30.0))
+    bar.close()
+    drawn = capsys.readouterr().err
+    assert " 10/40 [00:30<01:30, " in drawn
+    assert "loss 1.25, gradient 0.5, 12,346 steps/s]" in drawn
+
+
+def test_time_left_after_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    """Updates before this part of the run took none of its time."""
+    bar = ProgressBar(40, 20)
+    bar._bar.start_t -= 30
+    bar.show(Report(29, 0, 40, 1.25, 0.5, None, 12345.6, 2e4, 30.0))
+    bar.close()
+    assert " 30/40 [00:30<00:30, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({}, "6/6 ["),
+        ({"updates": 5, "epochs": None}, "5/5 ["),
+        ({"updates": 50}, "6/6 ["),
+        ({"accumulate": 4, "epochs": 2}, "4/4 ["),
+        ({"k1": 4, "k2": 2, "context": 1}, "5/5 ["),
+    ],
+)
+def test_the_bar_ends_full(
+    options: dict[str, Any], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    list(train(progress=True, interval=3600, **options))
+    line = last_line(capsys.readouterr().err)
+    assert "100%|" in line
+    assert shown in line
+
+
+def test_a_bar_of_unknown_length(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = stream(22)
+    list(train([(x[:9], y[:9]), (x[9:], y[9:])], progress=True, interval=0))
+    line = last_line(capsys.readouterr().err)
+    assert "6update [" in line
+    assert "loss " in line
+
+
+def test_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    list(train(interval=0))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_error_leaves_a_closed_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(own: Update) -> None:
+        raise ArithmeticError("mine")
+
+    run = train(progress=True, interval=0, events=Events(after_update=fail))
+    with pytest.raises(ArithmeticError, match="mine"):
+        next(run)
+    assert run._bar is None
+    assert capsys.readouterr().err.endswith("\n")
+
+
+# -- writers and pictures -----------------------------------------------------------------------
+
+
+class Writer:
+    """What is used of ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, list[tuple[float, int]]] = {}
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
+        assert isinstance(scalar_value, float)
+        assert isinstance(global_step, int)
+        self.written.setdefault(tag, []).append((scalar_value, global_step))
+
+
+class Functional:
+    """An optimizer that has no learning rate to speak of."""
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def update(self, grads: Any, state: Any, params: Any) -> Any:
+        return {name: p.detach() - grads[name] for name, p in params.items()}, state
+
+
+@pytest.mark.parametrize("optimizer", [None, Functional()])
+def test_a_writer_of_scalars(optimizer: Any) -> None:
+    writer = Writer()
+    run = train(
+        optimizer=optimizer, interval=0, events=Events(report=write_scalars(writer, "run 1/"))
+    )
+    list(run)
+    names = ["loss", "grad_norm", "steps_per_second", "tokens_per_second"]
+    names += [] if optimizer else ["learning_rate"]
+    assert list(writer.written) == [f"run 1/{name}" for name in names]
+    for name in names:
+        expected = [(getattr(report, name), report.index) for report in run.history]
+        assert writer.written[f"run 1/{name}"] == expected
+    assert len(run.history) == 6
+
+
+def reports(count: int, rate: float | None = 0.1, norm: float = 0.5) -> list[Report]:
+    return [
+        Report(10 * i, 0, i, 1 / (i + 1), norm, rate, 100.0, 200.0, float(i)) for i in range(count)
+    ]
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved."""
+    saved, save = [], Figure.savefig
+
+    def savefig(self: Figure, *args: Any, **options: Any) -> None:
+        saved.append(self)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return saved
+
+
+@pytest.mark.parametrize("rate", [0.1, None])
+def test_plot(rate: float | None, figures: list[Figure], tmp_path: Path) -> None:
+    """Three panels, or two where there is no learning rate; the folder is made."""
+    path = tmp_path / "plots" / "run.png"
+    history = reports(7, rate)
+    plot_history(history, path)
+    panels = 2 if rate is None else 3
+    picture = imread(path)
+    assert picture.shape[:2] == (288 * panels, 960)
+    assert picture[..., :3].std() > 0.01
+    (figure,) = figures
+    names = ["loss", "grad_norm", "learning_rate"][:panels]
+    assert [axes.get_ylabel() for axes in figure.axes] == [
+        "loss",
+        "gradient norm",
+        "learning rate",
+    ][:panels]
+    for axes, name in zip(figure.axes, names, strict=True):
+        updates, values = axes.lines[0].get_data()
+        assert list(updates) == [report.index + 1 for report in history]
+        assert list(values) == [getattr(report, name) for report in history]
+    assert figure.axes[1].get_yscale() == "log"
+
+
+def test_plot_of_one_report_and_of_none(figures: list[Figure], tmp_path: Path) -> None:
+    plot_history(reports(1, norm=0.0), str(tmp_path / "run.png"))
+    assert figures[0].axes[0].lines[0].get_marker() == "o"
+    assert figures[0].axes[1].get_yscale() == "linear"
+    with pytest.raises(ValueError, match="history: expected at least one report, found none"):
+        plot_history([], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_plot_of_a_run(tmp_path: Path) -> None:
+    run = train(interval=0)
+    list(run)
+    plot_history(run.history, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_a_run_that_broke(tmp_path: Path) -> None:
+    """Numbers that are not finite are left out of the picture, without a warning."""
+    broken = [*reports(3), Report(40, 0, 4, math.nan, math.inf, 0.1, 1.0, 1.0, 9.0)]
+    plot_history(broken, tmp_path / "run.png")
+    assert (tmp_path / "run.png").exists()
+
+
+# -- stopping -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "losses", "expected"),
+    [
+        ({"patience": 2}, [3, 2, 1, 0], [False] * 4),
+        ({"patience": 2}, [3, 3, 3], [False, False, True]),
+        ({"patience": 2}, [3, 4, 2, 2.5, 2], [False, False, False, False, True]),
+        ({"patience": 2, "min_delta": 0.5}, [3, 2.6, 2.5, 2.4], [False, False, True, False]),
+        ({"patience": 1}, [math.nan], [True]),
+        ({"patience": 2}, [1, math.nan, 0, math.inf, math.nan], [False] * 4 + [True]),
+    ],
+)
+def test_early_stop(options: dict[str, Any], losses: list[float], expected: list[bool]) -> None:
+    stop = EarlyStop(**options)
+    assert [stop(loss) for loss in losses] == expected
+
+
+def test_early_stop_goes_on() -> None:
+    stop = EarlyStop(3)
+    for loss in (2.0, 1.0, 1.5):
+        stop(loss)
+    again = EarlyStop(3)
+    again.load_state_dict(stop.state_dict())
+    assert [again(loss) for loss in (1.0, 1.0)] == [False, True]
+    assert again.best == 1.0
+
+
+def test_a_run_is_stopped_by_a_report() -> None:
+    losses: list[float] = []
+
+    def stop(loss: float) -> bool:
+        losses.append(loss)
+        return len(losses) == 3
+
+    run = train(interval=0, stop=stop)
+    assert [own.index for own in run] == [0, 1, 2]
+    assert losses == [report.loss for report in run.history]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"patience": 0}, "patience: expected at least 1, found 0"),
+        ({"patience": 2, "min_delta": -0.1}, "min_delta: expected at least 0, found -0.1"),
+        ({"patience": 2, "min_delta": math.nan}, "min_delta: expected at least 0, found nan"),
+    ],
+)
+def test_bad_early_stop(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EarlyStop(**options)
+
+
+def test_bad_interval() -> None:
+    with pytest.raises(ValueError, match="interval: expected at least 0, found -1"):
+        train(interval=-1)
+
+
+def test_norm_is_a_tensor_until_it_is_read() -> None:
+    own = update(norm=2.0)
+    assert isinstance(own.grad_norm, Tensor)
+    assert repr(own) == "Update(index=0, epoch=0, position=0)"
