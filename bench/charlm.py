@@ -92,17 +92,15 @@ def train(run: Stream, options: argparse.Namespace) -> None:
     """
     began, before, total = run.seconds, run.index, 60 * options.minutes
     first: float | None = None  # when the first update was done: what came before is compiling
+    start = 0.0  # of training, once it is known
     shown = len(run.history)
+    set_rate(run, options.lr, began / total if before else 0.0)
     form = "{desc} {percentage:3.0f}%|{bar}| {elapsed} {postfix}"
     with tqdm(total=1.0, desc="compiling", bar_format=form, dynamic_ncols=True) as bar:
-        while run.seconds < total:
-            start = first if first is not None and not before else 0.0
-            done = 0.0 if run.index == 0 else (run.seconds - start) / (total - start)
-            for group in run.optimizer.param_groups:
-                group["lr"] = learning_rate(options.lr, done)
-            next(run)
+        for _ in run if began < total else ():
             if first is None:
                 first = run.seconds
+                start = 0.0 if before else first
                 bar.set_description("training", refresh=False)
             if len(run.history) > shown:
                 shown = len(run.history)
@@ -112,6 +110,9 @@ def train(run: Stream, options: argparse.Namespace) -> None:
                     f"{report.loss / math.log(2):.3f} bits/char, "
                     f"{report.tokens_per_second:,.0f} chars/s"
                 )
+            if run.seconds >= total:
+                break
+            set_rate(run, options.lr, (run.seconds - start) / max(total - start, 1e-9))
         run.finish()
         bar.n = 1.0
         bar.refresh()
@@ -120,6 +121,12 @@ def train(run: Stream, options: argparse.Namespace) -> None:
             f"{run.index:,} updates in {run.seconds:.0f} s, {first - began:.1f} s of them to the "
             "first one"
         )
+
+
+def set_rate(run: Stream, peak: float, done: float) -> None:
+    """The learning rate of the next update."""
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(peak, done)
 
 
 def held_out_bits(
