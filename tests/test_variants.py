@@ -14,6 +14,7 @@ from .cells import CELLS, problem
 from .oracle import assert_close
 from .problem import B
 from .sequences import sequences, stacked
+from .test_fused import QUICK, slow_but
 
 
 def check_context(name: str, backend: str) -> None:
@@ -28,7 +29,7 @@ def check_context(name: str, backend: str) -> None:
     assert segment.trace_count == 1
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", slow_but([*QUICK, "gru_batch_first"], CELLS))
 def test_context(name: str) -> None:
     check_context(name, "eager")
 
@@ -66,7 +67,7 @@ def test_context_with_mask_reset_and_vmap() -> None:
         assert_close([leaf[i] for leaf in tree_leaves(found.grads)], tree_leaves(own.grads))
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", slow_but([*QUICK, "gru_batch_first"], CELLS))
 def test_states_between_the_steps(name: str) -> None:
     """The state before step 4 is that behind a segment of 4 steps."""
     given = problem(name)
