@@ -99,7 +99,7 @@ class TimeAxes:
                 if not hasattr(leaf, "shape"):
                     kind = type(leaf).__name__
                     raise TypeError(f"{here}: expected a tensor or an array, found {kind}.")
-                if len(leaf.shape) <= axis:
+                if not -len(leaf.shape) <= axis < len(leaf.shape):
                     found = list(leaf.shape)
                     raise ValueError(f"{here}: expected time on axis {axis}, found shape {found}.")
                 if steps is None:
