@@ -30,7 +30,8 @@ class TBPTTModule(LightningModule):
         The model on a chunk of any length, ``state`` any nesting of tensors. Steps meet in the
         state alone: it is traced on chunks of one step, and compiled.
     ``loss(out, y)``
-        Of a chunk: a scalar mean over it, or one value per step and row, which a mask needs.
+        Of a chunk: a scalar mean over it, or one value per step and row, which a mask needs. It
+        reads no parameters.
     ``configure_optimizers()``
         As ever, with one optimizer.
     ``initial_state(x) -> state``
@@ -58,7 +59,8 @@ class TBPTTModule(LightningModule):
     stepped at each; ``accumulate_grad_batches=n`` makes an update of n windows, their gradients
     averaged by valid steps (the last of an epoch may have fewer); ``gradient_clip_val`` and
     ``configure_gradient_clipping`` hold for each update; ``precision`` as ever. What counts batches
-    (``val_check_interval``, ``limit_train_batches``) counts whole sequences.
+    (``val_check_interval``, ``limit_train_batches``, ``estimated_stepping_batches``) counts whole
+    sequences.
 
     Logged are ``train_loss`` and ``grad_norm`` (before clipping) of updates, ``train_loss_epoch``,
     ``val_loss`` and ``test_loss``, means over all valid steps. Checkpoints have the carried state.
@@ -178,6 +180,7 @@ class TBPTTModule(LightningModule):
         done: list[Measured] = []
         is_last = trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
         for trained in windows.run(run.scale):
+            batches.check_loss(trained.out, trained.chunk.y)
             learner.add(trained.grads, trained.measured.weight)
             done.append(trained.measured)
             run.waiting.append(trained.measured)

@@ -40,12 +40,13 @@ class TBPTTRun(Callback):
         self.stages: dict[tuple[str, int], Tree] = {}  # the same for (stage, loader)
         self.waiting: list[Measured] = []  # windows since the last update
         self._norm: Tensor | None = None
+        self._last: dict[str, Tensor] | None = None  # of the last update
 
     # -- a run ----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """A fit is about to be set up."""
-        self._learner = self._saved = self._behind = None
+        self._learner = self._saved = self._behind = self._last = None
         self.waiting.clear()
         self._module.automatic_optimization = True
 
@@ -56,8 +57,12 @@ class TBPTTRun(Callback):
                 f"devices: expected one device, found {trainer.world_size}: gradients are not made "
                 "by autograd here, so no strategy sums them up. Use Trainer(devices=1)."
             )
-        (optimizer,) = trainer.optimizers
-        if isinstance(optimizer, LBFGS):
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                "configure_optimizers: expected one optimizer, found none. Return one, such as "
+                "torch.optim.Adam(self.parameters())."
+            )
+        if isinstance(trainer.optimizers[0], LBFGS):
             raise TypeError(
                 "optimizer: LBFGS evaluates the loss many times in a step, which a window, run "
                 "once, cannot give. Use another optimizer."
@@ -146,6 +151,7 @@ class TBPTTRun(Callback):
     def end_of_batch(self, is_last: bool) -> None:
         """Behind the last update of a batch."""
         trainer = self._module.trainer
+        self._log_last()
         if is_last:
             self._step_schedulers("epoch", trainer.current_epoch + 1, None, plateau=False)
         # Lightning's own logs, as of val_loss or learning rates, have this counter of batches on
@@ -186,24 +192,28 @@ class TBPTTRun(Callback):
 
     def _show(self, measured: Measured) -> None:
         """The update in the loggers and the bar, if one is due."""
-        module, trainer = self._module, self._module.trainer
+        trainer = self._module.trainer
         norm = measured.loss.new_tensor(float("nan")) if self._norm is None else self._norm
-        self._norm = None
-        values = {"train_loss": measured.loss, "grad_norm": norm}
-        # Callbacks and the bar see the last of a batch.
-        module.log("train_loss", values["train_loss"], prog_bar=True, logger=False, batch_size=1)
-        module.log("grad_norm", values["grad_norm"], logger=False, batch_size=1)
+        self._last, self._norm = {"train_loss": measured.loss, "grad_norm": norm}, None
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not every or trainer.global_step % every:
             return
-        found = {name: float(value) for name, value in values.items()}
+        found = {name: float(value) for name, value in self._last.items()}
         for logger in trainer.loggers:
             logger.log_metrics(
                 {**found, "epoch": trainer.current_epoch}, step=trainer.global_step - 1
             )
         bar = trainer.progress_bar_callback
         if isinstance(bar, TQDMProgressBar) and not bar.is_disabled:
-            bar.train_progress_bar.set_postfix(bar.get_metrics(trainer, module))
+            self._log_last()
+            bar.train_progress_bar.set_postfix(bar.get_metrics(trainer, self._module))
+
+    def _log_last(self) -> None:
+        """The last update for callbacks and the bar; each call takes longer than a small window."""
+        if self._last is not None:
+            loss, norm = self._last["train_loss"], self._last["grad_norm"]
+            self._module.log("train_loss", loss, prog_bar=True, logger=False, batch_size=1)
+            self._module.log("grad_norm", norm, logger=False, batch_size=1)
 
     # -- the carried state ----------------------------------------------------------------------
 
@@ -225,7 +235,7 @@ class TBPTTRun(Callback):
 
     def of_stage(self, stage: str, loader: int, batch_idx: int, start: Tree) -> Tree:
         """As :meth:`carried`, for a run of validation, test or prediction."""
-        if batch_idx == 0 or not self._module.carry:
+        if batch_idx == 0 or not self._module.carry or (stage, loader) not in self.stages:
             return start
         return _like(self.stages[stage, loader], start)
 
