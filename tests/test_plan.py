@@ -251,7 +251,8 @@ ORDER = [
     "training.segments", "training.optimizing", "training.measured", "training.update",
     "training.report", "training.early_stop", "training.events", "training.nonfinite",
     "training.interrupt", "training.stream", "training.train_stream", "training.evaluate",
-    "training",
+    "training", "integrations.batches", "integrations.lightning_run", "integrations.lightning",
+    "integrations",
 ]  # fmt: skip
 
 

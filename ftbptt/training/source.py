@@ -100,7 +100,7 @@ class TimeAxes:
                 if leaf is None:  # no y
                     continue
                 here = f"{name}{keystr(path)}"
-                if len(leaf.shape) <= axis:
+                if not -len(leaf.shape) <= axis < len(leaf.shape):
                     found = list(leaf.shape)
                     raise ValueError(f"{here}: expected time on axis {axis}, found shape {found}.")
                 if steps is None:

@@ -1,0 +1,1 @@
+"""Adapters to training frameworks, each imported only when asked for."""
