@@ -203,7 +203,8 @@ class Chunks:
             scale = self._scaler.scale(torch.ones((), device=device))
         result, kept = self._segments.train(self._params, state, chunk, keep, scale)
         loss = result.loss if scale is None else result.loss / scale
-        return Outcome(loss, result.state, None if keep is None else kept, result.grads)
+        grads = {name: result.grads[name] for name, p in self._params.items() if p.requires_grad}
+        return Outcome(loss, result.state, None if keep is None else kept, grads)
 
     def _give_up(self, reason: str) -> None:
         name = type(self.model).__name__

@@ -54,10 +54,10 @@ class EagerChunk:
             outs: list[Tree] = []
             kept, axes = None, TimeAxes(self.dim, self.dim)
             for start, stop in zip(parts, [*parts[1:], axes.steps(chunk)], strict=True):
-                if start == keep:
-                    kept = state
                 part = axes.cut(chunk, start, stop)
                 state = self._restarted(state, part)
+                if start == keep:  # a row that restarts here does so again in the next window
+                    kept = state
                 out, state = self._call(part.x, state)
                 outs.append(out)
             out = tree_map(lambda *leaves: torch.cat(leaves, self.dim), *outs)
