@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import OrderedDict
 from collections.abc import Callable
@@ -172,6 +173,59 @@ class Attention(Plain):
         return super().forward(mixed.transpose(0, 1), hidden)
 
 
+class ConvolutionBehindNoise(Plain):
+    """Noise that drops all where it is a constant below one half hides what is behind it."""
+
+    def __init__(self, below: bool) -> None:
+        super().__init__()
+        self.below = below
+        self.conv = nn.Conv1d(D, D, 3, padding=1)
+
+    def forward(self, x: Tensor, hidden: Tree = None) -> tuple[Tensor, Tree]:
+        noise = torch.rand_like(x)
+        x = x * (noise < 0.5 if self.below else noise > 0.5)
+        return super().forward(self.conv(x.permute(1, 2, 0)).permute(2, 0, 1), hidden)
+
+
+def count_calls(function: Any) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        run.calls += 1  # type: ignore[attr-defined]
+        return function(*args)
+
+    run.calls = 0  # type: ignore[attr-defined]
+    return run
+
+
+class Decorated(Plain):
+    @count_calls
+    def forward(self, x: Tensor, hidden: Tree = None) -> tuple[Tensor, Tree]:
+        return super().forward(x, hidden)
+
+
+class OfTheClass(Plain):
+    count = 0
+
+    def forward(self, x: Tensor, hidden: Tree = None) -> tuple[Tensor, Tree]:
+        OfTheClass.count += 1
+        return super().forward(x, hidden)
+
+
+class Tied(nn.Module):
+    """A module under two names, and a parameter in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, H, bias=False)
+        self.again = self.inner
+        self.rnn, self.readout = nn.GRU(H, H), nn.Linear(H, OUT)
+        self.same = self.readout.weight
+
+    def forward(self, x: Tensor, hidden: Tree = None) -> tuple[Tensor, Tree]:
+        out, hidden = self.rnn(self.inner(x) + self.again(x.square()), hidden)
+        return out @ self.same.T + self.readout(out), hidden
+
+
 class Branching(Plain):
     def forward(self, x: Tensor, hidden: Tree = None) -> tuple[Tensor, Tree]:
         if x.sum().item() > 0:
@@ -185,6 +239,21 @@ class LockedDropout(Plain):
     def forward(self, x: Tensor, hidden: Tree = None) -> tuple[Tensor, Tree]:
         mask = torch.rand(1, *x.shape[1:], dtype=x.dtype) < 0.5
         return super().forward(x * mask, hidden)
+
+
+class Sparse(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(2, D, sparse=True)
+
+    def forward(self, x: Tensor, hidden: Tree = None) -> tuple[Tensor, Tree]:
+        return super().forward(x + self.embedding((x[..., 0] > 0).long()), hidden)
+
+
+def weight_normed() -> nn.Module:
+    model = Plain()
+    nn.utils.parametrizations.weight_norm(model.readout)
+    return model
 
 
 class Stateless(nn.Module):
@@ -226,17 +295,24 @@ MODELS = {
     "named tuple": Model(Named),
     "whole number in the state": Model(Counted),
     "learned start": Model(LearnedStart),
+    "tied parameters": Model(Tied),
+    "weight norm": Model(lambda: weight_normed()),
     "counter": Model(Counting, "changes 'calls' of Counting"),
     "list": Model(Logging, "changes 'log' of Logging"),
     "print": Model(Printing, "prints or logs"),
     "global list": Model(Global, "changes 'SEEN' of _count"),
     "Python's random numbers": Model(TeacherForcing, "draws from Python's"),
+    "decorator that counts": Model(Decorated, "changes '__dict__' of forward"),
+    "counter of the class": Model(OfTheClass, "changes 'count' of OfTheClass"),
     "batch norm": Model(BatchNorm, "changes '(num_batches_tracked|running_\\w+)' of norm"),
     "norm over time": Model(NormOverTime, "several steps at once"),
     "convolution": Model(Convolution, "several steps at once"),
     "attention": Model(Attention, "several steps at once"),
     "branch on a value": Model(Branching, "cannot be compiled: it needs the value of a tensor"),
     "locked dropout": Model(LockedDropout, "several steps share them"),
+    "convolution behind noise": Model(lambda: ConvolutionBehindNoise(True), "several steps at"),
+    "and behind its opposite": Model(lambda: ConvolutionBehindNoise(False), "several steps at"),
+    "sparse gradients": Model(Sparse, "sparse gradients"),
     "no state": Model(Stateless, "hidden state holds a NoneType"),
     "both directions": Model(Bidirectional, "bidirectional=True"),
 }

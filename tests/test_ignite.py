@@ -128,9 +128,10 @@ def test_what_cannot_be_compiled_is_ignite_bit_for_bit_and_says_so_once(name: st
         assert model.calls == other.calls > 0
 
 
-def test_one_compiled_run_of_the_real_thing(kernels: None, ran: list[int]) -> None:
-    model, data, _ = model_of("LSTM")
-    check(model, data, 1e-10)
+@pytest.mark.parametrize("name", ["LSTM", "batch first"])
+def test_compiled_by_kernels_it_is_ignite(name: str, kernels: None, ran: list[int]) -> None:
+    model, data, dim = model_of(name)
+    check(model, data, 1e-10, dim=dim)
     assert ran
 
 
@@ -277,6 +278,46 @@ def test_an_attribute_that_changes_all_the_time_is_not_compiled_for_each() -> No
     trainer.add_event_handler(Events.ITERATION_STARTED, change)
     with pytest.warns(RuntimeWarning, match="'iteration' of Plain is changed again and again"):
         trainer.run(batches(20))
+
+
+def test_a_constant_of_the_loss_that_is_written_in_place_counts(ran: list[int]) -> None:
+    models = []
+    for make in (theirs.create_supervised_tbptt_trainer, create_supervised_tbptt_trainer):
+        model = model_of("LSTM")[0]
+        criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 0.5]).double())
+
+        def loss(out: Tensor, y: Tensor, criterion: nn.Module = criterion) -> Tensor:
+            return criterion(out.flatten(0, 1), (y[..., 0] > 0).long().flatten())
+
+        def change(engine: Engine, weight: Tensor = criterion.weight) -> None:
+            weight[0] = float(engine.state.epoch)
+
+        trainer, _ = trainer_of(model, make, loss=loss)
+        trainer.add_event_handler(Events.EPOCH_STARTED, change)
+        trainer.run(batches(3), max_epochs=3)
+        models.append(model)
+    assert_same(models[1], models[0], 1e-10)
+    assert len(ran) > 10
+
+
+def test_inputs_that_are_computed_from_parameters_train_them() -> None:
+    models = []
+    for make in (theirs.create_supervised_tbptt_trainer, create_supervised_tbptt_trainer):
+        model = model_of("LSTM")[0]
+        encoder = nn.Linear(3, 3).double()
+
+        def prepare(batch: Any, encoder: Any = encoder, **_: Any) -> Any:
+            return encoder(batch[0]), batch[1]
+
+        parameters = [*model.parameters(), *encoder.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        trainer, _ = trainer_of(model, make, optimizer=optimizer, prepare_batch=prepare)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.run(batches(2))
+        models.append(encoder)
+    assert "x requires a gradient" in str(caught[-1].message)
+    assert_same(models[1], models[0], 0.0)
 
 
 RATE = {"l2": 0.0}
@@ -561,10 +602,10 @@ def test_automatic_mixed_precision(backend: str, ran: list[int]) -> None:
         model, loss=loss, autocast=torch.bfloat16, scaler=scaler, clip_norm=1.0, backend=backend
     )
     exact = copy.deepcopy(model)
-    trainer.run(data, max_epochs=4)
+    trainer.run(data, max_epochs=2)
     assert bool(ran) == (backend == "auto")
     own, expected = trainer_of(exact, clip_norm=1.0, backend="eager")
-    own.run(data, max_epochs=4)
+    own.run(data, max_epochs=2)
     assert losses == pytest.approx(expected, rel=0.05)
     assert_same(model, exact, 0.02)
 

@@ -35,7 +35,22 @@ def can_be_judged(expected: Outcome) -> bool:
 
 
 def disagreement(found: Outcome, expected: Outcome, autocast: torch.dtype | None) -> str | None:
-    """The first part that differs, in words; None if all agree. No gradient counts as zero."""
+    """What differs between a chunk step by step and as one, in words; None if all agrees.
+
+    No gradient counts as zero.
+    """
+    words = _first_difference(found, expected, autocast)
+    if words is None:
+        return None
+    return (
+        f"a chunk gives other numbers than its steps one by one ({words}), as it does where a "
+        "model looks at several steps at once (convolution, attention or a norm over time)"
+    )
+
+
+def _first_difference(
+    found: Outcome, expected: Outcome, autocast: torch.dtype | None
+) -> str | None:
     for name, a, b in (
         ("state", found.state, expected.state),
         ("state within", found.kept, expected.kept),

@@ -9,7 +9,7 @@ at once (convolution, attention or a norm over time) is no step-wise recurrence,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,12 +23,12 @@ from .._step import Step, as_step
 from ..training.segments import Segments
 from ..training.source import Chunk
 from .agreement import Outcome, can_be_judged, disagreement
-from .eager_chunk import EagerChunk, Forward
-from .noise import ConstantNoise
+from .eager_chunk import EagerChunk, Forward, reads_leaf
+from .noise import CONSTANTS, ConstantNoise, Trial, noise_differs
 from .surroundings import Marks, SideEffects, Surroundings, difference
 
 Tree = Any
-_CHANGES = 8  # of the surroundings, after which compiling for each is given up
+_CHANGES = 4  # of the surroundings, after which compiling for each is given up
 
 
 class ChunkOutput(NamedTuple):
@@ -104,7 +104,7 @@ class Chunks:
         for name in verdict.reached:
             grad = outcome.grads[name]
             assert grad is not None
-            _add_grad(self._params[name], grad if weight == 1 else grad * weight)
+            _add_grad(self._params[name], _lying_as(self._params[name], grad), weight)
         return ChunkOutput(outcome.loss, outcome.state, outcome.kept)
 
     # -- what a chunk depends on ------------------------------------------------------------------
@@ -114,11 +114,20 @@ class Chunks:
         if self._around is None:
             if not isinstance(self.model, nn.Module):
                 return f"it is no nn.Module but a {type(self.model).__name__}"
-            self._around = Surroundings(self.model, self.loss)
+            try:
+                self._around = Surroundings(self.model, self.loss)
+            except Exception as error:
+                return f"what its functions refer to cannot be read ({_first_line(error)})"
         hindrance = self._around.hindrance()
         if hindrance is not None:
             return hindrance
-        marks = self._around.read()
+        for name, tree in (("x", chunk.x), ("y", chunk.y)):
+            if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(tree)):
+                return f"{name} requires a gradient, and only parameters get one in a segment"
+        try:
+            marks = self._around.read()
+        except Exception as error:  # of the caller's objects
+            return f"what its functions refer to cannot be read ({_first_line(error)})"
         if marks == self._marks:
             return None
         if self._marks is not None:
@@ -243,7 +252,7 @@ class Chunks:
             for name, p in self._params.items():
                 p.grad, own = before[name], grads[name]
                 if own is not None:
-                    _add_grad(p, own if weight == 1 else own * weight)
+                    _add_grad(p, own, weight)
         output = ChunkOutput(found.loss.detach(), found.state, found.kept)
         reason = effects.words
         if reason is not None:
@@ -252,7 +261,10 @@ class Chunks:
             if self._impure > 1:
                 self._give_up(f"{reason}, which a compiled chunk would not repeat")
             return output
-        if _reads_leaf(found):
+        if any(grad is not None and grad.layout != torch.strided for grad in grads.values()):
+            self._give_up("it has sparse gradients")
+            return output
+        if reads_leaf(found):
             self._give_up("the loss itself uses parameters, beside the output of the model")
             return output
         try:
@@ -276,9 +288,10 @@ class Chunks:
         with _random_numbers_kept():
             found = self._run_compiled(chunk, start, keep)
             if drew:
-                words = self._noise_differs(chunk, state, start, keep)
+                runs = self._with_constant_noise(chunk, state, start, keep)
+                words = noise_differs(runs, expected, self._cast(chunk))
             else:
-                words = self._differs(found, expected, chunk)
+                words = disagreement(found, expected, self._cast(chunk))
         if state is not None:
             if words is None:
                 self._reached |= reached
@@ -289,56 +302,48 @@ class Chunks:
         self._verdicts[key] = _Verdict(words is None and not unsure, reached, start)
         return None
 
-    def _differs(self, found: Outcome, expected: Outcome, chunk: Chunk) -> str | None:
+    def _cast(self, chunk: Chunk) -> torch.dtype | None:
+        """The type that autocast computes in, if it does."""
         device = _device(chunk)
-        cast = self._autocast
-        if cast is None and torch.is_autocast_enabled(device):
-            cast = torch.get_autocast_dtype(device)
-        words = disagreement(found, expected, cast)
-        if words is None:
-            return None
-        return (
-            f"a chunk gives other numbers than its steps one by one ({words}), as it does where a "
-            "model looks at several steps at once (convolution, attention or a norm over time)"
-        )
+        if self._autocast is None and torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return self._autocast
 
-    def _noise_differs(
+    def _with_constant_noise(
         self, chunk: Chunk, state: Tree, start: Tree, keep: int | None
-    ) -> str | None:
-        """The same for a model that draws random numbers: it is compared with constant ones."""
+    ) -> Iterator[Trial]:
+        """The chunk as one and step by step, its random numbers constants: each of them in turn."""
         params = {name: p for name, p in self._params.items() if p.requires_grad}
 
-        def run(state: Tree, each_step: bool) -> tuple[ConstantNoise, Outcome]:
-            with ConstantNoise() as noise:
+        def run(state: Tree, each_step: bool, noise: ConstantNoise) -> Outcome:
+            with noise:
                 found = self._eager.forward(chunk, state, keep, each_step=each_step)
                 grads = torch.autograd.grad(found.loss, list(params.values()), allow_unused=True)
-            return noise, Outcome(
+            return Outcome(
                 found.loss.detach(),
                 _detached(found.state),
                 _detached(found.kept, keep),
                 dict(zip(params, grads, strict=True)),
             )
 
-        noise, whole = run(state, False)
-        stepwise_noise, stepwise = run(start, True)
-        unknown = noise.unknown or stepwise_noise.unknown
-        if unknown is not None:
-            return f"it draws random numbers inside {unknown}"
-        if noise.drawn != stepwise_noise.drawn:
-            return (
-                f"a chunk draws {noise.drawn} random numbers, but its steps one by one "
-                f"{stepwise_noise.drawn}: several steps share them"
-            )
-        return self._differs(stepwise, whole, chunk)
+        for constants in CONSTANTS:
+            whole, stepwise = ConstantNoise(*constants), ConstantNoise(*constants)
+            yield Trial(run(state, False, whole), run(start, True, stepwise), whole, stepwise)
 
 
-def _add_grad(p: Tensor, grad: Tensor) -> None:
+def _add_grad(p: Tensor, grad: Tensor, weight: float) -> None:
     """As autograd does it."""
+    grad = grad if weight == 1 else grad * weight
     if p.grad is None:
         p.grad = grad
     else:
         with torch.no_grad():
             p.grad += grad
+
+
+def _lying_as(p: Tensor, grad: Tensor) -> Tensor:
+    """A gradient lies in memory as its parameter does: some optimizers count on it."""
+    return grad if grad.stride() == p.stride() else torch.empty_like(p).copy_(grad)
 
 
 def _detached(state: Tree, keep: int | None = -1) -> Tree:
@@ -360,21 +365,6 @@ def _random_numbers_kept() -> Any:
     """What is drawn within is as if it had not been."""
     initialized = torch.cuda.is_available() and torch.cuda.is_initialized()
     return torch.random.fork_rng(range(torch.cuda.device_count()) if initialized else [])
-
-
-def _reads_leaf(found: Forward) -> bool:
-    """Whether the loss depends on a parameter in another way than through the output."""
-    outs = {leaf.grad_fn for leaf in tree_leaves(found.out) if isinstance(leaf, Tensor)}
-    seen, left = set(outs), [found.loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):  # where a gradient goes into a leaf
-            return True
-        left += [following for following, _ in node.next_functions]
-    return False
 
 
 def _first_line(error: BaseException) -> str:

@@ -86,3 +86,18 @@ class EagerChunk:
         flags = part.reset if part.reset.dim() < 2 else part.reset.movedim(self.dim, 0)
         start = tree_map(torch.zeros_like, state) if self.initial is None else self.initial
         return broadcast_rows(torch.where, flags[0], start, state, self.row_axis)
+
+
+def reads_leaf(found: Forward) -> bool:
+    """Whether the loss depends on a parameter in another way than through the output."""
+    outs = {leaf.grad_fn for leaf in tree_leaves(found.out) if isinstance(leaf, Tensor)}
+    seen, left = set(outs), [found.loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # where a gradient goes into a leaf
+            return True
+        left += [following for following, _ in node.next_functions]
+    return False

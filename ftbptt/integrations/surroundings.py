@@ -7,10 +7,10 @@ outside, such as a dropout rate, would be the old one. Both must be noticed.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import random
 import sys
+import sysconfig
 import types
 import weakref
 from collections import deque
@@ -24,12 +24,14 @@ from torch import Tensor, nn
 
 from .._compat import any_global_module_hook, has_hooks, version_of
 
-Place = tuple[str, str]  # the owner, and its attribute, global or closed-over name
+Place = tuple[str, str, int]  # the owner; its attribute, global or closed-over name; which of them
 Marks = dict[Place, Any]
 
 _DEPTH, _LENGTH = 3, 64  # how far into containers and objects of the caller it is looked
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CODE = (type, types.ModuleType, types.BuiltinFunctionType, types.FunctionType, types.MethodType)
+_FUNCTIONS = (types.FunctionType, types.MethodType, partial)
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -80,14 +82,34 @@ class Surroundings:
         self._roots: list[nn.Module] = [model]
         self._places: list[tuple[Place, Callable[[], Any]]] = []
         self._seen: set[int] = set()
-        if isinstance(loss, nn.Module):
-            self._roots.append(loss)
-        else:
-            self._follow(loss)
+        kinds = [*map(type, model.modules()), type(loss), loss]
+        homes = {(getattr(kind, "__module__", None) or "").partition(".")[0] for kind in kinds}
+        self._homes = homes - {"torch", "builtins", "functools"}
+        self._note("loss", "itself", partial(_itself, loss))
         for root in self._roots:  # grows: a function may refer to another module
             for module in root.modules():
-                for function in _methods(type(module), nn.Module):
-                    self._follow(function)
+                self._follow_class(type(module), nn.Module)
+                for value in list(vars(module).values()):
+                    if isinstance(value, _FUNCTIONS):
+                        self._follow(value)
+
+    def _follow_class(self, kind: type, base: type) -> None:
+        """Notes what a class says, and what its methods refer to, up to ``base`` or torch's own."""
+        for own in kind.__mro__:
+            if own is base or _is_of_torch(own.__module__):
+                return
+            if id(own) in self._seen:
+                continue
+            self._seen.add(id(own))
+            for key, value in list(vars(own).items()):
+                if isinstance(value, property):
+                    value = value.fget
+                elif isinstance(value, (staticmethod, classmethod)):
+                    value = value.__func__
+                if isinstance(value, types.FunctionType):
+                    self._follow(value)
+                elif not key.startswith("__") and key != "_abc_impl":
+                    self._note(own.__name__, key, partial(getattr, own, key, None))
 
     def _follow(self, function: Any) -> None:
         """Notes what a function refers to outside of itself, and the functions that it calls."""
@@ -99,48 +121,61 @@ class Surroundings:
                 self._note("partial", "args", _attribute(function, "args"))
                 self._note("partial", "keywords", _attribute(function, "keywords"))
                 function = function.func
-        function = inspect.unwrap(function)
         if id(function) in self._seen:
             return
         self._seen.add(id(function))
         if not isinstance(function, types.FunctionType):
-            if not isinstance(function, _CODE):  # an object with __call__
+            if hasattr(function, "__wrapped__"):
+                self._follow(function.__wrapped__)
+            elif not isinstance(function, _CODE):  # an object with __call__
                 self._note(type(function).__name__, "self", partial(_itself, function))
-                for method in _methods(type(function), object):
-                    self._follow(method)
+                self._follow_class(type(function), object)
             return
-        if _is_of_torch(function.__module__):
+        if not self._is_of_user(function.__module__, function.__code__.co_filename):
             return
         name = function.__name__
-        self._note(name, "defaults", _attribute(function, "__defaults__"))
+        for key in ("__defaults__", "__kwdefaults__", "__dict__"):
+            self._note(name, key, _attribute(function, key))
         cells = function.__closure__ or ()
         for key, cell in zip(function.__code__.co_freevars, cells, strict=True):
             self._note(name, key, partial(_contents, cell))
-        for key in _names(function.__code__):
-            if key in function.__globals__:
-                self._note(name, key, partial(function.__globals__.get, key))
+        names = set(_names(function.__code__))
+        for key in names & function.__globals__.keys():
+            value = function.__globals__[key]
+            self._note(name, key, partial(function.__globals__.get, key))
+            if isinstance(value, types.ModuleType) and self._is_of_user(
+                value.__name__, getattr(value, "__file__", None) or ""
+            ):
+                for other in names & vars(value).keys():
+                    self._note(value.__name__, other, partial(vars(value).get, other))
+
+    def _is_of_user(self, module: str | None, file: str) -> bool:
+        """Whether it belongs to the program: not to an installed package, but for the model's."""
+        top = (module or "").partition(".")[0]
+        return top in self._homes or not (file.startswith(_INSTALLED) or file.startswith("<"))
 
     def _note(self, owner: str, key: str, read: Callable[[], Any]) -> None:
         value = read()
         if isinstance(value, nn.Module):
             if not any(value is module for root in self._roots for module in root.modules()):
                 self._roots.append(value)
-        elif isinstance(value, (types.FunctionType, types.MethodType, partial)):
+        elif isinstance(value, _FUNCTIONS) or (key == "itself" and callable(value)):
             self._follow(value)
         if not isinstance(value, _CODE):
-            self._places.append(((owner, key), read))
+            self._places.append(((owner, key, len(self._places)), read))
 
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for root in self._roots:
+    def modules(self) -> Iterator[tuple[str, nn.Module, int]]:
+        """Each module by a name, and which of the roots it is in."""
+        for i, root in enumerate(self._roots):
             for name, module in root.named_modules():
-                yield name or type(root).__name__, module
+                yield name or type(root).__name__, module, -i
 
     def hindrance(self) -> str | None:
         """Why what runs here is more than the operations of a forward, or None."""
         if any_global_module_hook():
             return "a hook is registered for all modules"
         parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-        for name, module in self.modules():
+        for name, module, _ in self.modules():
             if any(getattr(module, hooks) for hooks in _HOOKS):
                 return f"a hook is registered on its module {name!r}"
             if isinstance(module, parallel):
@@ -155,15 +190,19 @@ class Surroundings:
     def read(self) -> Marks:
         """Everything that is watched, as it is now; values of parameters and buffers apart."""
         marks: Marks = {}
-        for name, module in self.modules():
+        for name, module, i in self.modules():
             for key, value in vars(module).items():
                 # torch's recurrent layers hold their parameters a second time in such a list.
                 if key not in _OWN and not key.startswith("_flat_weight"):
-                    marks[name, key] = _mark(value)
+                    marks[name, key, i] = _mark(value)
             for key, p in module._parameters.items():
-                marks[name, key] = None if p is None else (_Same(p), p.requires_grad, p.dtype)
+                marks[name, key, i] = None if p is None else (_Same(p), p.requires_grad, p.dtype)
             for key, b in module._buffers.items():
-                marks[name, key] = None if b is None else (b.shape, b.dtype)
+                marks[name, key, i] = None if b is None else (b.shape, b.dtype)
+        # The tensors of a module that is not part of the model are constants of what is compiled.
+        for i, root in enumerate(self._roots[1:]):
+            for path, value in (*root.named_parameters(), *root.named_buffers()):
+                marks[type(root).__name__, path, i] = _Same(value), version_of(value)
         for place, read in self._places:
             marks[place] = _mark(read())
         return marks
@@ -171,11 +210,11 @@ class Surroundings:
     def versions(self, *, parameters: bool) -> Marks:
         """How often each buffer, and each parameter, was written; and which tensor it is."""
         marks: Marks = {}
-        for name, module in self.modules():
+        for name, module, i in self.modules():
             own: dict[str, Tensor | None] = dict(module._buffers)
             for key, value in (own | dict(module._parameters) if parameters else own).items():
                 if value is not None:
-                    marks[name, key] = _Same(value), version_of(value)
+                    marks[name, key, i] = _Same(value), version_of(value)
         return marks
 
 
@@ -183,7 +222,7 @@ def difference(before: Marks, after: Marks) -> str | None:
     """The first place that is not the same, in words."""
     for place in after.keys() | before.keys():
         if place not in before or place not in after or before[place] != after[place]:
-            owner, key = place
+            owner, key, _ = place
             return f"{key!r} of {owner}"
     return None
 
@@ -263,20 +302,6 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(_equal, a, b))
     return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)
-
-
-def _methods(kind: type, base: type) -> Iterator[Any]:
-    """The functions of a class and of those it is made of, up to ``base`` and to torch's own."""
-    for own in kind.__mro__:
-        if own is base or _is_of_torch(own.__module__):
-            return
-        for value in vars(own).values():
-            if isinstance(value, property):
-                value = value.fget
-            elif isinstance(value, (staticmethod, classmethod)):
-                value = value.__func__
-            if isinstance(value, types.FunctionType):
-                yield value
 
 
 def _is_of_torch(module: str | None) -> bool:
