@@ -32,6 +32,9 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+# A mode that sees every operation; torch documents it, in a module whose name is private.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 # Pytrees of any nesting, with key paths for error messages. torch has no public pytree
 # module; this one has kept its signature since 2.3 and is what torch.func uses.
 from torch.utils._pytree import (
@@ -49,9 +52,12 @@ __all__ = [
     "DECOMPOSITIONS_BEFORE_AUTOGRAD",
     "UNTRACEABLE",
     "FakeTensorMode",
+    "TorchDispatchMode",
     "TreeSpec",
+    "any_global_module_hook",
     "calling_compiled_as_written",
     "decompositions",
+    "has_hooks",
     "holds_for",
     "inside_derivative",
     "inside_functorch",
@@ -65,6 +71,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "uncompiled",
+    "version_of",
 ]
 
 # What tracing raises when Python needs the value of a tensor (`if`, `.item()`, boolean index).
@@ -329,6 +336,21 @@ def inside_derivative() -> bool:
     functorch = torch._C._functorch
     kinds = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
     return any(level.key() in kinds for level in functorch.get_interpreter_stack() or ())
+
+
+def any_global_module_hook() -> bool:
+    """Whether a hook was registered for every module (``register_module_forward_hook``, ...)."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether autograd calls something of the user for a leaf; torch has no public way to ask."""
+    return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written in place, as autograd counts it."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def cpp_command(source: str, library: str, include: Sequence[str]) -> str:

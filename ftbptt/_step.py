@@ -39,6 +39,7 @@ class Step:
     # Read at every call, so looked up once: walking a module takes longer than a small segment.
     _parameter_names: list[str] | None = field(init=False, repr=False)
     _buffer_owners: list[tuple[str, nn.Module, str]] = field(init=False, repr=False)
+    _tied: list[tuple[str, str]] = field(init=False, repr=False)
     _modules: list[nn.Module] = field(init=False, repr=False)
     _layers: list[nn.RNNBase] = field(init=False, repr=False)
 
@@ -51,6 +52,7 @@ class Step:
                 owners.append((name, self.module.get_submodule(path), key))
         object.__setattr__(self, "_parameter_names", names)
         object.__setattr__(self, "_buffer_owners", owners)
+        object.__setattr__(self, "_tied", [] if self.module is None else _tied(self.module))
         modules = [] if self.module is None else list(self.module.modules())
         object.__setattr__(self, "_modules", modules)
         layers = [] if self.module is None else _layers(self.module)
@@ -149,12 +151,15 @@ class Step:
         if self.module is None:
             assert self.function is not None
             return self.function(params, x_t, state)
-        params = self.own_names(params)
+        values = {**buffers, **self.own_names(params)}
+        values |= {name: values[first] for name, first in self._tied}
+        # Tied here, once for each place: where a submodule has two names, torch's tie_weights puts
+        # a tensor there twice, and leaves the first of the two in the module.
         if self.call_module is None:
-            return functional_call(self.module, {**buffers, **params}, (x_t, state))
+            return functional_call(self.module, values, (x_t, state), tie_weights=False)
         caller = _Caller(self.module, self.call_module)
-        renamed = {f"module.{name}": value for name, value in {**buffers, **params}.items()}
-        return functional_call(caller, renamed, (x_t, state))
+        renamed = {f"module.{name}": value for name, value in values.items()}
+        return functional_call(caller, renamed, (x_t, state), tie_weights=False)
 
 
 class _Caller(nn.Module):
@@ -259,6 +264,20 @@ def _call_chunk(batch_first: bool) -> Callable[[nn.Module, Tree, Tree], tuple[Tr
         return tree_map(lambda leaf: leaf.squeeze(out_axis), out), state
 
     return call
+
+
+def _tied(module: nn.Module) -> list[tuple[str, str]]:
+    """Further places of parameters and buffers that have several: ``(place, name)``."""
+    names: dict[int, str] = {}
+    found = []
+    for path, owner in module.named_modules():
+        for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                place = f"{path}.{key}" if path else key
+                first = names.setdefault(id(tensor), place)
+                if first != place:
+                    found.append((place, first))
+    return found
 
 
 def _layers(module: nn.Module) -> list[nn.RNNBase]:

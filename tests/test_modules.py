@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from ftbptt import as_step, make_train_segment
+from ftbptt import as_step, make_train_segment, reference_segment
 
 from .cells import problem
 from .oracle import assert_close, assert_same_structure, check, check_low_precision, reference
@@ -324,3 +324,41 @@ def test_compiled_parts_are_traced_as_they_are_written() -> None:
         found = segment(*made.data(K))
         assert found.loss.isfinite()
         assert segment.trace_count == 1
+
+
+class Shared(nn.Module):
+    """A submodule under two names, and a parameter and a buffer of it in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(H, H)
+        self.b = self.a
+        self.w = self.a.weight
+        self.a.register_buffer("scale", torch.full((H,), 0.5))
+        self.register_buffer("scale", self.a.scale)
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.a(x_t) * self.a.scale + self.b(h) + h @ self.w * self.scale)
+        return h, h
+
+
+def test_what_has_two_names_is_one_and_stays_in_the_module() -> None:
+    draw = Draw(0)
+    module = draw.module(Shared)
+    before = [module.a.weight, module.a.bias, module.w, module.a.scale, module.scale]
+    params = named(module)
+    assert len(params) == 2
+    arguments = params, draw(B, H), draw(K, B, H), draw(K, B, H)
+    segment = make_train_segment(module, mse, backend="eager")
+    found = segment(*arguments)
+    assert_close(found, reference_segment(module, mse, *arguments))
+    after = [module.a.weight, module.a.bias, module.w, module.a.scale, module.scale]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    state = arguments[1]
+    outs = []
+    for x_t in arguments[2]:
+        out, state = module(x_t, state)
+        outs.append(out)
+    mse(torch.stack(outs), arguments[3]).backward()
+    for name, p in module.named_parameters():
+        assert_close(found.grads[name], p.grad)

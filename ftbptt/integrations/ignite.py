@@ -1,0 +1,307 @@
+"""The TBPTT trainer of PyTorch-Ignite, compiled: another import of the same names."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from ignite.engine import Engine, EventEnum, Events, _prepare_batch
+from ignite.utils import apply_to_tensor
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer
+
+from .._compat import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from ..backends import NAMES
+from ..training.source import Chunk
+from ..training.windows import Truncation
+from .batch_windows import BatchWindow, BatchWindows
+from .chunks import ChunkOutput, Chunks
+
+Tree = Any
+LOSS_MEANS = ("steps", "chunks")
+
+
+class Tbptt_Events(EventEnum):
+    """Fired around each chunk of time steps, inside one iteration of the trainer.
+
+    >>> [event.value for event in Tbptt_Events]
+    ['time_iteration_started', 'time_iteration_completed']
+    """
+
+    TIME_ITERATION_STARTED = "time_iteration_started"
+    TIME_ITERATION_COMPLETED = "time_iteration_completed"
+
+
+def create_supervised_tbptt_trainer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[[Any, Any], Tensor],
+    tbtt_step: int,
+    dim: int = 0,
+    device: str | torch.device | None = None,
+    non_blocking: bool = False,
+    prepare_batch: Callable[..., Any] = _prepare_batch,
+    *,
+    state: Tree | str = None,
+    reset: Callable[[Any], Tensor | None] | None = None,
+    k1: int | None = None,
+    k2: int | None = None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    autocast: torch.dtype | None = None,
+    scaler: GradScaler | None = None,
+    accumulate: int = 1,
+    loss_mean: str = "steps",
+    backend: str = "auto",
+) -> Engine:
+    """create_supervised_tbptt_trainer : model, optimizer, loss_fn, tbtt_step -> ignite.Engine
+
+    As ``ignite.contrib.engines.tbptt.create_supervised_tbptt_trainer``, with the same arguments in
+    the same places; a program that changes the import goes on as before. An iteration is this::
+
+        hidden = None
+        for x_k, y_k in zip(x.split(tbtt_step, dim), y.split(tbtt_step, dim)):
+            x_k, y_k = prepare_batch((x_k, y_k), device=device, non_blocking=non_blocking)
+            fire(TIME_ITERATION_STARTED)
+            model.train(); optimizer.zero_grad()
+            out, hidden = model(x_k) if hidden is None else model(x_k, detach(hidden))
+            loss = loss_fn(out, y_k); loss.backward(); optimizer.step()
+            engine.state.output = loss.item()
+            fire(TIME_ITERATION_COMPLETED)
+        return the mean loss
+
+    The first chunk of each kind runs like that. If the same chunk compiled gives the same loss,
+    state and gradients, such chunks run compiled from then on; if not, or if the model's Python
+    does more than to call operations (counters, prints, hooks), all runs as written, with one
+    warning that says why. Random numbers of a compiled model, as in dropout, are others from the
+    same distribution.
+
+    ``model``
+        Called ``model(x)``, then ``model(x, hidden)``, with ``x`` ``[tbtt_step, B, ...]`` or, with
+        ``dim=1``, ``[B, tbtt_step, ...]``; returns ``(out, hidden)``. ``hidden`` is any nesting of
+        tensors.
+    ``tbtt_step``, ``dim``
+        Steps in a chunk, of which the last may have fewer; the axis of time in ``x``, ``y`` and
+        ``out``.
+    ``state``
+        None: each batch begins with ``model(x)``. A tree of tensors: the hidden state that the
+        data begins with, carried from each batch to the next. "carry": the same, but begun with
+        ``model(x)``. It is in ``engine.state.hidden``, which handlers may set and a ``Checkpoint``
+        of the trainer holds.
+    ``reset``
+        ``reset(batch) -> bool [T], [T, B] or None`` (``[B, T]`` with ``dim=1``): where true, the
+        hidden state of a row is ``state``, or zeros, before that step. Batches may then have more
+        parts than ``x`` and ``y``.
+    ``k1``, ``k2``
+        An update every ``k1`` steps with gradients over the last ``k2`` of the batch: TBPTT(k1,
+        k2). ``tbtt_step`` stands for the one that is not given.
+    ``clip_norm``, ``clip_value``
+        Clipping of the optimizer's gradients, by norm first.
+    ``autocast``, ``scaler``
+        ``torch.bfloat16`` or ``torch.float16``, and a ``torch.amp.GradScaler`` for the latter.
+    ``accumulate``
+        Chunks to an update, also across batches; gradients are averaged by steps. What is left at
+        the end of an epoch makes an update there.
+    ``loss_mean``
+        The loss of an iteration, in ``engine.state.output``: the mean over its chunks, by "steps",
+        or of all "chunks" alike as Ignite has it.
+    ``backend``
+        "eager": everything as written, without a warning. "fused" and "compile" as in
+        :func:`ftbptt.make_train_segment`; a model that they cannot run is an error. "auto".
+
+    Raises TypeError and ValueError for arguments that cannot be meant; in a run, RuntimeError where
+    a backend that was named cannot run the model.
+
+    >>> class Net(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.rnn, self.readout = nn.GRU(3, 5), nn.Linear(5, 2)
+    ...     def forward(self, x, hidden=None):
+    ...         out, hidden = self.rnn(x, hidden)
+    ...         return self.readout(out), hidden
+    >>> net = Net()
+    >>> trainer = create_supervised_tbptt_trainer(
+    ...     net, torch.optim.SGD(net.parameters(), 0.1), nn.MSELoss(), 4, backend="eager"
+    ... )
+    >>> def show(engine):
+    ...     print(type(engine.state.output).__name__)
+    >>> _ = trainer.on(Tbptt_Events.TIME_ITERATION_COMPLETED)(show)
+    >>> _ = trainer.run([(torch.randn(10, 2, 3), torch.zeros(10, 2, 2))])
+    float
+    float
+    float
+    """
+    step = _whole("tbtt_step", tbtt_step)
+    k1 = step if k1 is None else _whole("k1", k1)
+    k2 = max(step, k1) if k2 is None else _whole("k2", k2)
+    if k2 < k1:
+        raise ValueError(
+            f"k2: an update every k1={k1} steps with gradients over k2={k2} would leave steps out. "
+            "Give k2 >= k1; ftbptt.training.train_stream has gaps."
+        )
+    _whole("accumulate", accumulate)
+    _check_state(state)
+    for name, function in (
+        ("loss_fn", loss_fn),
+        ("prepare_batch", prepare_batch),
+        ("reset", reset),
+    ):
+        if not callable(function) and not (name == "reset" and function is None):
+            raise TypeError(f"{name}: expected a function, found {type(function).__name__}.")
+    for name, value, known in (("loss_mean", loss_mean, LOSS_MEANS), ("backend", backend, NAMES)):
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, found {value!r}.")
+    for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        if bound is not None and not bound > 0:
+            raise ValueError(f"{name}: expected a number above 0, found {bound}.")
+    carried = state is not None
+    initial = None if state is None or isinstance(state, str) else tree_map(Tensor.detach, state)
+    windows = BatchWindows(Truncation(k1, k2), dim, reset)
+    updates = _Updates(optimizer, scaler, clip_norm, clip_value, accumulate)
+    chunks: dict[int, Chunks] = {}  # by the axis of time: dim may be counted from the end
+
+    def run_chunk(part: Chunk, hidden: Tree, window: BatchWindow) -> ChunkOutput:
+        if window.axis not in chunks:
+            chunks[window.axis] = Chunks(
+                model, loss_fn, window.axis, backend=backend, initial=initial, autocast=autocast,
+                scaler=scaler,
+            )  # fmt: skip
+        updates.begin()
+        weight = 1.0 if accumulate == 1 else window.steps / k2
+        output = chunks[window.axis].run(part, hidden, window.keep, weight)
+        updates.end(weight)
+        return output
+
+    def iteration(engine: Engine, batch: Any) -> float:
+        losses: list[float] = []
+        steps: list[int] = []
+        hidden = engine.state.hidden if carried else None  # type: ignore[attr-defined]
+        for window in windows.of(batch):
+            x, y = prepare_batch((window.x, window.y), device=device, non_blocking=non_blocking)
+            where = next((t.device for t in tree_leaves(x) if isinstance(t, Tensor)), None)
+            part = Chunk(x, y, None if window.reset is None else window.reset.to(where))
+            engine.fire_event(Tbptt_Events.TIME_ITERATION_STARTED)
+            model.train()
+            hidden = _detached(hidden, where)
+            output = run_chunk(part, hidden, window)
+            if not window.again:
+                hidden = output.state if window.keep is None else output.kept
+            if carried:
+                engine.state.hidden = _detached(output.state, None)  # type: ignore[attr-defined]
+            loss = output.loss.item()
+            engine.state.output = loss  # type: ignore[assignment]
+            losses.append(loss)
+            steps.append(window.steps)
+            engine.fire_event(Tbptt_Events.TIME_ITERATION_COMPLETED)
+        if loss_mean == "chunks" or len(set(steps)) == 1:
+            return sum(losses) / len(losses)
+        return sum(map(operator.mul, losses, steps)) / sum(steps)
+
+    engine = Engine(iteration)
+    engine.register_events(*Tbptt_Events)
+    if accumulate > 1:
+        engine.add_event_handler(Events.EPOCH_COMPLETED, updates.flush)
+        engine.add_event_handler(Events.COMPLETED, updates.flush)
+    if carried:
+        _carry(engine, initial)
+    return engine
+
+
+@dataclass
+class _Updates:
+    """The optimizer's part of a chunk: gradients set back before, a step after it."""
+
+    optimizer: Optimizer
+    scaler: GradScaler | None
+    clip_norm: float | None
+    clip_value: float | None
+    accumulate: int
+    gathered: int = 0  # chunks since the last step
+    weight: float = 0.0
+
+    def begin(self) -> None:
+        if not self.gathered:
+            self.optimizer.zero_grad()
+
+    def end(self, weight: float) -> None:
+        self.gathered += 1
+        self.weight += weight
+        if self.gathered == self.accumulate:
+            self.flush()
+
+    def flush(self) -> None:
+        """A step with what was gathered, if anything was."""
+        if not self.gathered:
+            return
+        own = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.accumulate > 1:
+            for p in own:
+                if p.grad is not None:
+                    p.grad /= self.weight
+        self.gathered, self.weight = 0, 0.0
+        if self.clip_norm is not None:
+            clip_grad_norm_(own, self.clip_norm)
+        if self.clip_value is not None:
+            clip_grad_value_(own, self.clip_value)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+def _carry(engine: Engine, initial: Tree) -> None:
+    """The hidden state lives in the engine's, and begins anew where the data does."""
+
+    def restart(engine: Engine) -> None:
+        engine.state.hidden = initial  # type: ignore[attr-defined]
+
+    def start(engine: Engine) -> None:
+        # A run that goes on within an epoch has the state that it, or its checkpoint, left.
+        if engine.state.iteration % (engine.state.epoch_length or engine.state.iteration + 1) == 0:
+            restart(engine)
+
+    restart(engine)
+    engine.state_dict_user_keys.append("hidden")
+    engine.add_event_handler(Events.STARTED, start)
+    engine.add_event_handler(Events.DATALOADER_STOP_ITERATION, restart)
+
+
+def _detached(hidden: Tree, device: torch.device | None) -> Tree:
+    """Leaves of autograd's graph, in any nesting that Ignite knows."""
+    if hidden is None:
+        return None
+    return apply_to_tensor(hidden, lambda leaf: leaf.detach().to(device or leaf.device))
+
+
+def _whole(name: str, value: Any) -> int:
+    """A number of steps, at least one."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected a number of steps, found {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, found {value}.")
+    return operator.index(value)
+
+
+def _check_state(state: Tree) -> None:
+    if state is None:
+        return
+    if isinstance(state, str):
+        if state != "carry":
+            raise ValueError(
+                f'state: expected a tree of tensors, "carry" or None, found {state!r}.'
+            )
+        return
+    for path, leaf in tree_flatten_with_path(state)[0]:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"state{keystr(path)}: expected a tensor, found {type(leaf).__name__}. Give the "
+                'hidden state that the data begins with, or "carry" to begin with model(x).'
+            )
