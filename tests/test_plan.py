@@ -251,7 +251,9 @@ ORDER = [
     "training.segments", "training.optimizing", "training.measured", "training.update",
     "training.report", "training.early_stop", "training.events", "training.nonfinite",
     "training.interrupt", "training.stream", "training.train_stream", "training.evaluate",
-    "training", "integrations.batches", "integrations.lightning_run", "integrations.lightning",
+    "training", "integrations.agreement", "integrations.noise", "integrations.surroundings",
+    "integrations.eager_chunk", "integrations.chunks", "integrations.batch_windows",
+    "integrations.ignite", "integrations.batches", "integrations.lightning_run", "integrations.lightning",
     "integrations",
 ]  # fmt: skip
 
