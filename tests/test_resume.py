@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -396,6 +397,14 @@ def test_interrupted_in_the_callers_loop(
             if update.index == 2:
                 raise error
     check(name, first, tmp_path / "run.pt", 3)
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises, also where the tests run in the background and would ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_interrupted_in_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
