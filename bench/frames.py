@@ -7,6 +7,8 @@ state is carried can know.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -66,6 +68,13 @@ class Accuracy:
         return self.right / self.count
 
 
+@cache
+def compiled(hidden: int) -> tuple[Classifier, TrainSegment]:
+    """A model and its segment, compiled once for all runs."""
+    model = Classifier(hidden)
+    return model, make_train_segment(as_step(model, sequence=True), loss)
+
+
 def learn(
     count: int, between: float, hidden: int, k: int, *, fresh: bool, rate: float = 3e-3
 ) -> float:
@@ -73,11 +82,11 @@ def learn(
 
     ``fresh``: the state starts anew in each chunk of ``k`` frames, in training and after it.
     """
+    model, train_segment = compiled(hidden)
     torch.manual_seed(0)
-    model = Classifier(hidden)
+    model.load_state_dict(Classifier(hidden).state_dict())
     params = dict(model.named_parameters())
     state = (torch.zeros(1, 1, hidden).double(), torch.zeros(1, 1, hidden).double())
-    train_segment = make_train_segment(as_step(model, sequence=True), loss)
     optimizer = torch.optim.Adam(params.values(), lr=rate, fused=True)
     data = frames(count, between, seed=1)
     run = train_stream(
