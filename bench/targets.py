@@ -94,17 +94,17 @@ def _scaling(case: Row) -> list[Row]:
     """The fewest threads of a peer against each larger number of them."""
     rows = []
     by_peer: dict[str, list[Row]] = {}
-    for name, row in case["peers"].items():
-        if "threads" in row:
-            by_peer.setdefault(name.partition("@")[0], []).append(row)
+    for name, peer in case["peers"].items():
+        if "threads" in peer:
+            by_peer.setdefault(name.partition("@")[0], []).append(peer)
     for same in by_peer.values():
-        few, *more = sorted(same, key=lambda row: row["threads"])
+        few, *more = sorted(same, key=lambda peer: peer["threads"])
         for many in more:
             what = f"{case['title']}: {many['label']}, vs {few['threads']}"
-            row = row(what, _faster(many, few), ">=", SCALING)
+            line = row(what, _faster(many, few), ">=", SCALING)
             if case["batch"] < SCALING_ROWS:
-                row.update(target="none below B=32", verdict="")
-            rows.append(row)
+                line.update(target="none below B=32", verdict="")
+            rows.append(line)
     return rows
 
 
