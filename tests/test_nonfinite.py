@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ftbptt import make_train_segment
 from ftbptt.training import Events, Stream, load_checkpoint, train_stream
 from ftbptt.training.checkpoint import previous
+from ftbptt.training.nonfinite import Guard
 
 from .resuming import Embedded, assert_same, segment
 from .streams import Tagger, mean_cross_entropy, stream, tagger, zeros
@@ -339,7 +340,7 @@ def test_noticed_only_when_losses_are_read(
     mode: str, interval: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: the parameters are spoiled by then, but not the checkpoint."""
-    monkeypatch.setattr(Stream, "_is_sound", lambda self, value: True)
+    monkeypatch.setattr(Guard, "is_sound", lambda self, value: True)
     file = tmp_path / "run.pt"
     updates = started(
         bad_stream(40, 2, 17, 1), checkpoint=file, checkpoint_every=3, on_nonfinite=mode,
@@ -363,7 +364,7 @@ def test_noticed_only_when_losses_are_read(
 
 
 def test_ctrl_c_before_losses_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stream, "_is_sound", lambda self, value: True)
+    monkeypatch.setattr(Guard, "is_sound", lambda self, value: True)
     file = tmp_path / "run.pt"
     updates = started(
         bad_stream(40, 2, 17, 1), checkpoint=file, checkpoint_every=3, interval=1e6

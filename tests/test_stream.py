@@ -420,6 +420,33 @@ def test_a_function_of_the_contract(segment: Segments) -> None:
         run((halved, params), stream(10), k1=4, k2=2)
 
 
+def test_a_frozen_parameter_stays_until_it_is_thawed(segment: Segments) -> None:
+    """As with autograd, which gives it no gradient: weight decay and momentum leave it as well."""
+    train_segment, params = segment()
+    first = params["readout.weight"]
+    options: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.1}
+    before = first.detach().clone()
+    module = tagger()
+    module.readout.weight.requires_grad_(False)
+    first.requires_grad_(False)
+    try:
+        run(segment(), stream(8), optimizer=sgd(params, **options), clip_norm=0.1)
+        assert torch.equal(first, before)
+        own = torch.optim.SGD(module.parameters(), lr=0.5, **options)
+        clip = torch.nn.utils.clip_grad_norm_
+        own.register_step_pre_hook(lambda *_: clip(module.parameters(), 0.1) and None)
+        honest_updates(module, zeros(), *stream(8), own, k1=4, k2=4, on_update=lambda *_: None)
+        assert_equal(list(params.values()), list(module.parameters()))
+        optimizer = sgd(params)
+        for update in train_stream(
+            train_segment, params, zeros(), stream(8), optimizer, k1=4, progress=False
+        ):
+            assert torch.equal(first, before) == (update.index == 0)
+            first.requires_grad_(True)
+    finally:
+        first.requires_grad_(True)
+
+
 def test_ensemble_by_vmap() -> None:
     """A vmapped segment trains many models, each on its own stream; time is behind their axis."""
     modules = [tagger(seed).double() for seed in range(3)]

@@ -229,10 +229,34 @@ def test_a_step_that_closes_over_what_it_should_be_given(kind: str) -> None:
         h = torch.tanh(layer(h) if kind == "module" else h @ weight) + x_t * params["w"]
         return h, h
 
-    with pytest.raises(
-        ValueError, match=r"requires grad but is not in params.*\[7, 7\]|\[7, 7\].*"
-    ):
+    expected = (
+        r"step: uses an? .* of shape \[7, 7\] that requires grad but was not taken from params"
+    )
+    with pytest.raises(ValueError, match=expected):
         call(step)
+
+
+def test_a_loss_with_a_parameter_of_its_own() -> None:
+    """A readout in the loss, which only the step's parameters would be trained beside."""
+    readout = nn.Linear(H, H, bias=False)
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h + x_t * params["w"])
+        return h, h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return mse(readout(out), y)
+
+    params, x = {"w": torch.ones(H), **named(readout)}, torch.randn(K, B, H)
+    segment = make_train_segment(step, loss, backend="eager")
+    expected = (
+        r"loss: uses an nn.Parameter of shape \[7, 7\] that requires grad but was not taken from "
+        r"params, so it would get no gradient\. .*compute with it in the step"
+    )
+    with pytest.raises(ValueError, match=expected):
+        segment(params, torch.zeros(B, H), x, x)
+    readout.requires_grad_(False)
+    assert segment(params, torch.zeros(B, H), x, x).loss.isfinite()
 
 
 # -- what a step returns ------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from .._loss import segment_loss
 from .graphs import reachable_from
 from .signature import Leaf, Level, Recipe, Signature, vmapped
 from .timebatch import for_any_length
-from .trace import own_words, trace_function
+from .trace import forbid_trained_captures, own_words, trace_function
 
 
 @dataclass
@@ -98,9 +98,17 @@ class LossTracer:
             return [segment_loss(recipe.loss, back(out), y, mask, s.time_dim, recipe.context)]
 
         with own_words("loss", self.recipe.loss):
-            return trace_function(
+            graph = trace_function(
                 value, self._examples(mode, steps, []), mode, before_autograd=True
             )
+        captures = [getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")]
+        forbid_trained_captures(
+            "loss",
+            captures,
+            "A loss has no parameters of its own: compute with it in the step, whose out the loss "
+            "gets, or detach it.",
+        )
+        return graph
 
     def _examples(
         self, mode: FakeTensorMode, steps: Any, axes: Sequence[tuple[Level, list[bool]]]

@@ -310,14 +310,12 @@ def _lift_captures(module: fx.GraphModule, after: int) -> list[Tensor]:
     placeholders = module.graph.find_nodes(op="placeholder")
     nodes = module.graph.find_nodes(op="get_attr")
     values = [getattr(module, node.target) for node in nodes]
-    for value in values:
-        if value.requires_grad:
-            kind = "an nn.Parameter" if isinstance(value, nn.Parameter) else "a tensor"
-            raise ValueError(
-                f"step: uses {kind} of shape {list(value.shape)} that requires grad but is not in "
-                "params, so it would get no gradient. Pass it in params (for a module use "
-                "torch.func.functional_call, or give the module itself as step), or detach it."
-            )
+    forbid_trained_captures(
+        "step",
+        values,
+        "Pass it in params (for a module use torch.func.functional_call, or give the module itself "
+        "as step), or detach it.",
+    )
     for i, node in enumerate(nodes):
         with module.graph.inserting_before(placeholders[after]):
             lifted = module.graph.placeholder(f"captured_{i}")
@@ -326,3 +324,14 @@ def _lift_captures(module: fx.GraphModule, after: int) -> list[Tensor]:
         module.graph.erase_node(node)
     module.recompile()
     return values
+
+
+def forbid_trained_captures(argument: str, values: Sequence[Tensor], remedy: str) -> None:
+    """A tensor that is closed over and wants a gradient would silently get none."""
+    for value in values:
+        if value.requires_grad:
+            kind = "an nn.Parameter" if isinstance(value, nn.Parameter) else "a tensor"
+            raise ValueError(
+                f"{argument}: uses {kind} of shape {list(value.shape)} that requires grad but was "
+                f"not taken from params, so it would get no gradient. {remedy}"
+            )

@@ -1,7 +1,9 @@
-"""Where a loss that is not finite came from."""
+"""A loss that is not finite: where it came from, and what it does to a run."""
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import Any
 
 import torch
@@ -10,9 +12,41 @@ from torch import Tensor
 from .._compat import keystr, tree_flatten_with_path, tree_leaves
 from .._layout import Layout
 from .._output import SegmentOutput
+from .optimizing import Learner
 from .source import Chunk
 
 Tree = Any
+
+
+class Guard:
+    """Looks at losses and norms, and does what ``mode`` says: "stop", "skip" or "raise"."""
+
+    def __init__(self, mode: str, learner: Learner) -> None:
+        self.mode, self.learner = mode, learner
+        self.lost = False  # the parameters are not finite either
+
+    def is_sound(self, value: Tensor) -> bool:
+        """Whether it is finite, if that is to be known at once; on a CPU it costs nothing."""
+        if value.device.type != "cpu" and self.mode != "skip":
+            return True
+        return bool(torch.isfinite(value).all()) if value.dim() else math.isfinite(value)
+
+    def stops(self, what: str, stopping: str) -> bool:
+        """Tells the caller what was found, in a warning; whether the run is to stop.
+
+        Raises FloatingPointError if that is the mode.
+        """
+        mode = self.mode
+        if nonfinite_parameter(self.learner.trained):
+            self.lost = True
+            if mode == "skip":  # each window from here on would be left out
+                mode, stopping = "stop", "The run stops: parameters that are not finite stay so."
+        then = {"stop": stopping, "skip": "It is left out.", "raise": ""}[mode]
+        message = f"ftbptt: {what}. {then}".strip()
+        if mode == "raise":
+            raise FloatingPointError(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return mode == "stop"
 
 
 def nonfinite_window(

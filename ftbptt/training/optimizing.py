@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
@@ -30,6 +30,11 @@ class FunctionalOptimizer(Protocol):
 
 def differentiable(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
+
+
+def frozen(leaf: Tensor) -> bool:
+    """A plain tensor need not ask for a gradient to be trained, but a parameter must."""
+    return not leaf.requires_grad and isinstance(leaf, nn.Parameter)
 
 
 class Learner:
@@ -129,7 +134,7 @@ class Learner:
         return grads, norm
 
     def _give(self, grads: list[Tensor]) -> None:
-        """Puts gradients where an optimizer of torch finds them."""
+        """Puts gradients where an optimizer of torch finds them; none for what is frozen now."""
         if len(self._unique) < len(self._own):  # one tensor stands in params twice
             for p in self._unique:
                 p.grad = None
@@ -138,6 +143,9 @@ class Learner:
         else:
             for p, grad in zip(self._own, grads, strict=True):
                 p.grad = grad
+        for p in self._unique:
+            if frozen(p):
+                p.grad = None
 
     def step(self, grads: list[Tensor]) -> None:
         """The update. ``grads`` are those of :meth:`ready`."""

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._compat import tree_leaves, tree_map
-from .._output import SegmentOutput
 from .checkpoint import as_plain, from_plain, save_checkpoint
-from .cursor import Cursor, Place, Span
-from .events import Events, SequenceEnd, emit, tell_sequence_ends
+from .cursor import Cursor, Place
+from .events import Events, SequenceEnd, emit
 from .interrupt import uninterrupted
 from .measured import Measured
-from .nonfinite import nonfinite_parameter, nonfinite_window
+from .nonfinite import Guard, nonfinite_parameter
 from .optimizing import Learner
 from .report import Meter, ProgressBar, Report
 from .segments import Segments
-from .source import Chunk
 from .update import Update
+from .window_run import WindowRunner
 
 Tree = Any
 
@@ -61,15 +58,20 @@ class Stream(Iterator[Update]):
         checkpoint_every: int,
         progress: bool,
     ) -> None:
-        self._segments, self._cursor, self._learner = segments, cursor, learner
+        self._cursor, self._learner = cursor, learner
         self._meter, self._events, self._limits = meter, events, limits
         self._checkpoint, self._checkpoint_every = checkpoint, checkpoint_every
         self._initial = state if state is None else tree_map(Tensor.detach, state)
+        self._guard = Guard(limits.on_nonfinite, learner)
+        self._windows = WindowRunner(
+            segments, learner, cursor.truncation, self._initial, self._guard, events,
+            limits.micro_batches,
+        )  # fmt: skip
         self._place = Place(0, 0, 0, self._initial)  # behind the last window
         self._behind = self._initial  # the state behind the last window's last step
         # Where the run stood before the work on the next update began; None between two updates.
         self._stand: dict[str, Any] | None = None
-        self._whole = True  # the parameters are finite, and all of the same update
+        self._whole = True  # the parameters are all of the same update
         self._saved = 0  # the index that the checkpoint has
         self._last: Update | None = None  # not reported yet
         self._begun = self._finished = False
@@ -187,12 +189,17 @@ class Stream(Iterator[Update]):
             while len(windows) < self._limits.accumulate:
                 span = self._cursor.take(self._place)
                 if span is not None:
-                    windows += self._window(span)
+                    ran = self._windows.run(span, self._place, self.index)
+                    if ran is None:
+                        self._finished = True
+                        return None
+                    self._behind, self._place = ran.behind, ran.place
+                    self._cursor.prefetch(ran.place)
+                    if ran.measured is not None:
+                        windows.append(ran.measured)
                 elif windows:  # an epoch ends with an update of what there is
                     break
                 elif not self._next_epoch():
-                    return None
-                if self._finished:
                     return None
             update = self._update(Measured.joined(windows))
             if update is not None or self._finished:
@@ -217,60 +224,11 @@ class Stream(Iterator[Update]):
         emit(self._events.epoch_start, epoch + 1)
         return True
 
-    def _window(self, span: Span) -> list[Measured]:
-        """Runs a window and gathers its gradients: what was measured, if any of it counts."""
-        segments, events, truncation = self._segments, self._events, self._cursor.truncation
-        window, params = span.window, self._learner.params
-        if events.sequence_end:
-            tell_sequence_ends(events, span, self._place.end, segments.axes(span.chunk.x))
-        # Where the next window will start: its state is kept when this one comes past.
-        keep = window.end if truncation.fresh else truncation.window(window.index + 1).warm
-        state = self._initial if truncation.fresh else self._place.state
-        state, kept = segments.warm_up(params, state, span, keep)
-        chunk = segments.trained_part(span)
-        within = keep - window.start if window.start < keep < window.end else None
-        measured, behind, held, sound = [], [], [], True
-        rows = segments.rows(chunk, state)
-        row = None if rows is None else 0  # the first of a part
-        gathered = self._learner.gathered
-        for part, own in segments.in_parts(chunk, state, self._limits.micro_batches):
-            emit(events.before_window, window, part)
-            scale = self._learner.scale()
-            result, own_kept = segments.train(params, own, part, within, scale)
-            emit(events.after_window, window, result)
-            behind.append(result.state)
-            held.append(own_kept)
-            weight, tokens = segments.weigh(part, result.state, segments.context)
-            loss = result.loss if scale is None else result.loss / scale
-            if self._is_sound(loss):
-                self._learner.add(result.grads, weight)
-                measured.append(Measured(loss, weight, window.end - window.start, tokens))
-            else:
-                sound = False
-                self._report_nonfinite(loss, span, part, result, row)
-                if self._finished:
-                    return []
-            if row is not None:
-                row += segments.rows(part, result.state) or 0
-        if min(keep, window.end) > window.start:
-            kept = segments.joined(held)
-        self._behind = segments.joined(behind)
-        if not sound:
-            # As a whole, also in micro-batches of which some were sound.
-            self._learner.gathered, measured = gathered, []
-            self._behind = segments.restarted(self._behind, self._initial, rows)
-            kept = segments.restarted(kept, self._initial, rows)
-        self._place = Place(
-            self._place.epoch, window.index + 1, min(keep, window.end), kept, window.end
-        )
-        self._cursor.prefetch(self._place)
-        return [Measured.of_rows(measured)] if measured else []
-
     def _update(self, measured: Measured) -> Update | None:
         """The optimizer's step; None if it was not made."""
         grads, norm = self._learner.ready()
-        if norm is not None and self._learner.scaler is None and not self._is_sound(norm):
-            self._on_nonfinite(
+        if norm is not None and self._learner.scaler is None and not self._guard.is_sound(norm):
+            self._finished |= self._guard.stops(
                 f"the gradient's norm is {float(norm)} in update {self.index}",
                 "The run stops before that update; the parameters are those before it.",
             )
@@ -316,40 +274,11 @@ class Stream(Iterator[Update]):
         emit(self._events.report, report)
         if not math.isfinite(report.loss):
             words = nonfinite_parameter(self._learner.params) or "its parameters are finite"
-            self._on_nonfinite(
+            self._finished |= self._guard.stops(
                 f"the mean loss up to update {report.index} is {report.loss}: {words}",
                 "The run stops; updates with such a loss have been made. on_nonfinite='skip' looks "
                 "at each loss before its update.",
             )
-
-    def _is_sound(self, value: Tensor) -> bool:
-        """Whether it is finite, if that is to be known at once; on a CPU it costs nothing."""
-        if value.device.type != "cpu" and self._limits.on_nonfinite != "skip":
-            return True
-        return bool(torch.isfinite(value).all()) if value.dim() else math.isfinite(value)
-
-    def _report_nonfinite(
-        self, loss: Tensor, span: Span, part: Chunk, result: SegmentOutput, row: int | None
-    ) -> None:
-        layout, start = self._segments.layout(part.x), span.window.start
-        words = nonfinite_window(self._learner.params, result, part, layout, start, row)
-        self._on_nonfinite(
-            f"the loss of update {self.index} is {loss.tolist()}: {words}",
-            "The run stops before that update; the parameters are those before it.",
-        )
-
-    def _on_nonfinite(self, what: str, stopping: str) -> None:
-        mode = self._limits.on_nonfinite
-        if nonfinite_parameter(self._learner.trained):
-            self._whole = False
-            if mode == "skip":  # each window from here on would be left out
-                mode, stopping = "stop", "The run stops: parameters that are not finite stay so."
-        then = {"stop": stopping, "skip": "It is left out.", "raise": ""}[mode]
-        message = f"ftbptt: {what}. {then}".strip()
-        if mode == "raise":
-            raise FloatingPointError(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
-        self._finished |= mode == "stop"
 
     def finish(self) -> None:
         """Ends the run: reads the last losses, and writes the checkpoint.
@@ -383,7 +312,9 @@ class Stream(Iterator[Update]):
 
     def _save_new(self) -> None:
         """Writes the checkpoint if it has not got the last update, and that is worth keeping."""
-        if self._checkpoint is None or self._saved == self.index or not self._whole:
+        if self._checkpoint is None or self._saved == self.index:
+            return
+        if not self._whole or self._guard.lost:
             return
         if self._meter.unread_is_finite():
             self.save()

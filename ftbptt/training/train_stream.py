@@ -82,7 +82,8 @@ def train_stream(
     ``optimizer``
         A ``torch.optim.Optimizer`` on the tensors of ``params``, or an object with
         ``init(params) -> opt_state`` and ``update(grads, opt_state, params) -> (params,
-        opt_state)``; the parameters are then in ``update.params``.
+        opt_state)``; the parameters are then in ``update.params``. The former leaves a parameter
+        that does not require a gradient as it is.
     ``k1``, ``k2``, ``burn_in``, ``context``, ``fresh``
         An update every ``k1`` steps, with gradients over the last ``k2`` (default: ``k1``), of
         which the first ``context`` have no loss; ``burn_in`` steps before them warm up the state
