@@ -23,16 +23,24 @@ from ._reference import reference_segment
 from ._segment import TrainSegment, make_train_segment
 from ._step import Step, as_step
 from ._taps import Tap, tap
+from .debug import Comparison, GradientHorizon, compare_to_reference, gradient_horizon
+from .training import RandomTruncation, random_truncation
 
 __all__ = [
+    "Comparison",
     "Explanation",
+    "GradientHorizon",
+    "RandomTruncation",
     "SegmentOutput",
     "Step",
     "Tap",
     "TappedOutput",
     "TrainSegment",
     "as_step",
+    "compare_to_reference",
+    "gradient_horizon",
     "make_train_segment",
+    "random_truncation",
     "reference_segment",
     "tap",
 ]

@@ -45,15 +45,19 @@ class Executable:
 
     def run(self, groups: dict[str, list[Tensor]], *, graded: bool) -> list[Tensor]:
         """``[*grads, *state, loss, *out, *d_probes]``, without gradients if not ``graded``."""
-        plan = self.plan
-        given = [*groups["params"], *groups["buffers"], *plan.captures, *groups["initial_state"]]
-        x = [*groups["x"], *groups["reset"], *groups["mask"]]
-        rest = [*groups["y"], *groups["mask"]]
-        carries = self._parts(groups["state"])
         run = self._whole if self.uncut else self._chunked
-        grads, carries, loss, out, d_probes = run(given, x, rest, carries, graded)
+        grads, carries, loss, out, d_probes = run(*self.inputs(groups), graded)
         state = self._packed(carries)
         return [*(self._of_params(grads) if graded else ()), *state, loss, *out, *d_probes]
+
+    def inputs(
+        self, groups: dict[str, list[Tensor]]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+        """What the loops are given: invariants, the step's inputs, the loss's, the carries."""
+        captures = self.plan.captures
+        given = [*groups["params"], *groups["buffers"], *captures, *groups["initial_state"]]
+        x = [*groups["x"], *groups["reset"], *groups["mask"]]
+        return given, x, [*groups["y"], *groups["mask"]], self._parts(groups["state"])
 
     def _whole(
         self,
@@ -144,8 +148,8 @@ class Executable:
         if not graded:
             return [], carries, loss, out, []
         if plan.sliding is not None:
-            sequences = [*x, *saved[0], *d_outs]
-            grads = self._reverse_windows(plan.sliding, invariants, sequences, len(d_outs))
+            sequences = [*x, *saved[0]]
+            grads = self._reverse_windows(plan.sliding, invariants, sequences, d_outs)
             d_probes: list[Tensor] = []
         else:
             grads, d_probes = self._reverse(bounds, invariants, x, saved, d_outs)
@@ -190,7 +194,11 @@ class Executable:
         return sums, [torch.cat(own) for own in zip(*stacked, strict=True)]
 
     def _reverse_windows(
-        self, sliding: Sliding, invariants: list[Tensor], sequences: list[Tensor], n_outs: int
+        self,
+        sliding: Sliding,
+        invariants: list[Tensor],
+        sequences: list[Tensor],
+        d_outs: list[Tensor],
     ) -> list[Tensor]:
         """The gradient of each trained invariant, summed over windows that run side by side."""
         loop, steps, device = self.plan.reverse, sequences[0].shape[0], sequences[0].device
@@ -203,11 +211,7 @@ class Executable:
         for first in range(0, len(windows), count):
             own = windows[first : first + count]
             own += [(0, 0)] * (count - len(own))  # of no loss, so of no gradient
-            at, counts = sliding.gather(own, steps, device)
-            gathered = [sequence.index_select(0, at) for sequence in sequences]
-            for i in range(len(gathered) - n_outs, len(gathered)):
-                flags = counts.reshape(-1, *(1,) * (gathered[i].dim() - 1))
-                gathered[i] = torch.where(flags, gathered[i], 0)
+            gathered = sliding.sequences(own, sequences, d_outs)
             args = [*invariants, *gathered, *carries]
             if name not in self.functions:
                 run_scan = on_windows(self.backend.run_scan, loop, count)
@@ -215,7 +219,7 @@ class Executable:
 
                 def function(*args: Tensor) -> list[Tensor]:
                     own = args[:n_inv], args[n_inv : n_inv + n_seq], args[n_inv + n_seq :]  # noqa: B023
-                    return run_loop(loop, run_scan, *own, len(at), count)[2]  # noqa: B023
+                    return run_loop(loop, run_scan, *own, count * sliding.length, count)[2]  # noqa: B023
 
                 self._build(name, function, args, 0, 0)
             found = self.functions[name](*args)

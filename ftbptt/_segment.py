@@ -22,7 +22,7 @@ from ._recall import Known, Recall, Trees, like
 from ._step import Step, StepFunction, as_step
 from ._vmap import Found, SegmentFunction
 from .backends import EAGER, NAMES, choose
-from .compiler.plan import make_plan
+from .compiler.plan import Plan, make_plan
 from .compiler.signature import Recipe
 
 Tree = Any
@@ -199,7 +199,7 @@ class TrainSegment:
         *,
         tapped: bool = False,
     ) -> None:
-        self._recipe, self._backend, self._tapped = recipe, backend, tapped
+        self.recipe, self._backend, self.tapped = recipe, backend, tapped
         self._time_dim, self._in_dims = time_dim, in_dims
         self._executables: dict[Any, Executable] = {}
         self._recall = Recall()
@@ -251,52 +251,77 @@ class TrainSegment:
         """
         call, tensors, _ = self._laid_out(params, state, x, y, reset, mask)
         executable = self._executable(call, tensors)
-        steps = next(t for t, time in zip(tensors, call.is_sequence(), strict=True) if time).shape[
-            0
-        ]
-        return explain(executable, self._recipe.step.name, steps)
+        steps = call.groups(tensors)["x"][0].shape[0]
+        return explain(executable, self.recipe.step.name, steps)
+
+    def plan(
+        self,
+        params: Tree,
+        state: Tree,
+        x: Tree,
+        y: Tree,
+        *,
+        reset: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Plan, dict[str, list[Tensor]]]:
+        """The plan of such a call, and its arguments, flat and with time in front, by group."""
+        call, tensors, _ = self._laid_out(params, state, x, y, reset, mask)
+        return self._executable(call, tensors).plan, call.groups(tensors)
 
     def layout(self, x: Tree) -> Layout:
         """Where time and rows lie in data like ``x``."""
-        return layout_of(self._recipe.step, self._time_dim, self._in_dims, x)
+        return layout_of(self.recipe.step, self._time_dim, self._in_dims, x)
 
     def row_axis(self, leaf: Tensor) -> int:
         """The axis of the rows in a leaf of the state."""
         if self._in_dims is not None:
             return self._in_dims[1] or 0
-        return self._recipe.step.row_axis(leaf)
+        return self.recipe.step.row_axis(leaf)
 
     @property
     def batched_axes(self) -> int:
         """The fewest axes of ``x`` with rows."""
-        return self._recipe.step.batched_axes
+        return self.recipe.step.batched_axes
 
     def variant(
-        self, *, states: bool, loss: Callable[[Loss], Loss] | None, context: int
+        self,
+        *,
+        states: bool = False,
+        factors: bool = False,
+        loss: Callable[[Loss], Loss] | None = None,
+        context: int | None = None,
+        time_dim: int | None = None,
     ) -> TrainSegment:
-        """The same segment with another output or loss.
+        """The same segment with another input, output or loss.
 
         ``states``: ``out`` becomes ``(out, states)``, where ``states`` has the state before each
-        step. ``loss``: called with the loss, returns the one to use. ``context``: as in
-        :func:`make_train_segment`.
+        step. ``factors``: ``x`` becomes ``(x, factors)``, one number for each step by which the
+        gradient is multiplied that goes back from it. ``loss``: called with the loss, returns the
+        one to use. ``context``, ``time_dim``: as in :func:`make_train_segment`, if not as before.
         """
-        step, own = self._recipe.step, self._recipe.loss
+        step, own = self.recipe.step, self.recipe.loss
+        if factors:
+            step = step.with_gradient_factors()
         if states:
             step, own = step.with_states(), _of_first(own)
         if loss is not None:
             own = loss(own)
-        recipe = replace(self._recipe, step=step, loss=own, context=context)
+        context = self.recipe.context if context is None else context
         return TrainSegment(
-            recipe, self._backend, self._time_dim, self._in_dims, tapped=self._tapped
+            replace(self.recipe, step=step, loss=own, context=context),
+            self._backend,
+            self._time_dim if time_dim is None else time_dim,
+            self._in_dims,
+            tapped=self.tapped,
         )
 
     @property
     def context(self) -> int:
         """The steps at the start of a segment that have no loss."""
-        return self._recipe.context
+        return self.recipe.context
 
     def __repr__(self) -> str:
-        return f"TrainSegment({self._recipe.step.name}, backend={self._backend!r})"
+        return f"TrainSegment({self.recipe.step.name}, backend={self._backend!r})"
 
     # -- one call -------------------------------------------------------------------------------
 
@@ -313,7 +338,7 @@ class TrainSegment:
     ) -> SegmentOutput:
         mapped = inside_functorch()
         key = trees = None
-        if not mapped and self._in_dims is None and state is not None and not self._tapped:
+        if not mapped and self._in_dims is None and state is not None and not self.tapped:
             trees = Trees.of((params, state, x, y, reset, mask))
         if trees is not None:
             key = (trees.key, graded, *self._surroundings(trees))
@@ -348,7 +373,7 @@ class TrainSegment:
         after = tree_unflatten(after, call.specs[1])
         n_out = found.out_spec.num_leaves
         tree = tree_unflatten(out[:n_out], found.out_spec)
-        if self._tapped:
+        if self.tapped:
             own, values = tree
             tapped: Any = TappedOutput(grads, after, value, own, taps_of(values, out[n_out:]))
             return tapped  # a fifth part, for those who asked for it
@@ -359,15 +384,15 @@ class TrainSegment:
     ) -> tuple[Call, list[Tensor], Layout]:
         """A call, checked, as flat tensors with time in front."""
         call, tensors, layout = lay_out(
-            self._recipe, self._time_dim, self._in_dims, params, state, x, y, reset, mask
+            self.recipe, self._time_dim, self._in_dims, params, state, x, y, reset, mask
         )
-        if self._tapped:
-            call, tensors = with_probes(self._recipe.step, call, tensors)
+        if self.tapped:
+            call, tensors = with_probes(self.recipe.step, call, tensors)
         return call, tensors, layout
 
     def _surroundings(self, trees: Trees) -> tuple[Any, ...]:
         """What a call depends on besides its arguments."""
-        step = self._recipe.step
+        step = self.recipe.step
         buffers = tuple((n, b.shape, b.dtype) for n, b in step.buffers().items())
         return (buffers, *context_of(step, trees.device_type))
 
@@ -376,7 +401,7 @@ class TrainSegment:
     ) -> SegmentOutput:
         """A call like one before, its arguments as they lie."""
         own_params, *others = trees.leaves
-        before = [*own_params, *self._recipe.step.buffers().values(), *known.initial]
+        before = [*own_params, *self.recipe.step.buffers().values(), *known.initial]
         tensors = [leaf.detach() for leaf in (*before, *(t for own in others for t in own))]
         found = Found()
         flat = self._run(known.call, graded, found, tensors, known.executable)
@@ -410,7 +435,7 @@ class TrainSegment:
             except Exception as error:
                 warnings.warn(
                     f"ftbptt: the {executable.backend.name} backend failed for "
-                    f"{self._recipe.step.name} ({_first_line(error)}); this segment runs on the "
+                    f"{self.recipe.step.name} ({_first_line(error)}); this segment runs on the "
                     f"eager backend instead, slower. backend={executable.backend.name!r} shows the "
                     "whole error.",
                     RuntimeWarning,
@@ -425,7 +450,7 @@ class TrainSegment:
         key = call.key(tensors)
         if key not in self._executables:
             self.trace_count += 1
-            recipe = replace(self._recipe, probes=call.probes)
+            recipe = replace(self.recipe, probes=call.probes)
             plan = make_plan(recipe, call.signature(tensors), call.buffer_names)
             self._executables[key] = Executable(plan, choose(self._backend), self._count_compile)
         return self._executables[key]

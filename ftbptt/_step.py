@@ -143,6 +143,33 @@ class Step:
             call_module=lambda m, x, s: run(partial(call, m), dict(m.named_parameters()), x, s),
         )
 
+    def with_gradient_factors(self) -> Step:
+        """The same step on ``(x_t, factor)``: the gradient by the state is multiplied by that."""
+
+        def scaled(factor: Tensor, state: Tree) -> Tree:
+            factor = factor.reshape(())  # axes of size 1 stand before the axis of time
+
+            def scale(leaf: Tensor) -> Tensor:
+                if not (leaf.is_floating_point() or leaf.is_complex()):
+                    return leaf
+                value = leaf.detach()
+                return value + factor.to(leaf.dtype) * (leaf - value)
+
+            return tree_map(scale, state)
+
+        zeros = self.zero_state
+        start = None if zeros is None else lambda x: zeros(x[0])
+        if self.module is None:
+            function = self.function
+            assert function is not None
+            return replace(
+                self, function=lambda p, x, s: function(p, x[0], scaled(x[1], s)), zero_state=start
+            )
+        call = self.call_module or _call_module
+        return replace(
+            self, call_module=lambda m, x, s: call(m, x[0], scaled(x[1], s)), zero_state=start
+        )
+
     def own_names(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
         """``params`` by the names of the module; torch.compile puts a prefix before them."""
         return {name.removeprefix(COMPILED_PREFIX): value for name, value in params.items()}

@@ -73,7 +73,7 @@ def test_states_between_the_steps(name: str) -> None:
     given = problem(name)
     options: Any = {"time_dim": given.time_dim or None}
     segment = make_train_segment(given.step, given.loss, backend="eager", **options)
-    segment = segment.variant(states=True, loss=None, context=0)
+    segment = segment.variant(states=True)
     arguments = given.data(7)
     found = segment(*arguments)
     expected = reference_segment(given.step, given.loss, *arguments, **options)

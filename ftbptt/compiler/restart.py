@@ -58,8 +58,7 @@ def with_reset_and_mask(
     def choose(flags: Tensor, yes: list[Tensor], no: list[Tensor]) -> list[Tensor]:
         chosen: list[Tensor] = []
         for packing, axis in zip(packings, row_axes, strict=True):
-            stacked = packing.dim is not None and not packing.sizes
-            own_axis = axis - 1 if stacked and packing.dim < axis else axis
+            own_axis = packing.row_axis(axis)
             for _ in range(packing.count):
                 pair = yes[len(chosen)], no[len(chosen)]
                 chosen.append(broadcast_rows(torch.where, flags, *pair, _always(own_axis)))

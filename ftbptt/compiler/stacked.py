@@ -32,6 +32,11 @@ class Packing:
         dim = self.dim + batch_axes
         return list(leaf.split(self.sizes, dim) if self.sizes else leaf.unbind(dim))
 
+    def row_axis(self, axis: int) -> int:
+        """The axis of the rows in each part, from that in the leaf."""
+        stacked = self.dim is not None and not self.sizes
+        return axis - 1 if stacked and self.dim < axis else axis
+
     def pack(self, parts: Sequence[Tensor], batch_axes: int = 0) -> Tensor:
         if self.dim is None:
             return parts[0]

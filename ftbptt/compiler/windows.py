@@ -47,6 +47,18 @@ class Sliding:
         counts = (step >= first) & (step < end)
         return step.clamp(max=steps - 1).flatten(), counts.flatten()
 
+    def sequences(
+        self, windows: list[tuple[int, int]], sequences: list[Tensor], d_outs: list[Tensor]
+    ) -> list[Tensor]:
+        """What a reverse loop over these windows reads, ``[length * windows, ...]``."""
+        steps, device = sequences[0].shape[0], sequences[0].device
+        at, counts = self.gather(windows, steps, device)
+        gathered = [sequence.index_select(0, at) for sequence in sequences]
+        for d_out in d_outs:
+            own = d_out.index_select(0, at)
+            gathered.append(torch.where(counts.reshape(-1, *(1,) * (own.dim() - 1)), own, 0))
+        return gathered
+
 
 def on_windows(run_scan: RunScan, loop: DistributedLoop, windows: int) -> RunScan:
     """Runs the loop's scan blocks on so many windows at once; sequences as in ``run_loop``."""

@@ -154,7 +154,7 @@ class Batches:
     def predict(self, params: Tree, state: Tree, chunk: Chunk, k: int) -> tuple[Tree, Tree]:
         """``(out, state)`` of all steps, without a target or a loss."""
         if self._predicting is None:
-            own = self.train_segment.variant(states=False, loss=lambda _: _no_loss, context=0)
+            own = self.train_segment.variant(loss=lambda _: _no_loss, context=0)
             self._predicting = Segments(own)
         found = list(self._forward(self._predicting, params, state, chunk, k))
         outs = [out for out, *_ in found]

@@ -14,6 +14,7 @@ from .evaluate import Evaluation, evaluate_stream
 from .events import Events, SequenceEnd
 from .optimizing import FunctionalOptimizer
 from .packing import PackedSequences
+from .random_truncation import RandomTruncation, random_truncation
 from .report import Report, plot_history, write_scalars
 from .source import Chunk, Source
 from .stream import Stream
@@ -30,6 +31,7 @@ __all__ = [
     "Events",
     "FunctionalOptimizer",
     "PackedSequences",
+    "RandomTruncation",
     "Report",
     "SequenceEnd",
     "Source",
@@ -40,6 +42,7 @@ __all__ = [
     "evaluate_stream",
     "load_checkpoint",
     "plot_history",
+    "random_truncation",
     "save_checkpoint",
     "train_stream",
     "write_scalars",

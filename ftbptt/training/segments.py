@@ -201,11 +201,11 @@ class Segments:
         """The rows of a chunk and a state in micro-batches."""
         if parts == 1:
             return [(chunk, state)]
-        return split_rows(chunk, state, parts, self.layout(chunk.x), self._row_axis)
+        return split_rows(chunk, state, parts, self.layout(chunk.x), self.row_axis)
 
     def joined(self, states: list[Tree]) -> Tree:
         """The states of micro-batches as one."""
-        return join_rows(states, self._row_axis)
+        return join_rows(states, self.row_axis)
 
     def weigh(self, chunk: Chunk, state: Tree, context: int) -> tuple[int | Tensor, int]:
         """How many valid steps a chunk has, all rows together; and how many steps in all."""
@@ -222,7 +222,7 @@ class Segments:
         if across not in self._rows:
             run = self.train_segment
             least = run.batched_axes if isinstance(run, TrainSegment) else 2
-            self._rows[across] = count_rows(chunk, state, layout, self._row_axis, least)
+            self._rows[across] = count_rows(chunk, state, layout, self.row_axis, least)
         return self._rows[across]
 
     def restarted(self, state: Tree, initial: Tree, rows: int | None) -> Tree:
@@ -232,12 +232,13 @@ class Segments:
         if rows is None:
             return state if all(leaf.isfinite().all() for leaf in leaves) else initial
         for leaf in leaves:
-            axis = self._row_axis(leaf)
+            axis = self.row_axis(leaf)
             bad = ~torch.isfinite(leaf.movedim(axis, 0).reshape(leaf.shape[axis], -1)).all(1)
-            state = broadcast_rows(torch.where, bad, initial, state, self._row_axis)
+            state = broadcast_rows(torch.where, bad, initial, state, self.row_axis)
         return state
 
-    def _row_axis(self, leaf: Tensor) -> int:
+    def row_axis(self, leaf: Tensor) -> int:
+        """The axis of the rows in a leaf of the state."""
         if isinstance(self.train_segment, TrainSegment):
             return self.train_segment.row_axis(leaf)
         return 0
