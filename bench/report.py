@@ -183,3 +183,29 @@ def write(results: Results, folder: Path) -> list[Path]:
     paths[1].write_text(markdown(results))
     plot_bars(paths[2], results)
     return paths
+
+
+def write_targets(folder: Path, title: str, results: Results) -> None:
+    """Writes, and prints, what a bench of its own measured: ``results["targets"]`` has the rows."""
+    about = results["machine"]
+    lines = [
+        f"# {title}",
+        "",
+        f"{about['cpu']}, {about['threads']} threads ({about['instructions']}), torch "
+        f"{about['versions']['torch']}; {about['date']}, commit {about['commit']}; medians over "
+        f"{results['rounds']} rounds in which what is compared took turns.",
+        "",
+        "| what | target | measured | |",
+        "| --- | --- | ---: | --- |",
+    ]
+    if busy(results):
+        lines[3:3] = ["**Other work was on the machine**: the figures are off.", ""]
+    for own in results["targets"]:
+        measured = f"{own['measured']:.2f}{own['unit']}"
+        lines.append(f"| {own['what']} | {own['target']} | {measured} | {own['verdict']} |")
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / tag(results)
+    stem.with_name(stem.name + ".json").write_text(json.dumps(results, indent=1) + "\n")
+    text = "\n".join(lines) + "\n"
+    stem.with_name(stem.name + ".md").write_text(text)
+    print(text)

@@ -10,12 +10,10 @@ of the whole process, in a process of its own for each length.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +27,10 @@ from ftbptt.training import Chunk, PackedSequences, Stream, train_stream
 from . import frames, report
 from .cases import Case, Problem, build, loss
 from .targets import row
+from .turns import in_turns, ratio
 
 CASE = Case("lstm", "lstm", 64, 32, 64, 128)
 TINY = Case("tiny", "lstm", 4, 1, 3, 4)
-Call = Callable[[], object]
-
-
-def in_turns(calls: dict[str, Call], rounds: int, each: int) -> dict[str, list[float]]:
-    """Seconds of one call, the median of ``each`` calls, for every round."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            own = []
-            for _ in range(each):
-                began = time.perf_counter()
-                call()
-                own.append(time.perf_counter() - began)
-            if turn:  # the first is for warming up
-                times[name].append(statistics.median(own))
-    return times
-
-
-def ratio(times: dict[str, list[float]], a: str, b: str) -> float:
-    """How many times longer ``a`` takes than ``b``: the median over the rounds."""
-    return statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))
 
 
 def long_data(problem: Problem, windows: int) -> tuple[Tensor, Tensor]:
@@ -180,27 +158,6 @@ def long_frames(count: int, between: int, hidden: int, rate: float) -> list[dict
     return rows
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """What was measured, as a table."""
-    about = results["machine"]
-    lines = [
-        "# Streams",
-        "",
-        f"{about['cpu']}, {about['threads']} threads ({about['instructions']}), torch "
-        f"{about['versions']['torch']}; {about['date']}, commit {about['commit']}; medians over "
-        f"{results['rounds']} rounds in which what is compared took turns.",
-        "",
-        "| what | target | measured | |",
-        "| --- | --- | ---: | --- |",
-    ]
-    if report.busy(results):
-        lines[3:3] = ["**Other work was on the machine**: the figures are off.", ""]
-    for own in results["targets"]:
-        measured = f"{own['measured']:.2f}{own['unit']}"
-        lines.append(f"| {own['what']} | {own['target']} | {measured} | {own['verdict']} |")
-    return "\n".join(lines) + "\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.streams", description=__doc__)
@@ -220,12 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lambda: long_frames(10**5, 40, 16, 1e-2) if quick else long_frames(10**6, 100, 50, 3e-3),
     ]
     results["targets"] = [own for part in tqdm(parts, desc="streams") for own in part()]
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / report.tag(results)
-    stem.with_name(stem.name + ".json").write_text(json.dumps(results, indent=1) + "\n")
-    text = markdown(results)
-    stem.with_name(stem.name + ".md").write_text(text)
-    print(text)
+    report.write_targets(folder, "Streams", results)
     return 0
 
 

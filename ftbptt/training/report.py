@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -48,9 +49,12 @@ class Meter:
         self._losses: list[Tensor] = []
         self._weights: list[Any] = []
         self._sum = self._weight = torch.zeros(())  # of the losses before those, and their weights
+        self._noted = 0  # losses since the last report
+        self._bad = torch.tensor(math.inf)  # the first of them that is not finite
         self._steps = 0
         self._tokens = 0
         self.tokens_per_second = 0.0
+        self.first_nonfinite: int | None = None  # the update, in the last report
 
     def start(self) -> None:
         """The clock starts."""
@@ -79,6 +83,11 @@ class Meter:
         self._fold()
         loss = float((self._sum / self._weight.clamp(min=1)).mean())
         grad_norm = float(update.grad_norm)
+        bad = float(self._bad) if not math.isfinite(loss) else math.inf
+        self.first_nonfinite = (
+            None if bad == math.inf else update.index - self._noted + 1 + int(bad)
+        )
+        self._noted, self._bad = 0, torch.tensor(math.inf)
         now = time.perf_counter()
         took = max(now - self._since, 1e-9)
         report = Report(
@@ -98,6 +107,10 @@ class Meter:
         losses = torch.stack(self._losses).double()
         weights = _column(self._weights, losses.device)
         self._weight = self._weight.to(losses.device) + weights.sum()
+        bad = ~losses.isfinite().reshape(len(losses), -1).all(1)
+        first = torch.where(bad.any(), self._noted + bad.double().argmax(), math.inf)
+        self._bad = torch.minimum(self._bad.to(losses.device), first)
+        self._noted += len(losses)
         weights = weights.reshape(-1, *(1,) * (losses.dim() - 1))
         self._sum = self._sum.to(losses.device) + (losses * weights).sum(0)
         self._losses.clear()

@@ -275,7 +275,8 @@ class Stream(Iterator[Update]):
         if not math.isfinite(report.loss):
             words = nonfinite_parameter(self._learner.params) or "its parameters are finite"
             self._finished |= self._guard.stops(
-                f"the mean loss up to update {report.index} is {report.loss}: {words}",
+                f"the mean loss up to update {report.index} is {report.loss}, first that of update "
+                f"{self._meter.first_nonfinite}: {words}",
                 "The run stops; updates with such a loss have been made. on_nonfinite='skip' looks "
                 "at each loss before its update.",
             )
