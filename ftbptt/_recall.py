@@ -6,7 +6,7 @@ for a small cell, finding that out anew would take longer than the arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,35 +36,49 @@ class Trees:
         leaves: list[list[Tensor]] = []
         key: list[Any] = []
         for tree in trees:
-            kind = type(tree)
-            if kind in _TENSORS:
-                own = [tree]
-                key.append(Tensor)
-            elif tree is None:
-                own = []
-                key.append(None)
-            elif kind is dict:
-                own = list(tree.values())
-                key.append(tuple(tree))
-            elif kind is tuple or kind is list:
-                own = list(tree)
-                key.append((kind, len(own)))
-            else:
+            own: list[Tensor] = []
+            if not _flatten(tree, own, key):
                 return None
-            for leaf in own:
-                if type(leaf) not in _TENSORS:
-                    return None
-                key.append((leaf.shape, leaf.dtype, leaf.device))
             leaves.append(own)
         first = next((leaf for own in leaves for leaf in own), None)
         return None if first is None else cls(leaves, tuple(key), first.device.type)
 
 
+def _flatten(tree: Tree, leaves: list[Tensor], key: list[Any]) -> bool:
+    """Appends the tensors of a tree, and what it looks like; whether that is all it has."""
+    kind = type(tree)
+    if kind in _TENSORS:
+        leaves.append(tree)
+        key.append((tree.shape, tree.dtype, tree.device))
+        return True
+    if tree is None:
+        key.append(None)
+        return True
+    if kind is dict:
+        key.append(tuple(tree))
+        parts = tree.values()
+    elif kind is tuple or kind is list:
+        key.append((kind, len(tree)))
+        parts = tree
+    else:
+        return False
+    return all(_flatten(part, leaves, key) for part in parts)
+
+
 def like(tree: Tree, leaves: list[Tensor]) -> Tree:
     """Leaves in the structure of a tree that ``Trees`` knows."""
-    if type(tree) is dict:
-        return dict(zip(tree, leaves, strict=True))
-    return leaves[0] if type(tree) in _TENSORS else type(tree)(leaves)
+    return _like(tree, iter(leaves))
+
+
+def _like(tree: Tree, leaves: Iterator[Tensor]) -> Tree:
+    kind = type(tree)
+    if kind in _TENSORS:
+        return next(leaves)
+    if tree is None:
+        return None
+    if kind is dict:
+        return {name: _like(part, leaves) for name, part in tree.items()}
+    return kind([_like(part, leaves) for part in tree])
 
 
 @dataclass(frozen=True)

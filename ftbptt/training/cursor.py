@@ -48,7 +48,7 @@ class Cursor:
         source: Source,
         truncation: Truncation,
         axes_of: Callable[[Tree], TimeAxes],
-        prepare: Callable[[Chunk], Chunk],
+        prepare: Callable[[Chunk], Chunk] | None,
         mover: Mover,
     ) -> None:
         self.source, self.truncation, self.axes_of = source, truncation, axes_of
@@ -96,7 +96,11 @@ class Cursor:
             if self.truncation.learns(window):
                 break
             index += 1
-        return Span(window, first, *self.mover.start(self.prepare(chunk)))
+        if self.prepare is not None:
+            chunk = self.prepare(chunk)
+        if self.mover.device is None:
+            return Span(window, first, chunk)
+        return Span(window, first, *self.mover.start(chunk))
 
     # -- stopping and going on --------------------------------------------------------------------
 

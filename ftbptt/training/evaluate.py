@@ -89,7 +89,9 @@ def evaluate_stream(
         while (chunk := source.read(at, at + k)) is not None:
             if total is None:
                 check_axes(source, segments.axes(chunk.x))
-            chunk = mover.wait(*mover.start(segments.prepared(prepare, chunk)))
+            if prepare is not None:
+                chunk = segments.prepared(prepare, chunk)
+            chunk = mover.wait(*mover.start(chunk))
             result = segments.evaluate(params, state, chunk)
             state = result.state
             weight, _ = segments.weigh(chunk, state, 0)

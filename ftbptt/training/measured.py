@@ -20,13 +20,8 @@ class Measured(NamedTuple):
     tokens: int
 
     @staticmethod
-    def of_rows(parts: Sequence[Measured]) -> Measured:
-        """That of a window from its micro-batches."""
-        return Measured.joined(parts, steps=parts[0].steps)
-
-    @staticmethod
     def joined(parts: Sequence[Measured], steps: int | None = None) -> Measured:
-        """That of several windows."""
+        """That of several windows, or of a window of so many ``steps`` from its micro-batches."""
         if len(parts) == 1:
             return parts[0]
         weight = sum(part.weight for part in parts)

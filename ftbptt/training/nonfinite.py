@@ -27,7 +27,7 @@ class Guard:
 
     def is_sound(self, value: Tensor) -> bool:
         """Whether it is finite, if that is to be known at once; on a CPU it costs nothing."""
-        if value.device.type != "cpu" and self.mode != "skip":
+        if not value.is_cpu and self.mode != "skip":
             return True
         return bool(torch.isfinite(value).all()) if value.dim() else math.isfinite(value)
 

@@ -32,11 +32,6 @@ def differentiable(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
 
-def frozen(leaf: Tensor) -> bool:
-    """A plain tensor need not ask for a gradient to be trained, but a parameter must."""
-    return not leaf.requires_grad and isinstance(leaf, nn.Parameter)
-
-
 class Learner:
     """Gathers gradients of windows and, when enough are there, makes an update of them."""
 
@@ -98,8 +93,9 @@ class Learner:
 
     def add(self, grads: Tree, weight: Any) -> None:
         """Gathers gradients of the mean over ``weight`` valid steps: a weighted mean of all."""
-        leaves = tree_leaves(grads)
-        new = [leaves[i] for i in self._trained]
+        new = tree_leaves(grads)
+        if len(new) > len(self._trained):
+            new = [new[i] for i in self._trained]
         if self.gathered is not None:
             (old, n), m = self.gathered, weight
             total = n + m
@@ -118,10 +114,9 @@ class Learner:
         grads, _ = self.gathered
         self.gathered = None
         if isinstance(self.optimizer, Optimizer):
-            self._give(grads)
+            grads = self._give(grads)
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            grads = [p.grad for p in self._unique if p.grad is not None]
         norm = None
         if self.clip_norm is not None:
             norm = get_total_norm(grads)
@@ -133,19 +128,21 @@ class Learner:
                 grad.clamp_(-self.clip_value, self.clip_value)
         return grads, norm
 
-    def _give(self, grads: list[Tensor]) -> None:
+    def _give(self, grads: list[Tensor]) -> list[Tensor]:
         """Puts gradients where an optimizer of torch finds them; none for what is frozen now."""
         if len(self._unique) < len(self._own):  # one tensor stands in params twice
-            for p in self._unique:
-                p.grad = None
+            total: dict[int, Tensor] = {}
             for p, grad in zip(self._own, grads, strict=True):
-                p.grad = grad if p.grad is None else p.grad + grad
-        else:
-            for p, grad in zip(self._own, grads, strict=True):
+                total[id(p)] = total[id(p)] + grad if id(p) in total else grad
+            grads = list(total.values())
+        given = []
+        for p, grad in zip(self._unique, grads, strict=True):
+            if p.requires_grad or not isinstance(p, nn.Parameter):
                 p.grad = grad
-        for p in self._unique:
-            if frozen(p):
+                given.append(grad)
+            else:  # a plain tensor need not ask for a gradient to be trained, but a parameter must
                 p.grad = None
+        return given
 
     def step(self, grads: list[Tensor]) -> None:
         """The update. ``grads`` are those of :meth:`ready`."""

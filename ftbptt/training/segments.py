@@ -107,15 +107,11 @@ class Segments:
             self._axes = TimeAxes(layout.x_time, layout.y_time)
         return self._axes
 
-    def prepared(
-        self, prepare: Callable[[Tree, Tree], tuple[Tree, Tree]] | None, chunk: Chunk
-    ) -> Chunk:
+    def prepared(self, prepare: Callable[[Tree, Tree], tuple[Tree, Tree]], chunk: Chunk) -> Chunk:
         """The chunk as ``prepare(x, y)`` makes it.
 
         Raises TypeError and ValueError if that is no pair of sequences of as many steps.
         """
-        if prepare is None:
-            return chunk
         made = prepare(chunk.x, chunk.y)
         with naming("prepare"):
             if not isinstance(made, (tuple, list)) or len(made) != 2:
@@ -209,7 +205,14 @@ class Segments:
 
     def weigh(self, chunk: Chunk, state: Tree, context: int) -> tuple[int | Tensor, int]:
         """How many valid steps a chunk has, all rows together; and how many steps in all."""
-        steps, rows = self.axes(chunk.x).steps(chunk), self.rows(chunk, state) or 1
+        steps = self.axes(chunk.x).steps(chunk)
+        return self.weigh_rows(chunk, steps, self.rows(chunk, state), context)
+
+    def weigh_rows(
+        self, chunk: Chunk, steps: int, rows: int | None, context: int
+    ) -> tuple[int | Tensor, int]:
+        """The same of a chunk with so many steps and rows."""
+        rows = rows or 1
         if chunk.mask is None:
             return (steps - context) * rows, steps * rows
         return valid_steps(chunk.mask, steps, rows, context, self.layout(chunk.x)), steps * rows

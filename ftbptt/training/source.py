@@ -39,21 +39,15 @@ class TimeAxes:
 
     def cut(self, chunk: Chunk, start: int, stop: int) -> Chunk:
         """Steps ``[start, stop)`` of a chunk."""
-
-        def part(tree: Tree, axis: int) -> Tree:
-            if tree is None:
-                return None
-            place = (slice(None),) * axis + (slice(start, stop),)
-            if isinstance(tree, Tensor):  # the most frequent, and the slowest to ask pytree for
-                return tree[place]
-            return tree_map(lambda leaf: leaf[place], tree)
-
-        def rows(flags: Any) -> Any:
-            return None if flags is None else part(flags, self.x if flags.ndim > 1 else 0)
-
-        return Chunk(
-            part(chunk.x, self.x), part(chunk.y, self.y), rows(chunk.reset), rows(chunk.mask)
-        )
+        x, y, reset, mask = chunk
+        x = _part(x, self.x, start, stop)
+        if y is not None:
+            y = _part(y, self.y, start, stop)
+        if reset is not None:
+            reset = _part(reset, self.x if reset.ndim > 1 else 0, start, stop)
+        if mask is not None:
+            mask = _part(mask, self.x if mask.ndim > 1 else 0, start, stop)
+        return Chunk(x, y, reset, mask)
 
     def steps(self, chunk: Chunk) -> int:
         """The steps of a chunk whose parts are known to have the same."""
@@ -113,6 +107,13 @@ class TimeAxes:
                     )
         assert steps is not None
         return steps
+
+
+def _part(tree: Tree, axis: int, start: int, stop: int) -> Tree:
+    place = (slice(None),) * axis + (slice(start, stop),)
+    if isinstance(tree, Tensor):  # the most frequent, and the slowest to ask pytree for
+        return tree[place]
+    return tree_map(lambda leaf: leaf[place], tree)
 
 
 @runtime_checkable

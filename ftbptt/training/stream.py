@@ -201,7 +201,7 @@ class Stream(Iterator[Update]):
                     break
                 elif not self._next_epoch():
                     return None
-            update = self._update(Measured.joined(windows))
+            update = self._update(windows[0] if len(windows) == 1 else Measured.joined(windows))
             if update is not None or self._finished:
                 return update
         return None
@@ -233,7 +233,8 @@ class Stream(Iterator[Update]):
                 "The run stops before that update; the parameters are those before it.",
             )
             return None
-        emit(self._events.before_update, grads)
+        if self._events.before_update:
+            emit(self._events.before_update, grads)
         place = self._place
         # In a run that is saved, Ctrl-C must not leave some parameters updated and others not.
         with uninterrupted() if self._checkpoint is not None else nullcontext():
@@ -249,7 +250,8 @@ class Stream(Iterator[Update]):
             report = self._read(update) if due else None
         if report is not None:
             self._tell(report)
-        emit(self._events.after_update, update)
+        if self._events.after_update:
+            emit(self._events.after_update, update)
         return update
 
     # -- what is seen of it ---------------------------------------------------------------------

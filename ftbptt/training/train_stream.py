@@ -178,7 +178,7 @@ def train_stream(
     mover = Mover(None if device is None else torch.device(device))
     cursor = Cursor(
         as_source(data, segments.axes), truncation, segments.axes,
-        partial(segments.prepared, prepare), mover,
+        None if prepare is None else partial(segments.prepared, prepare), mover,
     )  # fmt: skip
     stream = Stream(
         segments,

@@ -46,41 +46,47 @@ class WindowRunner:
 
     def run(self, span: Span, place: Place, update: int) -> Ran | None:
         """A window of that update, the state at ``place``; None if the run is to stop."""
-        segments, events, truncation, learner = (
-            self.segments, self.events, self.truncation, self.learner,
-        )  # fmt: skip
-        window, params = span.window, learner.params
+        segments, events, learner, window = self.segments, self.events, self.learner, span.window
         if events.sequence_end:
             tell_sequence_ends(events, span, place.end, segments.axes(span.chunk.x))
         # Where the next window will start: its state is kept when this one comes past.
-        keep = window.end if truncation.fresh else truncation.window(window.index + 1).warm
-        state = self.initial if truncation.fresh else place.state
-        state, kept = segments.warm_up(params, state, span, keep)
-        chunk = segments.trained_part(span)
+        keep = self.truncation.first_after(window)
+        state = kept = self.initial if self.truncation.fresh else place.state
+        chunk = span.chunk
+        if span.first < window.start:
+            state, kept = segments.warm_up(learner.params, state, span, keep)
+            chunk = segments.trained_part(span)
         within = keep - window.start if window.start < keep < window.end else None
         measured, behind, held, sound = [], [], [], True
+        steps = window.end - window.start
         rows = segments.rows(chunk, state)
-        row = None if rows is None else 0  # the first of a part
-        gathered = learner.gathered
-        for part, own in segments.in_parts(chunk, state, self.micro_batches):
-            emit(events.before_window, window, part)
+        parts, gathered = [(chunk, state)], learner.gathered
+        if self.micro_batches > 1:
+            parts = segments.in_parts(chunk, state, self.micro_batches)
+        first = 0  # row of a part
+        for part, own in parts:
+            if events.before_window:
+                emit(events.before_window, window, part)
             scale = learner.scale()
-            result, own_kept = segments.train(params, own, part, within, scale)
-            emit(events.after_window, window, result)
+            result, own_kept = segments.train(learner.params, own, part, within, scale)
+            if events.after_window:
+                emit(events.after_window, window, result)
             behind.append(result.state)
             held.append(own_kept)
-            weight, tokens = segments.weigh(part, result.state, segments.context)
             loss = result.loss if scale is None else result.loss / scale
+            own_rows = rows if len(parts) == 1 else segments.rows(part, result.state)
+            weight, tokens = segments.weigh_rows(part, steps, own_rows, segments.context)
             if self.guard.is_sound(loss):
                 learner.add(result.grads, weight)
-                measured.append(Measured(loss, weight, window.end - window.start, tokens))
+                measured.append(Measured(loss, weight, steps, tokens))
             else:
                 sound = False
+                row = None if rows is None else first
                 if self._stops(update, loss, span, part, result, row):
                     return None
-            if row is not None:
-                row += segments.rows(part, result.state) or 0
-        if min(keep, window.end) > window.start:
+            first += own_rows or 0
+        position = min(keep, window.end)
+        if position > window.start:
             kept = segments.joined(held)
         after = segments.joined(behind)
         if not sound:
@@ -88,9 +94,8 @@ class WindowRunner:
             learner.gathered, measured = gathered, []
             after = segments.restarted(after, self.initial, rows)
             kept = segments.restarted(kept, self.initial, rows)
-        position = min(keep, window.end)
         place = Place(place.epoch, window.index + 1, position, kept, window.end)
-        return Ran(Measured.of_rows(measured) if measured else None, after, place)
+        return Ran(Measured.joined(measured, steps) if measured else None, after, place)
 
     def _stops(
         self,

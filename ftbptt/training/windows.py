@@ -77,6 +77,12 @@ class Truncation:
         start = max(0, end - self.k2)
         return Window(index, max(0, start - self.burn_in), start, end)
 
+    def first_after(self, window: Window) -> int:
+        """The first step that the next window reads; with ``fresh`` that needs no state."""
+        if self.fresh:
+            return window.end
+        return max(0, (window.index + 2) * self.k1 - self.k2 - self.burn_in)
+
     def learns(self, window: Window) -> bool:
         """Whether any step of the window, as long as it is, has a loss."""
         return window.end - window.start > self.context
