@@ -8,6 +8,7 @@ program from the parameters to their gradients: there, what a call costs counts 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from .compiler.distribute import DistributedLoop, MapBlock, ScanBlock
 from .compiler.graphs import Node, nbytes, value_of
 from .compiler.plan import Plan
 from .compiler.program import run_loop
-from .compiler.windows import Sliding, on_windows
+from .compiler.windows import Sliding, WindowedLoop, on_windows, split_windows
 
 # What lives only inside a chunk should stay in a CPU's outer cache.
 _CHUNK_BYTES = 16 << 20
@@ -201,30 +202,57 @@ class Executable:
         d_outs: list[Tensor],
     ) -> list[Tensor]:
         """The gradient of each trained invariant, summed over windows that run side by side."""
-        loop, steps, device = self.plan.reverse, sequences[0].shape[0], sequences[0].device
+        loop = self.windowed
+        steps, device = sequences[0].shape[0], sequences[0].device
         windows = sliding.windows(steps)
         count = min(self.windows, 1 << (len(windows) - 1).bit_length())
         zeros = self._zero_gradients(device)
         carries = [zero.expand(count, *zero.shape).contiguous() for zero in zeros]
-        name = ("windows", count)
-        sums: list[Tensor] = []
+        totals = [
+            torch.zeros((steps, *value_of(node).shape), dtype=value_of(node).dtype, device=device)
+            for node in loop.alone.loop.stacked
+        ]
+        read = [sequences[i] for i in loop.reads if i < len(sequences)]
+        d_read = [d_outs[i - len(sequences)] for i in loop.reads if i >= len(sequences)]
         for first in range(0, len(windows), count):
             own = windows[first : first + count]
-            own += [(0, 0)] * (count - len(own))  # of no loss, so of no gradient
-            gathered = sliding.sequences(own, sequences, d_outs)
-            args = [*invariants, *gathered, *carries]
-            if name not in self.functions:
-                run_scan = on_windows(self.backend.run_scan, loop, count)
-                n_inv, n_seq = len(invariants), len(gathered)
+            padded = own + [(0, 0)] * (count - len(own))  # of no loss, so of no gradient
+            gathered = sliding.sequences(padded, read, d_read)
+            for total, back in zip(
+                totals, self._windows(sliding, invariants, gathered, carries), strict=True
+            ):
+                sliding.add(total, own, back)
+        everything = [*sequences, *d_outs, *totals]
+        return self._loop("together", loop.together, invariants, everything, [])
 
-                def function(*args: Tensor) -> list[Tensor]:
-                    own = args[:n_inv], args[n_inv : n_inv + n_seq], args[n_inv + n_seq :]  # noqa: B023
-                    return run_loop(loop, run_scan, *own, count * sliding.length, count)[2]  # noqa: B023
+    def _windows(
+        self,
+        sliding: Sliding,
+        invariants: list[Tensor],
+        gathered: list[Tensor],
+        carries: list[Tensor],
+    ) -> list[Tensor]:
+        """What the recurrences of some windows hand back, at every step of theirs."""
+        if not carries:
+            return []
+        count, n_inv, n_seq = carries[0].shape[0], len(invariants), len(gathered)
+        name, steps = ("windows", count), sliding.length * count
+        args = [*invariants, *gathered, *carries]
+        if name not in self.functions:
+            loop = self.windowed.alone
+            run_scan = on_windows(self.backend.run_scan, loop, count)
 
-                self._build(name, function, args, 0, 0)
-            found = self.functions[name](*args)
-            sums = [p + q for p, q in zip(sums, found, strict=True)] if sums else found
-        return sums
+            def function(*args: Tensor) -> list[Tensor]:
+                own = args[:n_inv], args[n_inv : n_inv + n_seq], args[n_inv + n_seq :]
+                return run_loop(loop, run_scan, *own, steps, count)[1]
+
+            self._build(name, function, args, 0, 0)
+        return self.functions[name](*args)
+
+    @cached_property
+    def windowed(self) -> WindowedLoop:
+        """The reverse loop as windows run it."""
+        return split_windows(self.plan.loops.reverse)
 
     def _of_params(self, grads: list[Tensor]) -> list[Tensor]:
         """From the trained invariants' gradients to the parameters', zero where there is none.
