@@ -16,11 +16,8 @@ from .compiler.rnn import PlainRecurrence
 from .compiler.trace import own_words
 
 
-def with_probes(step: Step, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
-    """A call of a step that taps, with the probes behind its inputs: ``x`` is ``(x, probes)``.
-
-    Runs one step on fake tensors to see what it taps.
-    """
+def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What the step of such a call taps, as fake tensors of one step. Runs one on fake tensors."""
     shapes = call.groups(list(zip(call.shapes, tensors, strict=True)))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
@@ -35,6 +32,13 @@ def with_probes(step: Step, call: Call, tensors: Sequence[Tensor]) -> tuple[Call
             (tree_unflatten(x, call.specs[2]), {}),
             tree_unflatten(state, call.specs[1]),
         )
+    return tapped
+
+
+def with_probes(
+    call: Call, tensors: Sequence[Tensor], tapped: dict[str, Tensor]
+) -> tuple[Call, list[Tensor]]:
+    """A call of a step that taps, with the probes behind its inputs: ``x`` is ``(x, probes)``."""
     first = sum(call.counts[:5])  # behind the leaves of x
     steps, device = tensors[first - 1].shape[0], tensors[first - 1].device
     shared = [] if call.shared is None else [call.shared.size]  # each sequence has its own

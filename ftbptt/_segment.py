@@ -17,7 +17,7 @@ from ._explain import Explanation, explain
 from ._layout import Layout, SharedLayout
 from ._loss import Loss
 from ._output import SegmentOutput, TappedOutput
-from ._probes import taps_of, with_probes
+from ._probes import find_taps, taps_of, with_probes
 from ._recall import Known, Recall, Trees, like
 from ._step import Step, StepFunction, as_step
 from ._vmap import Found, SegmentFunction
@@ -202,6 +202,7 @@ class TrainSegment:
         self.recipe, self._backend, self.tapped = recipe, backend, tapped
         self._time_dim, self._in_dims = time_dim, in_dims
         self._executables: dict[Any, Executable] = {}
+        self._taps: dict[Any, dict[str, Tensor]] = {}
         self._recall = Recall()
         self.trace_count = 0
         self.compile_count = 0
@@ -387,7 +388,10 @@ class TrainSegment:
             self.recipe, self._time_dim, self._in_dims, params, state, x, y, reset, mask
         )
         if self.tapped:
-            call, tensors = with_probes(self.recipe.step, call, tensors)
+            key = call.key(tensors)
+            if key not in self._taps:
+                self._taps[key] = find_taps(self.recipe.step, call, tensors)
+            call, tensors = with_probes(call, tensors, self._taps[key])
         return call, tensors, layout
 
     def _surroundings(self, trees: Trees) -> tuple[Any, ...]:
