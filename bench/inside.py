@@ -105,7 +105,7 @@ def sliding(rounds: int, steps: int, reach: int, rows: int, hidden: int) -> list
     calls: dict[str, Callable[[], object]] = {"ours": lambda: segment(params, state, x, y)}
     for name, loop in LOOPS.items():
         calls[name] = lambda loop=loop: loop(cell, state, x, y, reach)  # type: ignore[misc]
-    times = in_turns(calls, rounds, 1)
+    times = in_turns(calls, rounds, 3)
     what = f"a sliding window, T={steps} k2={reach} B={rows} H={hidden}, faster than a loop with "
     return [row(what + name, ratio(times, name, "ours"), ">=", 20) for name in LOOPS]
 

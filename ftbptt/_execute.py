@@ -202,26 +202,31 @@ class Executable:
         d_outs: list[Tensor],
     ) -> list[Tensor]:
         """The gradient of each trained invariant, summed over windows that run side by side."""
-        loop = self.windowed
-        steps, device = sequences[0].shape[0], sequences[0].device
-        windows = sliding.windows(steps)
-        count = min(self.windows, 1 << (len(windows) - 1).bit_length())
-        zeros = self._zero_gradients(device)
+        loop, steps = self.windowed, sequences[0].shape[0]
+        count = min(self.windows, 1 << (-(-steps // sliding.stride) - 1).bit_length())
+        zeros = self._zero_gradients(sequences[0].device)
         carries = [zero.expand(count, *zero.shape).contiguous() for zero in zeros]
-        totals = [
-            torch.zeros((steps, *value_of(node).shape), dtype=value_of(node).dtype, device=device)
-            for node in loop.alone.loop.stacked
-        ]
-        read = [sequences[i] for i in loop.reads if i < len(sequences)]
-        d_read = [d_outs[i - len(sequences)] for i in loop.reads if i >= len(sequences)]
-        for first in range(0, len(windows), count):
-            own = windows[first : first + count]
-            padded = own + [(0, 0)] * (count - len(own))  # of no loss, so of no gradient
-            gathered = sliding.sequences(padded, read, d_read)
-            for total, back in zip(
-                totals, self._windows(sliding, invariants, gathered, carries), strict=True
-            ):
-                sliding.add(total, own, back)
+        padded = {
+            i: sliding.padded(sequence, count)
+            for i, sequence in enumerate([*sequences, *d_outs])
+            if i in loop.reads
+        }
+        totals: list[Tensor] = []
+        for block in sliding.blocks(0, steps, count) if loop.alone.loop.stacked else ():
+            own = [
+                sliding.part(leaf, block, count)
+                if i < len(sequences)
+                else sliding.with_loss(leaf, block, count)
+                for i, leaf in padded.items()
+            ]
+            n_read = sum(i < len(sequences) for i in padded)
+            back = self._windows(sliding, invariants, own, n_read, carries)
+            if not totals:
+                room = len(sequences[0]) + 2 * sliding.length + count * sliding.stride
+                totals = [leaf.new_zeros((room, *leaf.shape[2:])) for leaf in back]
+            for total, leaf in zip(totals, back, strict=True):
+                sliding.add(total, block, leaf)
+        totals = [total[sliding.length - 1 :][:steps] for total in totals]
         everything = [*sequences, *d_outs, *totals]
         return self._loop("together", loop.together, invariants, everything, [])
 
@@ -229,22 +234,25 @@ class Executable:
         self,
         sliding: Sliding,
         invariants: list[Tensor],
-        gathered: list[Tensor],
+        sequences: list[Tensor],
+        n_read: int,
         carries: list[Tensor],
     ) -> list[Tensor]:
-        """What the recurrences of some windows hand back, at every step of theirs."""
-        if not carries:
-            return []
-        count, n_inv, n_seq = carries[0].shape[0], len(invariants), len(gathered)
-        name, steps = ("windows", count), sliding.length * count
-        args = [*invariants, *gathered, *carries]
+        """What the recurrences of some windows hand back, ``[length, windows, ...]``.
+
+        The first ``n_read`` sequences are parts of padded ones, the others side by side already.
+        """
+        count, n_inv, n_seq = carries[0].shape[0], len(invariants), len(sequences)
+        name, args = ("windows", count), [*invariants, *sequences, *carries]
         if name not in self.functions:
             loop = self.windowed.alone
             run_scan = on_windows(self.backend.run_scan, loop, count)
 
             def function(*args: Tensor) -> list[Tensor]:
-                own = args[:n_inv], args[n_inv : n_inv + n_seq], args[n_inv + n_seq :]
-                return run_loop(loop, run_scan, *own, steps, count)[1]
+                given, own = args[:n_inv], list(args[n_inv : n_inv + n_seq])
+                own[:n_read] = map(sliding.side_by_side, own[:n_read])
+                start = args[n_inv + n_seq :]
+                return run_loop(loop, run_scan, given, own, start, sliding.length, count)[1]
 
             self._build(name, function, args, 0, 0)
         return self.functions[name](*args)

@@ -118,7 +118,7 @@ def run_scan(
         return run_while_loop(block, invariants, sequences, carries, steps, reverse)
     # The strides of a weight are those of the numbers that the kernel sees.
     weights = [invariants[i].resolve_conj().resolve_neg() for i in kernel.weights]
-    own = [_in_order(sequences[i]) for i in kernel.sequences]
+    own = [_steps_in_order(sequences[i]) for i in kernel.sequences]
     inputs = [
         *(_in_order(invariants[i]) for i in kernel.invariants),
         *weights,
@@ -147,6 +147,12 @@ def run_scan(
     behind = iter(result[len(finals) : len(finals) + len(kept)])
     histories = [next(behind) if flag else None for flag in block.history]
     return result[: len(finals)], histories, result[len(finals) + len(kept) :]
+
+
+def _steps_in_order(sequence: Tensor) -> Tensor:
+    """Each step of it in order; the steps may lie anyhow, as those of windows that overlap."""
+    sequence = sequence.resolve_conj().resolve_neg()
+    return sequence if sequence[0].is_contiguous() else sequence.contiguous()
 
 
 def _in_order(tensor: Tensor) -> Tensor:

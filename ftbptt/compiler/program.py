@@ -52,8 +52,8 @@ def run_loop(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """run_loop : a loop's inputs -> (final carries, stacked values [K, ...], summed values)
 
-    With ``windows`` the sequences are those of so many loops, by step first,
-    ``[steps of a window * windows, ...]``, and the carries are ``[windows, ...]``.
+    With ``windows`` so many loops run side by side: the sequences are ``[K, windows, ...]``, the
+    carries ``[windows, ...]``.
     """
     loop = distributed.loop
     values = _Values(
@@ -65,19 +65,22 @@ def run_loop(
     if distributed.hoisted is not None:
         work = distributed.hoisted(*invariants)
         values.invariant.update(zip(distributed.hoisted_nodes, work, strict=True))
-    for block in distributed.blocks:
-        if isinstance(block, MapBlock):
-            _run_map(block, values, steps)
-        elif isinstance(block, ShiftBlock):
-            _run_shift(block, values, start[block.carry], loop.reverse, steps, windows)
-        else:
-            _run_recurrence(block, run_scan, values, start, steps, loop.reverse, windows)
+    at_all_steps = (steps, windows) if windows else (steps,)
 
     def sequence(node: Node) -> Tensor:
         if node not in values.sequence:  # the same at every step
             value = _invariant(node, values)
-            values.sequence[node] = value.expand(steps, *value.shape)
+            values.sequence[node] = value.expand(*at_all_steps, *value.shape)
         return values.sequence[node]
+
+    for block in distributed.blocks:
+        if isinstance(block, MapBlock):
+            _run_map(block, values, steps, windows)
+        elif isinstance(block, ShiftBlock):
+            source = sequence(block.source)
+            _run_shift(block, values, start[block.carry], loop.reverse, source)
+        else:
+            _run_recurrence(block, run_scan, values, start, steps, loop.reverse)
 
     def invariant(node: Node) -> Tensor:
         return _invariant(node, values)
@@ -105,9 +108,12 @@ def _invariant(node: Node, values: _Values) -> Tensor:
     return values.invariant[node]
 
 
-def _run_map(block: MapBlock, values: _Values, steps: Any) -> None:
+def _run_map(block: MapBlock, values: _Values, steps: Any, windows: int) -> None:
     invariants = [values.invariant[node] for node in block.invariants]
     sequences = [values.sequence[node] for node in block.sequences]
+    if windows:  # their steps are one long sequence
+        sequences = [sequence.flatten(0, 1) for sequence in sequences]
+        steps = steps * windows
     dims = (None,) * len(invariants) + (0,) * len(sequences)
     if not sequences:  # random numbers need something to be batched over
         sequences, dims = [torch.empty(steps, 0)], (*dims, 0)
@@ -115,25 +121,21 @@ def _run_map(block: MapBlock, values: _Values, steps: Any) -> None:
     else:
         function = block.batched
     results = torch.func.vmap(function, dims, randomness="different")(*invariants, *sequences)
+    if windows:
+        results = [result.unflatten(0, (-1, windows)) for result in results]
     values.sequence.update(zip(block.outputs, results, strict=True))
 
 
 def _run_shift(
-    block: ShiftBlock, values: _Values, start: Tensor, reverse: bool, steps: Any, windows: int
+    block: ShiftBlock, values: _Values, start: Tensor, reverse: bool, source: Tensor
 ) -> None:
-    source = values.sequence.get(block.source)
-    if source is None:
-        value = _invariant(block.source, values)
-        source = value.expand(steps, *value.shape)
-    # A step of all windows, or of the one loop there is.
-    n, one = (windows, start) if windows else (1, start.unsqueeze(0))
+    one = start.unsqueeze(0)
     if reverse:
-        values.sequence[block.carry] = torch.cat([source[n:], one])
-        final = source[:n]
+        values.sequence[block.carry] = torch.cat([source[1:], one])
+        values.final[block.carry] = source[0].clone()
     else:
-        values.sequence[block.carry] = torch.cat([one, source[:-n]])
-        final = source[-n:]
-    values.final[block.carry] = final.clone() if windows else final.squeeze(0).clone()
+        values.sequence[block.carry] = torch.cat([one, source[:-1]])
+        values.final[block.carry] = source[-1].clone()
 
 
 def _run_recurrence(
@@ -143,7 +145,6 @@ def _run_recurrence(
     start: dict[Node, Tensor],
     steps: Any,
     reverse: bool,
-    windows: int,
 ) -> None:
     invariants = [_invariant(node, values) for node in block.invariants]
     sequences = [values.sequence[node] for node in block.sequences]
@@ -155,8 +156,7 @@ def _run_recurrence(
     ):
         values.final[carry] = final
         if history is not None:
-            n = windows or 1
-            before, behind = history[:-n], history[n:]
+            before, behind = history[:-1], history[1:]
             values.sequence[carry] = behind if reverse else before
             if after is not carry:
                 values.sequence[after] = before if reverse else behind

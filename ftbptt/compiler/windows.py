@@ -10,7 +10,7 @@ gradients among it) is done once for all windows, on the totals.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,59 +24,72 @@ from .timebatch import for_any_length
 from .trace import trace_function
 
 
+class Block(NamedTuple):
+    """Some windows that run at once, ``stride`` steps apart from each other.
+
+    ``start`` is the first step of the first one, ``losses`` how many of a window's last steps have
+    a loss.
+    """
+
+    start: int
+    windows: int
+    losses: int
+
+
 @dataclass(frozen=True)
 class Sliding:
-    """Every ``stride`` steps a window begins to slide: its losses reach back ``length`` steps."""
+    """Every ``stride`` steps a window begins to slide: its losses reach back ``length`` steps.
+
+    The first windows begin before the segment does. Sequences are padded for that, with what is
+    read there of no meaning: no gradient comes back from it.
+    """
 
     length: int
     stride: int
 
-    def windows(self, steps: int) -> list[tuple[int, int]]:
-        """(first step, behind the last) of the losses of each window of a segment."""
-        return [(a, min(a + self.stride, steps)) for a in range(0, steps, self.stride)]
+    def blocks(self, first: int, steps: int, count: int) -> list[Block]:
+        """The windows whose losses are at the steps from ``first`` on, up to ``count`` at once."""
+        whole = (steps - first) // self.stride
+        found = []
+        for w in range(0, whole, count):
+            start = first + (w + 1) * self.stride - self.length
+            found.append(Block(start, min(count, whole - w), self.stride))
+        rest = steps - first - whole * self.stride
+        if rest:
+            found.append(Block(steps - self.length, 1, rest))
+        return found
 
-    def add(self, total: Tensor, windows: list[tuple[int, int]], own: Tensor) -> None:
-        """Adds what each window has at its steps, ``[length * windows, ...]``, to ``[K, ...]``."""
-        steps = own.unflatten(0, (self.length, -1))
-        starts = [max(0, end - self.length) for _, end in windows]
-        count = len(windows)
-        if count > 1 and starts == list(range(starts[0], starts[0] + count)):
-            for i in range(self.length):
-                total[starts[0] + i : starts[0] + i + count] += steps[i, :count]
-            return
-        for w, start in enumerate(starts):  # the last may be longer than there are steps
-            total[start : start + self.length] += steps[: len(total) - start, w]
+    def padded(self, sequence: Tensor, count: int) -> Tensor:
+        """``[K, ...]`` with room for ``count`` windows at its first and at its last step."""
+        last = len(sequence) - 1
+        behind = len(sequence) + count * self.stride + self.length
+        at = torch.arange(1 - self.length, behind, device=sequence.device)
+        return sequence.index_select(0, at.clamp(0, last))
 
-    def gather(
-        self, windows: list[tuple[int, int]], steps: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """(index of the step, whether its loss counts), each ``[length * windows]``, by step first.
+    def part(self, padded: Tensor, block: Block, count: int) -> Tensor:
+        """The steps of a padded sequence that ``count`` windows from a block's first on read."""
+        return padded.narrow(
+            0, block.start + self.length - 1, self.length + (count - 1) * self.stride
+        )
 
-        Early windows have fewer steps: theirs come first, and behind them are some without a loss,
-        which hand back no gradient.
-        """
-        first, end = torch.tensor(windows, device=device).t()
-        start = (end - self.length).clamp(min=0)
-        step = start + torch.arange(self.length, device=device).unsqueeze(1)
-        counts = (step >= first) & (step < end)
-        return step.clamp(max=steps - 1).flatten(), counts.flatten()
+    def side_by_side(self, part: Tensor) -> Tensor:
+        """The steps of windows as ``[length, windows, ...]``: a view of them, nothing is copied."""
+        return part.unfold(0, self.length, self.stride).movedim(-1, 0)
 
-    def sequences(
-        self, windows: list[tuple[int, int]], sequences: list[Tensor], d_outs: list[Tensor]
-    ) -> list[Tensor]:
-        """What a reverse loop over these windows reads, ``[length * windows, ...]``."""
-        given = [*sequences, *d_outs]
-        if not given:
-            return []
-        at, counts = self.gather(windows, given[0].shape[0], given[0].device)
-        gathered = [sequence.index_select(0, at) for sequence in sequences]
-        if d_outs:
-            counted = counts.nonzero().squeeze(1)  # most steps of a window have no loss
-            read = at[counted]
-            for d_out in d_outs:
-                own = d_out.new_zeros((len(at), *d_out.shape[1:]))
-                gathered.append(own.index_copy_(0, counted, d_out.index_select(0, read)))
-        return gathered
+    def with_loss(self, d_out: Tensor, block: Block, count: int) -> Tensor:
+        """The gradient of a padded output, ``[length, windows, ...]``, where it has one."""
+        own = d_out.new_zeros((self.length, count, *d_out.shape[1:]))
+        given = self.side_by_side(self.part(d_out, block, count))
+        where = slice(self.length - block.losses, None), slice(block.windows)
+        own[where] = given[where]
+        return own
+
+    def add(self, total: Tensor, block: Block, own: Tensor) -> None:
+        """Adds what each window has at its steps, ``[length, windows, ...]``, to a padded total."""
+        for i in range(self.length):
+            at = block.start + self.length - 1 + i
+            steps = total[at : at + (block.windows - 1) * self.stride + 1 : self.stride]
+            steps += own[i, : block.windows]
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,7 @@ def split_windows(loop: Loop) -> WindowedLoop:
 
 
 def on_windows(run_scan: RunScan, loop: DistributedLoop, windows: int) -> RunScan:
-    """Runs the loop's scan blocks on so many windows at once; sequences as in ``run_loop``."""
+    """Runs the loop's scan blocks on so many windows at once: values are ``[windows, ...]``."""
     wide = {id(b): _widened(b, windows) for b in loop.blocks if isinstance(b, ScanBlock)}
 
     def run(
@@ -125,12 +138,7 @@ def on_windows(run_scan: RunScan, loop: DistributedLoop, windows: int) -> RunSca
         steps: Any,
         reverse: bool,
     ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-        own = [sequence.unflatten(0, (steps // windows, windows)) for sequence in sequences]
-        finals, histories, emits = run_scan(
-            wide[id(block)], invariants, own, carries, steps // windows, reverse
-        )
-        flat = [None if history is None else history.flatten(0, 1) for history in histories]
-        return finals, flat, [emit.flatten(0, 1) for emit in emits]
+        return run_scan(wide[id(block)], invariants, sequences, carries, steps, reverse)
 
     return run
 

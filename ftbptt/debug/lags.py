@@ -47,23 +47,21 @@ def norms_by_lag(
     reverse = plan.loops.reverse
     loop = distribute(replace(reverse, stacked=list(reverse.carries), summed=[]))
     sliding = Sliding(max_lag + 1, 1)
-    windows = [(t, t + 1) for t in range(first, steps)]
     per_window = sliding.length * sum(map(nbytes, [*reverse.sequences, *reverse.carries]))
-    count = min(len(windows), max(1, _BLOCK_BYTES // max(per_window, 1)))
+    count = min(steps - first, max(1, _BLOCK_BYTES // max(per_window, 1)))
     on_all = on_windows(run_scan, loop, count)
     start = [
         torch.zeros((count, *value_of(c).shape), dtype=value_of(c).dtype, device=x[0].device)
         for c in reverse.carries
     ]
+    padded, d_padded = ([sliding.padded(s, count) for s in own] for own in (sequences, d_outs))
     found: list[dict[str, Tensor]] = []
-    for at in range(0, len(windows), count):
-        own = windows[at : at + count]
-        padded = own + [(0, 0)] * (count - len(own))  # of no loss
-        gathered = sliding.sequences(padded, sequences, d_outs)
-        length = sliding.length * count
-        _, d_states, _ = run_loop(loop, on_all, invariants, gathered, start, length, count)
+    for block in sliding.blocks(first, steps, count):
+        own = [sliding.side_by_side(sliding.part(s, block, count)) for s in padded]
+        own += [sliding.with_loss(d_out, block, count) for d_out in d_padded]
+        _, d_states, _ = run_loop(loop, on_all, invariants, own, start, sliding.length, count)
         # The last entry is what comes into step t itself: nothing, there is no later loss.
-        d_states = [d.unflatten(0, (-1, count))[:-1, : len(own)].flip(0) for d in d_states]
+        d_states = [d[:-1, : block.windows].flip(0) for d in d_states]
         found.append(_of_leaves(plan, d_states, row_axes))
     return {name: torch.cat([own[name] for own in found], 1) for name in found[0]}
 
