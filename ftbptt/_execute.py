@@ -24,11 +24,13 @@ from .compiler.plan import Plan
 from .compiler.program import run_loop
 from .compiler.windows import Sliding, WindowedLoop, on_windows, split_windows
 
-# What lives only inside a chunk should stay in a CPU's outer cache.
-_CHUNK_BYTES = 16 << 20
+# What lives only inside a chunk should stay in a CPU's outer cache; but each chunk costs something
+# that more threads do not make less. With ``recompute`` memory counts more than time.
+_CHUNK_BYTES = 32 << 20
+_CHUNK_BYTES_RECOMPUTE = 16 << 20
 _LEAST_STEPS = 16
-# From so many steps in a chunk on, a segment is not cut: what it keeps is little at any length.
-_UNCUT_STEPS = 256
+# A step that hands on so little is not worth cutting, at any length.
+_UNCUT_BYTES = 64 << 10
 # Gradients of the trained invariants, parts of the state, loss, outputs, gradients at every step.
 Result = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], list[Tensor]]
 
@@ -39,10 +41,12 @@ class Executable:
     def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
         self.plan, self.backend, self.count_compile = plan, backend, count_compile
         self.functions: dict[Any, Function] = {}
-        self.chunk = _steps_per_chunk(plan)
+        per_step = max(_passing_bytes(plan.forward), _passing_bytes(plan.reverse), 1)
+        most = _CHUNK_BYTES_RECOMPUTE if plan.recompute else _CHUNK_BYTES
+        self.chunk = max(_LEAST_STEPS, most // per_step)
         if plan.sliding is not None:  # windows that run at once
             self.windows = max(1, self.chunk // plan.sliding.length)
-        self.uncut = self.chunk >= _UNCUT_STEPS and plan.sliding is None
+        self.uncut = per_step <= _UNCUT_BYTES and plan.sliding is None
 
     def run(self, groups: dict[str, list[Tensor]], *, graded: bool) -> list[Tensor]:
         """``[*grads, *state, loss, *out, *d_probes]``, without gradients if not ``graded``."""
@@ -367,11 +371,6 @@ def _chunks(steps: int, chunk: int) -> list[tuple[int, int]]:
     count = max(1, -(-steps // chunk))
     edges = [steps * i // count for i in range(count + 1)]
     return list(pairwise(edges))
-
-
-def _steps_per_chunk(plan: Plan) -> int:
-    per_step = max(_passing_bytes(plan.forward), _passing_bytes(plan.reverse))
-    return max(_LEAST_STEPS, _CHUNK_BYTES // max(per_step, 1))
 
 
 def _passing_bytes(distributed: DistributedLoop) -> int:

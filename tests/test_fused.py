@@ -125,6 +125,7 @@ def test_chunks_and_one_step_first(
     name: str, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ftbptt._execute._CHUNK_BYTES", 1)
+    monkeypatch.setattr("ftbptt._execute._UNCUT_BYTES", 0)
     given, segment = problem(name), make(problem(name))
     for steps in (1, 17, 63):
         check(segment, given, steps)

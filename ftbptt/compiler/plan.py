@@ -42,6 +42,7 @@ class Plan:
     evaluate: DistributedLoop
     reverse: DistributedLoop
     loss: LossTracer
+    recompute: bool
     sliding: Sliding | None
 
 
@@ -130,5 +131,6 @@ def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str])
         evaluate=distribute(evaluate),
         reverse=distribute(loops.reverse),
         loss=loss,
+        recompute=recipe.recompute,
         sliding=None if recipe.window is None else Sliding(recipe.window, recipe.stride),
     )
