@@ -130,15 +130,8 @@ def on_windows(run_scan: RunScan, loop: DistributedLoop, windows: int) -> RunSca
     """Runs the loop's scan blocks on so many windows at once: values are ``[windows, ...]``."""
     wide = {id(b): _widened(b, windows) for b in loop.blocks if isinstance(b, ScanBlock)}
 
-    def run(
-        block: ScanBlock,
-        invariants: list[Tensor],
-        sequences: list[Tensor],
-        carries: list[Tensor],
-        steps: Any,
-        reverse: bool,
-    ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-        return run_scan(wide[id(block)], invariants, sequences, carries, steps, reverse)
+    def run(block: ScanBlock, *given: Any) -> Any:
+        return run_scan(wide[id(block)], *given)
 
     return run
 

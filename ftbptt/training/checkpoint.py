@@ -9,6 +9,7 @@ import pickle
 import random
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,7 @@ def load_checkpoint(path: str | Path) -> Any:
     """
     path = Path(path)
     reasons = []
-    # The last is whole where a run was killed as it put it in the place of a damaged one.
-    for place in (path, previous(path), _unfinished(path)):
+    for place in _places(path):
         try:
             content = _read(place)
         except FileNotFoundError:
@@ -124,6 +124,20 @@ def load_checkpoint(path: str | Path) -> Any:
     if reasons:
         raise CheckpointError(" ".join(reasons) + " To start anew, delete what is there.")
     raise FileNotFoundError(f"no checkpoint at {path}.")
+
+
+def load_all(path: str | Path) -> list[Any]:
+    """The whole checkpoints at ``path``, the last first."""
+    found = []
+    for place in _places(Path(path)):
+        with suppress(FileNotFoundError, CheckpointError):
+            found.append(_read(place))
+    return found
+
+
+def _places(path: Path) -> tuple[Path, ...]:
+    """Where there may be one; the last is whole where a run was killed as it renamed it."""
+    return path, previous(path), _unfinished(path)
 
 
 def _read(path: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ class ContiguousStreams:
         self.left_out = count - 1 - rows * steps
         self._starts = [row * steps for row in range(rows)]
 
+    def share(self, rank: int, size: int) -> ContiguousStreams:
+        """The part of ``rank`` out of ``size``: every row is in one of the parts."""
+        own = copy.copy(self)
+        own._starts = [self._starts[i] for i in share_of(self.rows, rank, size)]
+        own.rows = len(own._starts)
+        return own
+
     def begin(self, epoch: int) -> None:
         pass
 
@@ -60,6 +68,18 @@ class ContiguousStreams:
         import numpy
 
         return torch.from_numpy(numpy.array(part))
+
+
+def share_of(rows: int, rank: int, size: int) -> range:
+    """The rows of a rank, the same number for each, or one more for the first ones."""
+    if rows < size:
+        raise ValueError(
+            f"mesh: {size} ranks share the rows of the data, but there are {rows}. Give more rows "
+            "or fewer ranks."
+        )
+    each, more = divmod(rows, size)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))
 
 
 def check_layout(rows: int, time_dim: int) -> None:

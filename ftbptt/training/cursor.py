@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,12 +48,12 @@ class Cursor:
         source: Source,
         truncation: Truncation,
         axes_of: Callable[[Tree], TimeAxes],
-        prepare: Callable[[Chunk], Chunk] | None,
+        prepares: Sequence[Callable[[Chunk], Chunk]],
         mover: Mover,
     ) -> None:
         self.source, self.truncation, self.axes_of = source, truncation, axes_of
         self.axes: TimeAxes | None = None  # known once there is data
-        self.prepare, self.mover = prepare, mover
+        self.prepares, self.mover = prepares, mover
         self._ahead: Span | None = None
         self._before_ahead: dict[str, Any] | None = None  # where reading stood before that
 
@@ -77,7 +77,7 @@ class Cursor:
             self._ahead = self._read(place)
 
     def _read(self, place: Place) -> Span | None:
-        index = place.index
+        index, total = place.index, self.source.total
         while True:
             window = self.truncation.window(index)
             first = window.warm if self.truncation.fresh else place.position
@@ -87,17 +87,18 @@ class Cursor:
             if self.axes is None:
                 self.axes = self.axes_of(chunk.x)
                 check_axes(self.source, self.axes)
-            steps = self.axes.steps(chunk)
-            if steps < window.end - first:
-                cut = self.truncation.cut(window, first + steps)
-                if cut is None:
-                    return None
-                window = cut
+            if total is None or window.end > total:  # it may be the last
+                steps = self.axes.steps(chunk)
+                if steps < window.end - first:
+                    cut = self.truncation.cut(window, first + steps)
+                    if cut is None:
+                        return None
+                    window = cut
             if self.truncation.learns(window):
                 break
             index += 1
-        if self.prepare is not None:
-            chunk = self.prepare(chunk)
+        for prepare in self.prepares:
+            chunk = prepare(chunk)
         if self.mover.device is None:
             return Span(window, first, chunk)
         return Span(window, first, *self.mover.start(chunk))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 
 from .._compat import tree_leaves, tree_map
-from .contiguous import check_layout
+from .contiguous import check_layout, share_of
 from .source import Chunk, TimeAxes, as_tensors, checked, naming
 
 Tree = Any
+_ROWS_AT_MOST = 1 << 20  # tells the seeds of epochs apart
 
 
 class PackedSequences:
@@ -66,11 +68,27 @@ class PackedSequences:
         self.sequences, self.rows, self.seed, self.time_dim = sequences, rows, seed, time_dim
         self._lengths = [int(length) for length in lengths]
         self._dealt = _deal(self._lengths, rows)
-        loads = [sum(self._lengths[i] for i in own) for own in self._dealt]
-        self.total: int | None = max(loads)
-        self.utilisation = sum(loads) / (rows * max(loads))
+        self._first_row = 0  # of those that are shared with other ranks
+        self.total: int | None = None
         self._like: Tree = None  # a step of a sequence, which all have to be like
+        self._count()
+
+    def _count(self) -> None:
+        loads = [sum(self._lengths[i] for i in own) for own in self._dealt]
+        self.rows, self.total = len(loads), max(loads)
+        self.utilisation = sum(loads) / max(self.rows * max(loads), 1)
         self.begin(0)
+
+    def share(self, rank: int, size: int) -> PackedSequences:
+        """The part of ``rank`` out of ``size``: every sequence is in one of the parts.
+
+        Rows have about as many steps each, so ranks have.
+        """
+        own = copy.copy(self)
+        rows = share_of(self.rows, rank, size)
+        own._dealt, own._first_row = [self._dealt[i] for i in rows], self._first_row + rows[0]
+        own._count()
+        return own
 
     def __repr__(self) -> str:
         return (
@@ -81,8 +99,9 @@ class PackedSequences:
     def begin(self, epoch: int) -> None:
         self._order = [list(own) for own in self._dealt]
         if self.seed is not None:
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            for own in self._order:
+            for row, own in enumerate(self._order, self._first_row):
+                # Of a row alone, so that it is the same on any number of ranks.
+                generator = torch.Generator().manual_seed((self.seed + epoch) * _ROWS_AT_MOST + row)
                 order = torch.randperm(len(own), generator=generator).tolist()
                 own[:] = [own[i] for i in order]
         # By place in its row: those that a window has reached and none has passed.

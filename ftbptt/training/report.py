@@ -45,7 +45,7 @@ class Meter:
         self.interval = interval
         self.history: list[Report] = []
         self.before = 0.0  # seconds in earlier parts of a resumed run
-        self._began = self._since = self._next = time.perf_counter()
+        self._began = self._since = self._next = self._now = time.perf_counter()
         self._losses: list[Tensor] = []
         self._weights: list[Any] = []
         self._sum = self._weight = torch.zeros(())  # of the losses before those, and their weights
@@ -66,17 +66,20 @@ class Meter:
         """Since the run began, all its parts together."""
         return self.before + time.perf_counter() - self._began
 
-    def add(self, measured: Measured) -> bool:
-        """Notes an update; whether a report is due."""
+    def add(self, measured: Measured) -> None:
+        """Notes an update."""
         self._losses.append(measured.loss)
         self._weights.append(measured.weight)
         if len(self._losses) == _KEPT:
             self._fold()
         self._steps += measured.steps
         self._tokens += measured.tokens
-        now = time.perf_counter()
-        self.tokens_per_second = self._tokens / max(now - self._since, 1e-9)
-        return now >= self._next
+        self._now = time.perf_counter()
+        self.tokens_per_second = self._tokens / max(self._now - self._since, 1e-9)
+
+    def is_due(self) -> bool:
+        """Whether a report was due at the last update."""
+        return self._now >= self._next
 
     def report(self, update: Update, rate: float | None) -> Report:
         """Reads what was noted since the last report, waiting for the device."""

@@ -15,6 +15,7 @@ from .._layout import Layout, broadcast_rows
 from .._loss import Loss
 from .._output import SegmentOutput
 from .._segment import TrainSegment
+from .contiguous import share_of
 from .cursor import Span
 from .rows import count_rows, join_rows, split_rows, valid_steps
 from .source import Chunk, TimeAxes, checked, naming
@@ -81,6 +82,7 @@ class Segments:
                     f"context: the segment was made with context={train_segment.context}. Give it "
                     "there or here, not both."
                 )
+            self._has_own_context = bool(context)
             context = context or train_segment.context
         self.context, self._autocast, self._time_dim = context, autocast, time_dim
         self._layout: Layout | None = None  # known once there is data
@@ -155,7 +157,8 @@ class Segments:
         """The segment, and the state before step ``keep`` of it (None: behind its last step)."""
         run = self.train_segment
         if isinstance(run, TrainSegment):
-            run = variant(run, keep is not None, scale is not None, self.context)
+            if keep is not None or scale is not None or self._has_own_context:
+                run = variant(run, keep is not None, scale is not None, self.context)
         elif keep is not None:
             raise TypeError(
                 "k2: windows that overlap need a state from within a segment, which a function "
@@ -166,7 +169,10 @@ class Segments:
             like = next(leaf for leaf in tree_leaves(chunk.x if y is None else y))
             y = (y, scale.expand(like.shape))
         with self._cast(chunk):
-            result = run(params, state, chunk.x, y, **_flags(chunk))
+            if chunk.reset is None and chunk.mask is None:
+                result = run(params, state, chunk.x, y)
+            else:
+                result = run(params, state, chunk.x, y, **_flags(chunk))
         if keep is None:
             return result, result.state
         out, states = result.out
@@ -198,6 +204,18 @@ class Segments:
         if parts == 1:
             return [(chunk, state)]
         return split_rows(chunk, state, parts, self.layout(chunk.x), self.row_axis)
+
+    def own_rows(self, rank: int, size: int, chunk: Chunk) -> Chunk:
+        """The rows of a chunk that are those of a rank."""
+        layout = self.layout(chunk.x)
+        share_of(tree_leaves(chunk.x)[0].shape[layout.x_rows], rank, size)
+        return split_rows(chunk, (), size, layout, self.row_axis)[rank][0]
+
+    def own_state(self, rank: int, size: int, state: Tree) -> Tree:
+        """The rows of a state that are those of a rank."""
+        if state is None:
+            return None
+        return tree_map(lambda s: s.tensor_split(size, self.row_axis(s))[rank], state)
 
     def joined(self, states: list[Tree]) -> Tree:
         """The states of micro-batches as one."""

@@ -21,6 +21,7 @@ from .nonfinite import Guard, nonfinite_parameter
 from .optimizing import Learner
 from .report import Meter, ProgressBar, Report
 from .segments import Segments
+from .together import Together
 from .update import Update
 from .window_run import WindowRunner
 
@@ -57,7 +58,9 @@ class Stream(Iterator[Update]):
         checkpoint: Path | None,
         checkpoint_every: int,
         progress: bool,
+        together: Together | None,
     ) -> None:
+        self._together = together
         self._cursor, self._learner = cursor, learner
         self._meter, self._events, self._limits = meter, events, limits
         self._checkpoint, self._checkpoint_every = checkpoint, checkpoint_every
@@ -119,23 +122,24 @@ class Stream(Iterator[Update]):
         try:
             while (update := next(self, None)) is not None:
                 yield update
-        except BaseException:
+        except BaseException as error:
             if not self._left:
+                if self._together is not None:
+                    self._together.tell(error, self._learner)
                 self._save_new()
             raise
 
     def __next__(self) -> Update:
         self._left = False
-        if self._finished:
-            self.finish()
-            raise StopIteration
         try:
-            if self._begun:
-                self._go_on()
+            if self._finished:
+                update = None
             else:
-                self._begin()
-            update = None if self._finished else self._next_update()
+                self._go_on() if self._begun else self._begin()
+                update = None if self._finished else self._next_update()
             if update is None:
+                if self._together is not None:
+                    self._together.close(self._learner)
                 self.finish()
         except BaseException as error:
             self._leave(error)
@@ -168,6 +172,8 @@ class Stream(Iterator[Update]):
         """An error goes to the caller, or Ctrl-C: all updates up to now are kept."""
         self._left = True
         self._learner.forget()
+        if self._together is not None:
+            self._together.tell(error, self._learner)
         self._close_bar()
         try:
             self._save_new()
@@ -185,31 +191,46 @@ class Stream(Iterator[Update]):
     def _next_update(self) -> Update | None:
         """The next update; None where the run ends."""
         while self._limits.updates is None or self.index < self._limits.updates:
-            windows: list[Measured] = []
-            while len(windows) < self._limits.accumulate:
-                span = self._cursor.take(self._place)
-                if span is not None:
-                    ran = self._windows.run(span, self._place, self.index)
-                    if ran is None:
-                        self._finished = True
-                        return None
-                    self._behind, self._place = ran.behind, ran.place
-                    self._cursor.prefetch(ran.place)
-                    if ran.measured is not None:
-                        windows.append(ran.measured)
-                elif windows:  # an epoch ends with an update of what there is
-                    break
-                elif not self._next_epoch():
+            measured, due = self._gather(), None
+            if self._together is not None:
+                measured, due, stops = self._together.update(
+                    self._learner, measured, self.index, self._meter.is_due(), self._finished
+                )
+                self._finished |= stops
+            if self._finished:
+                return None
+            if measured is None:
+                if not self._next_epoch():
                     return None
-            update = self._update(windows[0] if len(windows) == 1 else Measured.joined(windows))
+                continue
+            update = self._update(measured, due)
             if update is not None or self._finished:
                 return update
         return None
 
+    def _gather(self) -> Measured | None:
+        """The windows of an update, fewer at the end of an epoch; None if there are none."""
+        windows: list[Measured] = []
+        while len(windows) < self._limits.accumulate:
+            span = self._cursor.take(self._place)
+            if span is None:
+                break
+            ran = self._windows.run(span, self._place, self.index)
+            if ran is None:
+                self._finished = True
+                return None
+            self._behind, self._place = ran.behind, ran.place
+            self._cursor.prefetch(ran.place)
+            if ran.measured is not None:
+                windows.append(ran.measured)
+        if len(windows) == 1:
+            return windows[0]
+        return Measured.joined(windows) if windows else None
+
     def _next_epoch(self) -> bool:
         """Ends the epoch; whether there is another one."""
         epoch = self._place.epoch
-        if self._place.index == 0:
+        if self._place.index == 0 and self._together is None:
             raise ValueError(
                 "data: no window has a step with a loss. Give a longer stream, or a smaller k1, "
                 "burn_in or context."
@@ -224,8 +245,11 @@ class Stream(Iterator[Update]):
         emit(self._events.epoch_start, epoch + 1)
         return True
 
-    def _update(self, measured: Measured) -> Update | None:
-        """The optimizer's step; None if it was not made."""
+    def _update(self, measured: Measured, due: bool | None) -> Update | None:
+        """The optimizer's step; None if it was not made.
+
+        ``due``: whether losses are to be read then, if that is not for this process to say.
+        """
         grads, norm = self._learner.ready()
         if norm is not None and self._learner.scaler is None and not self._guard.is_sound(norm):
             self._finished |= self._guard.stops(
@@ -242,7 +266,8 @@ class Stream(Iterator[Update]):
             self._learner.step(grads)
             self._whole, self._stand = True, None
             self.index += 1
-            due = self._meter.add(measured)
+            self._meter.add(measured)
+            due = self._meter.is_due() if due is None else due
             update = self._last = Update(
                 self.index - 1, place.epoch, place.end, measured.loss, measured.weight,
                 self._learner.params, self._behind, self._meter.tokens_per_second, grads, norm,

@@ -10,18 +10,23 @@ from typing import Any
 
 import torch
 from torch.amp import GradScaler
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
+from .._compat import tree_map
 from .._output import SegmentOutput
-from .checkpoint import has_checkpoint, load_checkpoint
+from .checkpoint import has_checkpoint, load_all, load_checkpoint
+from .contiguous import ContiguousStreams
 from .cursor import Cursor
 from .events import Events
 from .optimizing import FunctionalOptimizer, Learner
+from .packing import PackedSequences
 from .prefetch import Mover
 from .report import Meter
 from .segments import Segments
 from .source import as_source
 from .stream import Limits, Stream
+from .together import Together
 from .windows import Truncation
 
 Tree = Any
@@ -61,6 +66,8 @@ def train_stream(
     checkpoint_every: int = 1000,
     resume: bool = False,
     time_dim: int | None = None,
+    mesh: DeviceMesh | ProcessGroup | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Stream:
     """train_stream : train_segment, params, state, data, optimizer -> iterator of Update
 
@@ -120,6 +127,13 @@ def train_stream(
         torch's, NumPy's or Python's random numbers, its ``generator``, or by ``set_epoch(epoch)``.
     ``time_dim``
         The axis of time, for a ``train_segment`` that is not this package's own.
+    ``mesh``, ``reduce_dtype``
+        Ranks of ``torch.distributed`` that train together: each takes its share of the rows of
+        ``data`` and ``state``, which are given whole to all of them, and keeps it; gradients are
+        averaged by valid steps (in ``reduce_dtype`` if that is given, such as
+        ``torch.bfloat16``), losses too. All begin with the parameters of the first rank. Each rank
+        has a checkpoint of its own, and a run resumes on as many ranks as it was started on. An
+        error on one ends all.
 
     TBPTT(k1, k2): Williams and Peng, 1990; Sutskever, 2013, section 2.8.6.
 
@@ -171,15 +185,27 @@ def train_stream(
         train_segment, context=context, scaled=scaler is not None, autocast=autocast,
         time_dim=time_dim,
     )  # fmt: skip
+    together = None if mesh is None else Together(mesh, reduce_dtype)
+    if together is not None:
+        if not isinstance(optimizer, Optimizer):  # whose parameters are not written in place
+            params = tree_map(lambda leaf: leaf.detach().clone(), params)
+        together.share(params)
+        state = segments.own_state(together.rank, together.size, state)
+        if checkpoint is not None:
+            checkpoint = together.file(Path(checkpoint))
     learner = Learner(
         params, optimizer, clip_norm=clip_norm, clip_value=clip_value, scheduler=scheduler,
         scaler=scaler, ema_decay=ema_decay,
     )  # fmt: skip
     mover = Mover(None if device is None else torch.device(device))
-    cursor = Cursor(
-        as_source(data, segments.axes), truncation, segments.axes,
-        None if prepare is None else partial(segments.prepared, prepare), mover,
-    )  # fmt: skip
+    prepares = [] if prepare is None else [partial(segments.prepared, prepare)]
+    source = as_source(data, segments.axes)
+    if together is not None:
+        if isinstance(source, (ContiguousStreams, PackedSequences)):
+            source = source.share(together.rank, together.size)
+        else:
+            prepares.insert(0, partial(segments.own_rows, together.rank, together.size))
+    cursor = Cursor(source, truncation, segments.axes, prepares, mover)
     stream = Stream(
         segments,
         state,
@@ -190,8 +216,14 @@ def train_stream(
         Limits(epochs, updates, accumulate, micro_batches, on_nonfinite, stop),
         checkpoint=None if checkpoint is None else Path(checkpoint),
         checkpoint_every=checkpoint_every,
-        progress=progress,
+        progress=progress and (together is None or together.rank == 0),
+        together=together,
     )
-    if resume and checkpoint is not None and has_checkpoint(checkpoint):
-        stream.load_state_dict(load_checkpoint(checkpoint))
+    if resume and checkpoint is not None:
+        if together is not None:
+            found = together.common(load_all(checkpoint), Path(checkpoint))
+        else:
+            found = load_checkpoint(checkpoint) if has_checkpoint(checkpoint) else None
+        if found is not None:
+            stream.load_state_dict(found)
     return stream

@@ -85,10 +85,11 @@ class WindowRunner:
                 if self._stops(update, loss, span, part, result, row):
                     return None
             first += own_rows or 0
-        position = min(keep, window.end)
+        position, after = min(keep, window.end), behind[0]
         if position > window.start:
-            kept = segments.joined(held)
-        after = segments.joined(behind)
+            kept = held[0] if len(held) == 1 else segments.joined(held)
+        if len(behind) > 1:
+            after = segments.joined(behind)
         if not sound:
             # As a whole, also in micro-batches of which some were sound.
             learner.gathered, measured = gathered, []

@@ -1,0 +1,360 @@
+"""Ranks that train together are as one process with all rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+
+from ftbptt import make_train_segment
+from ftbptt.training import (
+    Chunk,
+    ContiguousStreams,
+    Events,
+    PackedSequences,
+    RankFailed,
+    train_stream,
+)
+
+from .oracle import assert_close
+from .problem import named
+from .ranks import Ranks
+from .streams import cross_entropy, mean_cross_entropy, stream, tagger
+
+STEPS = 53
+ROWS = 5
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
+
+
+class Momentum:
+    """Two pure functions."""
+
+    def init(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(p) for name, p in params.items()}
+
+    def update(self, grads: Any, state: Any, params: Any) -> Any:
+        state = {name: 0.9 * state[name] + grads[name] for name in params}
+        return {name: p - 0.1 * state[name] for name, p in params.items()}, state
+
+
+class CharModel(nn.Module):
+    """On tokens, as ``ContiguousStreams`` gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cell, self.read = nn.Embedding(6, 3), nn.GRUCell(3, 4), nn.Linear(4, 6)
+        self.double()
+
+    def forward(self, token: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(self.embed(token), h)
+        return self.read(h), h
+
+
+def flags() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    reset = torch.rand(STEPS, ROWS, generator=generator) < 0.1
+    mask = torch.rand(STEPS, ROWS, generator=generator) < 0.8
+    mask[-10:, 3:] = False  # the last rows end before the others
+    return reset, mask
+
+
+def sequences() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(6)
+    lengths = torch.randint(2, 30, (24,), generator=generator).tolist()
+    return [tuple(leaf[:, 0] for leaf in stream(n, 1, seed=n)) for n in lengths]  # type: ignore[misc]
+
+
+def data_of(kind: str) -> Any:
+    x, y = stream(STEPS, ROWS)
+    if kind == "tensors":
+        return x, y
+    if kind == "flags":
+        return Chunk(x, y, *flags())
+    if kind == "chunks":
+        return [(x[a : a + 7], y[a : a + 7]) for a in range(0, STEPS, 7)]
+    if kind == "packed":
+        return PackedSequences(sequences(), rows=ROWS)
+    tokens = torch.randint(6, (500,), generator=torch.Generator().manual_seed(7))
+    return ContiguousStreams(tokens, rows=ROWS)
+
+
+def train(mesh: DeviceMesh | None, kind: str, **options: Any) -> dict[str, Any]:
+    """A run of 50 updates: its parameters, and the losses of its updates."""
+    rank = 0 if mesh is None else mesh.get_rank()
+    torch.manual_seed(rank)  # what the other ranks begin with does not count
+    module: nn.Module = CharModel() if kind == "tokens" else tagger(rank)
+    loss = cross_entropy if kind in ("flags", "packed") else mean_cross_entropy
+    segment = make_train_segment(module, loss, backend="eager")
+    params = named(module)
+    optimizer: Any = torch.optim.SGD(params.values(), lr=0.3, momentum=0.9)
+    if options.pop("functional", False):
+        optimizer, params = Momentum(), {name: p.detach() for name, p in params.items()}
+    hidden = torch.zeros(ROWS, 4).double()
+    state: Any = hidden if kind == "tokens" else (torch.zeros(ROWS, 5).double(),) * 2
+    options = {"k1": 4, "epochs": None, "updates": 50, "progress": False, **options}
+    run = train_stream(segment, params, state, data_of(kind), optimizer, mesh=mesh, **options)
+    losses = [float(update.loss) for update in run]
+    # Tensors of another process would be files that both must keep open.
+    return {"params": {n: p.tolist() for n, p in run.params.items()}, "losses": losses}
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("tensors", {}),
+    ("tensors", {"clip_norm": 0.05, "k2": 9}),
+    ("tensors", {"functional": True, "accumulate": 3}),
+    ("tensors", {"burn_in": 3, "context": 1, "k1": 6, "k2": 8}),
+    ("flags", {"clip_norm": 0.1}),
+    ("chunks", {"ema_decay": 0.9}),
+    ("packed", {"clip_value": 0.01}),
+    ("tokens", {"k1": 10, "micro_batches": 2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_two_ranks_are_one_process(kind: str, options: dict[str, Any], two: Ranks) -> None:
+    check_as_one(two, kind, options)
+
+
+@pytest.mark.parametrize(("kind", "options"), [CASES[4], CASES[6]])
+def test_four_ranks_are_one_process(kind: str, options: dict[str, Any], four: Ranks) -> None:
+    check_as_one(four, kind, options)
+
+
+def check_as_one(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
+    expected = train(None, kind, **options)
+    assert len(expected["losses"]) == 50
+    for found in ranks.call(_train, kind, options):
+        for name, value in expected["params"].items():
+            difference = (torch.tensor(found["params"][name]) - torch.tensor(value)).abs().max()
+            assert difference < 1e-6  # read as float32: the finer look is below
+        assert_close(_doubles(found), _doubles(expected))
+
+
+def _doubles(result: dict[str, Any]) -> Any:
+    return {
+        "params": {n: torch.tensor(p, dtype=torch.float64) for n, p in result["params"].items()},
+        "losses": torch.tensor(result["losses"], dtype=torch.float64),
+    }
+
+
+def _train(mesh: DeviceMesh, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    return train(mesh, kind, **options)
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+
+
+def _bytes(mesh: DeviceMesh, dtype: torch.dtype | None) -> tuple[int, int, int]:
+    module = tagger()
+    segment = make_train_segment(module, mean_cross_entropy, backend="eager")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    run = train_stream(
+        segment, named(module), (torch.zeros(ROWS, 5).double(),) * 2,
+        data_of("tensors"), optimizer, k1=4, accumulate=3, updates=4, progress=False, mesh=mesh,
+        reduce_dtype=dtype,
+    )  # fmt: skip
+    updates = sum(1 for _ in run)
+    assert run._together is not None
+    return updates, run._together.bytes_reduced, sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(None, 8), (torch.bfloat16, 2)])
+def test_what_is_sent_for_an_update(dtype: torch.dtype | None, size: int, two: Ranks) -> None:
+    """Each gradient once for an update, however many windows it has; and once at the end."""
+    for updates, sent, numbers in two.call(_bytes, dtype):
+        assert updates == 4
+        assert sent == (updates + 1) * size * numbers
+
+
+# -- when something is wrong on one rank ---------------------------------------------------------
+
+
+def _failing(mesh: DeviceMesh, where: str) -> str:
+    def fail(*_: Any) -> None:
+        seen.append(1)
+        if mesh.get_rank() == 1 and len(seen) == 3:
+            raise KeyError("my own mistake")
+
+    seen: list[int] = []
+    try:
+        train(mesh, "tensors", events=Events(**{where: fail}))
+    except (KeyError, RankFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("where", ["before_window", "before_update", "after_update"])
+def test_an_error_on_one_rank_ends_all(where: str, two: Ranks) -> None:
+    other, own = two.call(_failing, where)
+    assert own == "KeyError: 'my own mistake'"
+    assert other == "RankFailed: rank 1 has left the run: KeyError: 'my own mistake'"
+
+
+def _left(mesh: DeviceMesh) -> str:
+    module = tagger()
+    segment = make_train_segment(module, mean_cross_entropy, backend="eager")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = (torch.zeros(ROWS, 5).double(),) * 2
+    run = train_stream(
+        segment, named(module), state, data_of("tensors"), optimizer, k1=4, progress=False,
+        mesh=mesh,
+    )  # fmt: skip
+    try:
+        for update in run:
+            if mesh.get_rank() == 0 and update.index == 2:
+                break
+    except RankFailed as error:
+        return str(error)
+    return "left"
+
+
+def test_a_loop_that_one_rank_leaves(two: Ranks) -> None:
+    assert two.call(_left) == ["left", "rank 0 has left the run: its loop over the run was left"]
+
+
+def _not_finite(mesh: DeviceMesh, mode: str) -> tuple[int, list[str], list[Any]]:
+    x, y = stream(STEPS, ROWS)
+    x[9, 4] = float("nan")  # in a row of the second rank, in the third window
+    module = tagger()
+    segment = make_train_segment(module, mean_cross_entropy, backend="eager")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = train_stream(
+            segment, named(module), (torch.zeros(ROWS, 5).double(),) * 2, (x, y), optimizer, k1=4,
+            progress=False, mesh=mesh, on_nonfinite=mode,
+        )  # fmt: skip
+        count = sum(1 for _ in run)
+    said = [str(warning.message) for warning in caught]
+    return count, said, [p.tolist() for p in module.parameters()]
+
+
+@pytest.mark.parametrize(("mode", "updates"), [("stop", 2), ("skip", 14)])
+def test_a_loss_that_is_not_finite_on_one_rank(mode: str, updates: int, two: Ranks) -> None:
+    (first, other_said, params), (second, own_said, own_params) = two.call(_not_finite, mode)
+    assert first == second == updates
+    assert params == own_params
+    assert len(own_said) == 1
+    assert "the loss of update 2 is nan" in own_said[0]
+    stopped = ["ftbptt: rank 1 stops the run before update 2."]
+    assert other_said == (stopped if mode == "stop" else [])
+
+
+# -- together to the end --------------------------------------------------------------------------
+
+
+def _stopped(mesh: DeviceMesh) -> tuple[int, int]:
+    reports: list[float] = []
+
+    def stop(loss: float) -> bool:
+        reports.append(loss)
+        return len(reports) == 3
+
+    # The clock of the first rank says when: the others' would differ.
+    interval = 0.0 if mesh.get_rank() == 0 else 1e9
+    return len(train(mesh, "tensors", stop=stop, interval=interval)["losses"]), len(reports)
+
+
+def test_all_stop_at_the_same_update(two: Ranks) -> None:
+    first, second = two.call(_stopped)
+    assert first == second
+    assert first[1] == 3
+    assert first[0] < 50
+
+
+def _resumed(mesh: DeviceMesh, folder: str, cut: int | None) -> dict[str, Any]:
+    options = {"checkpoint": Path(folder) / "run.pt", "checkpoint_every": 7, "resume": True}
+    if cut is None:
+        return train(mesh, "flags", **options)
+
+    def fail(update: Any) -> None:
+        if update.index == cut and mesh.get_rank() == 1:
+            raise KeyError("cut off")
+
+    try:
+        train(mesh, "flags", events=Events(after_update=fail), **options)
+    except (KeyError, RankFailed):
+        return {}
+    raise AssertionError("it was not cut off")
+
+
+def test_a_run_that_was_cut_off_goes_on(two: Ranks, tmp_path: Path) -> None:
+    undisturbed = two.call(_train, "flags", {})
+    for cut in (5, 23):
+        two.call(_resumed, str(tmp_path), cut)
+    found = two.call(_resumed, str(tmp_path), None)
+    assert found[0]["params"] == found[1]["params"] == undisturbed[0]["params"]
+    assert found[0]["losses"] == undisturbed[0]["losses"][24:]
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert {"run.pt.rank0of2", "run.pt.rank1of2"} <= set(files)
+    (tmp_path / "run.pt.rank1of2").unlink()
+    (tmp_path / "run.pt.rank1of2.previous").unlink()
+    for said in two.call(_refused, str(tmp_path)):
+        assert "run.pt has none that all 2 ranks could go on from" in said
+
+
+def _refused(mesh: DeviceMesh, folder: str) -> str:
+    try:
+        _resumed(mesh, folder, None)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_another_number_of_ranks(two: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "run.pt.rank0of4").touch()
+    for said in two.call(_refused, str(tmp_path)):
+        assert "Resume on as many ranks as the run was started on" in said
+
+
+# -- shares of the data ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_sequence_is_in_one_share(size: int) -> None:
+    packed = PackedSequences(sequences(), rows=ROWS)
+    shares = [packed.share(rank, size) for rank in range(size)]
+    assert sum(share.rows for share in shares) == ROWS
+    for epoch in (0, 1):
+        packed.begin(epoch)
+        for share in shares:
+            share.begin(epoch)
+        dealt = [order for share in shares for order in share._order]
+        assert dealt == packed._order
+    steps = [sum(packed._lengths[i] for own in share._order for i in own) for share in shares]
+    per_row = [n / share.rows for n, share in zip(steps, shares, strict=True)]
+    assert max(per_row) < 1.2 * min(per_row)
+
+
+def test_too_few_rows() -> None:
+    with pytest.raises(ValueError, match="mesh: 6 ranks share the rows of the data, but there are"):
+        PackedSequences(sequences(), rows=ROWS).share(0, 6)
+    with pytest.raises(ValueError, match="mesh: 6 ranks share the rows"):
+        ContiguousStreams(torch.arange(100), rows=ROWS).share(0, 6)
+
+
+def test_what_is_no_mesh() -> None:
+    module = tagger()
+    segment = make_train_segment(module, mean_cross_entropy, backend="eager")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="mesh: expected a DeviceMesh or a ProcessGroup, found int"):
+        train_stream(segment, named(module), None, stream(8), optimizer, k1=4, mesh=2)  # type: ignore[arg-type]
