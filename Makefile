@@ -3,7 +3,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: run test test-all lint bench clean
+.PHONY: run test test-all fuzz lint bench clean
 
 run: $(VENV)/ready
 	$(PY) -m bench.charlm $(ARGS)
@@ -14,6 +14,10 @@ test: lint
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+# Two thousand random cells, others at each call; takes hours.
+fuzz: $(VENV)/ready
+	CELLS=2000 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal tests/test_random_cells.py $(ARGS)
 
 lint: $(VENV)/ready
 	$(PY) -m ruff check .

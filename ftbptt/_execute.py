@@ -22,6 +22,7 @@ from .compiler.distribute import DistributedLoop, MapBlock, ScanBlock
 from .compiler.graphs import Node, nbytes, value_of
 from .compiler.plan import Plan
 from .compiler.program import run_loop
+from .compiler.trace import TRACING
 from .compiler.windows import Sliding, WindowedLoop, on_windows, split_windows
 
 # What lives only inside a chunk should stay in a CPU's outer cache; but each chunk costs something
@@ -346,10 +347,16 @@ class Executable:
         self, name: Any, function: Function, args: Sequence[Tensor], first: int, last: int
     ) -> None:
         """Builds a function for tensors like ``args``; axis 0 of args[first:last] is a symbol."""
+        with TRACING:
+            if name not in self.functions:  # another thread may have been first
+                self.functions[name] = self._built(name, function, args, first, last)
+                self.count_compile()
+
+    def _built(
+        self, name: Any, function: Function, args: Sequence[Tensor], first: int, last: int
+    ) -> Function:
         if self.backend.build is None:
-            self.functions[name] = function
-            self.count_compile()
-            return
+            return function
         mode, steps = symbolic_steps(self.plan.loss.example_steps)
         with mode:
             examples = [
@@ -360,10 +367,10 @@ class Executable:
                 )
                 for i, a in enumerate(args)
             ]
-        self.functions[name] = self.backend.build(function, examples, mode)
+        built = self.backend.build(function, examples, mode)
         if first < last and is_pinned(steps):
             raise RuntimeError(f"the {name} program was pinned to {steps} steps")
-        self.count_compile()
+        return built
 
 
 def _chunks(steps: int, chunk: int) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from ._compat import FakeTensorMode, tree_flatten, tree_unflatten
 from ._step import Step
 from ._taps import Tap
 from .compiler.rnn import PlainRecurrence
-from .compiler.trace import own_words
+from .compiler.trace import TRACING, own_words
 
 
 def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -25,7 +25,7 @@ def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Te
             [torch.empty(shape, dtype=t.dtype, device=t.device) for shape, t in shapes[name]]
             for name in ("params", "buffers", "state", "x")
         )
-    with mode, PlainRecurrence(), own_words("step", step):
+    with TRACING, mode, PlainRecurrence(), own_words("step", step):
         (_, tapped), _ = step.apply(
             tree_unflatten(params, call.specs[0]),
             dict(zip(call.buffer_names, buffers, strict=True)),

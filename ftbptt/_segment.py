@@ -24,6 +24,7 @@ from ._vmap import Found, SegmentFunction
 from .backends import EAGER, NAMES, choose
 from .compiler.plan import Plan, make_plan
 from .compiler.signature import Recipe
+from .compiler.trace import TRACING
 
 Tree = Any
 
@@ -452,11 +453,15 @@ class TrainSegment:
 
     def _executable(self, call: Call, tensors: Sequence[Tensor]) -> Executable:
         key = call.key(tensors)
-        if key not in self._executables:
-            self.trace_count += 1
-            recipe = replace(self.recipe, probes=call.probes)
-            plan = make_plan(recipe, call.signature(tensors), call.buffer_names)
-            self._executables[key] = Executable(plan, choose(self._backend), self._count_compile)
+        if key in self._executables:
+            return self._executables[key]
+        with TRACING:
+            if key not in self._executables:  # another thread may have been first
+                self.trace_count += 1
+                recipe = replace(self.recipe, probes=call.probes)
+                plan = make_plan(recipe, call.signature(tensors), call.buffer_names)
+                backend = choose(self._backend)
+                self._executables[key] = Executable(plan, backend, self._count_compile)
         return self._executables[key]
 
     def _count_compile(self) -> None:

@@ -1,151 +1,108 @@
-"""Random cells: expression graphs over the state, the input and weights, drawn by hypothesis."""
+"""Random cells against the eager loop, on every backend, vmapped and not.
+
+``CELLS=2000 pytest tests/test_random_cells.py`` draws other ones at each call, and prints a recipe
+that fails; it becomes a test of its own at the end of this file.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch import Tensor
+from torch.func import vmap
+from torch.utils._pytree import tree_map
 
 from ftbptt import make_train_segment
 
-from .oracle import check
-from .problem import B, Draw, H, Problem, mse, per_row, per_step
+from .oracle import assert_close, check
+from .problem import B, Problem
+from .random_steps import Recipe, problem_of, recipes, start_of
+from .sequences import looped, stacked
 
-WEIGHTS = 3
-Tree = Any
-
-UNARY = {
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "softmax": lambda a: torch.softmax(a, dim=-1),
-    "negate": lambda a: -a,
-    "shift": lambda a: torch.cat([a[:, 1:], a[:, :1]], dim=-1),
-    "centre": lambda a: a - a.mean(-1, keepdim=True),
-    "detach": lambda a: a.detach(),
-    "half": lambda a: 0.5 * a,
-}
-BINARY = {
-    "add": lambda a, b: a + b,
-    "multiply": lambda a, b: a * b,
-    "subtract": lambda a, b: a - b,
-    "where": lambda a, b: torch.where(a > 0.1, a, b),
-    "halves": lambda a, b: torch.cat([a[:, : H // 2], b[:, H // 2 :]], dim=-1),
-    "gate": lambda a, b: torch.sigmoid(a) * b,
-    "lerp": lambda a, b: torch.lerp(a, b, 0.3),
-}
-WEIGHTED = {
-    "matmul": lambda a, w: a @ w,
-    "transposed": lambda a, w: a @ w.T,
-    "product": lambda a, w: a @ (w @ w.T / H),
-    "scaled": lambda a, w: a * w[0],
-}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """``ops`` append values to [x_t, *state]; the next state and out pick from the values."""
-
-    ops: tuple[tuple[str, int, int], ...]
-    leaves: int
-    after: tuple[int, ...]
-    bounded: tuple[bool, ...]
-    outs: tuple[int, ...]
-    loss: Any
-
-
-@st.composite
-def recipes(draw: st.DrawFn) -> Recipe:
-    leaves = draw(st.integers(1, 3))
-    count = draw(st.integers(1, 8))
-    names = st.sampled_from([*UNARY, *BINARY, *WEIGHTED])
-    ops = []
-    for i in range(count):
-        below = st.integers(0, leaves + i)
-        ops.append((draw(names), draw(below), draw(below)))
-    anything = st.integers(0, leaves + count)
-    # Mostly the last values, so that the graph is deep.
-    recent = st.integers(max(0, count - 2), leaves + count)
-    pick = st.one_of(recent, recent, anything)
-    return Recipe(
-        tuple(ops),
-        leaves,
-        tuple(draw(pick) for _ in range(leaves)),
-        tuple(draw(st.booleans()) for _ in range(leaves)),
-        tuple(draw(st.lists(pick, min_size=1, max_size=2))),
-        draw(st.sampled_from([mse, per_step, per_row])),
-    )
-
-
-def step_of(recipe: Recipe) -> Any:
-    def step(params: list[Tensor], x_t: Tensor, state: Tree) -> tuple[Tree, Tree]:
-        values = [x_t, *state]
-        for name, a, b in recipe.ops:
-            if name in UNARY:
-                values.append(UNARY[name](values[a]))
-            elif name in BINARY:
-                values.append(BINARY[name](values[a], values[b]))
-            else:
-                values.append(WEIGHTED[name](values[a], params[b % WEIGHTS]))
-        # What may grow without bound is squashed; a plain pick may be x_t, a leaf, or an alias.
-        after = tuple(
-            torch.tanh(values[i]) if bounded or i > recipe.leaves else values[i]
-            for i, bounded in zip(recipe.after, recipe.bounded, strict=True)
-        )
-        out = sum(values[i] for i in recipe.outs)
-        return out, after
-
-    return step
-
-
-def problem_of(recipe: Recipe) -> Problem:
-    draw = Draw(0)
-    params = [draw(H, H, scale=0.4) for _ in range(WEIGHTS)]
-    state = tuple(draw(B, H) for _ in range(recipe.leaves))
-    x, y = draw.sequence(B, H), draw.sequence(B, H)
-    return Problem(step_of(recipe), params, state, x, y, recipe.loss)
+CELLS = int(os.environ.get("CELLS", "0"))
+N = 2  # sequences, or models
 
 
 def examples(count: int) -> Any:
+    """So many cells, the same each time; or as many as were asked for, others each time."""
     return settings(
-        max_examples=count,
-        derandomize=True,
+        max_examples=max(1, count * CELLS // 60) if CELLS else count,
+        derandomize=not CELLS,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
 
 
+def flags(recipe: Recipe, steps: int) -> dict[str, torch.Tensor]:
+    """Resets and padding; a scalar loss cannot be padded."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    shape = (steps,) if recipe.loss == "per step" else (steps, B)
+    given = {"reset": torch.rand(shape, generator=generator) < 0.3}
+    if recipe.loss != "scalar":
+        given["mask"] = torch.rand(shape, generator=generator) < 0.7
+    return given
+
+
 def check_recipe(recipe: Recipe, backend: str, **options: Any) -> None:
     made = problem_of(recipe)
-    segment = make_train_segment(made.step, made.loss, backend=backend, **options)
-    for steps in (5, 1, 2):
+    start = start_of(recipe, made.state)
+    segment = make_train_segment(
+        made.step, made.loss, backend=backend, initial_state=start, **options
+    )
+    for steps in (4, 1):
         check(segment, made, steps)
-    if recipe.loss is per_row:
-        generator = torch.Generator().manual_seed(0)
-        reset = torch.rand(5, B, generator=generator) < 0.3
-        mask = torch.rand(5, B, generator=generator) < 0.7
-        check(segment, made, 5, reset=reset, mask=mask)
+    check(segment, made, 5, initial_state=start, **flags(recipe, 5))
 
 
-@examples(40)
+def check_vmapped(recipe: Recipe, backend: str) -> None:
+    made = problem_of(recipe)
+    segment = make_train_segment(made.step, made.loss, backend=backend)
+    calls = [made.data(3), _other(made)]
+    shared = [(made.params, *call[1:]) for call in calls]
+    batch = [stacked([call[i] for call in calls]) for i in range(4)]
+    found = vmap(segment, in_dims=(None, 0, 0, 0))(made.params, *batch[1:])
+    assert_close(found, looped(made, shared))
+    assert_close(vmap(segment)(*batch), looped(made, calls))
+
+
+def _other(made: Problem) -> Any:
+    """Another model on another sequence."""
+    return tree_map(lambda leaf: leaf * 0.7 if leaf.is_floating_point() else leaf, made.data(3))
+
+
+@examples(36)
 @given(recipe=recipes())
 def test_eager(recipe: Recipe) -> None:
     check_recipe(recipe, "eager")
 
 
-@examples(15)
+@examples(10)
 @given(recipe=recipes())
 def test_recomputed(recipe: Recipe) -> None:
     check_recipe(recipe, "eager", recompute=True)
 
 
-@pytest.mark.slow
+@examples(10)
+@given(recipe=recipes())
+def test_vmapped(recipe: Recipe) -> None:
+    check_vmapped(recipe, "eager")
+
+
+@pytest.mark.usefixtures("kernels")
 @examples(4)
+@given(recipe=recipes())
+def test_fused(recipe: Recipe) -> None:
+    check_recipe(recipe, "fused")
+    check_vmapped(recipe, "fused")
+
+
+@pytest.mark.slow
+@examples(2)
 @given(recipe=recipes())
 def test_compiled(recipe: Recipe) -> None:
     check_recipe(recipe, "compile")
+    check_vmapped(recipe, "compile")

@@ -21,7 +21,7 @@ from .._loss import segment_loss
 from .graphs import reachable_from
 from .signature import Leaf, Level, Recipe, Signature, vmapped
 from .timebatch import for_any_length
-from .trace import forbid_trained_captures, own_words, trace_function
+from .trace import TRACING, forbid_trained_captures, own_words, trace_function
 
 
 @dataclass
@@ -66,14 +66,16 @@ class LossTracer:
     def graphs_for(self, steps: int) -> tuple[int | None, LossGraphs]:
         """The loss of K steps, and the key it is known by: None if it holds for more than one K."""
         if not self.tried:
-            self.tried = True
-            # torch cannot trace everything with a symbol; what is wrong in itself fails again.
-            with suppress(Exception):
-                self.graphs[None] = self._trace(None)
+            with TRACING:
+                # torch cannot trace everything with a symbol; what is wrong in itself fails again.
+                with suppress(Exception):
+                    self.graphs[None] = self._trace(None)
+                self.tried = True
         if None in self.graphs and self.graphs[None].holds_for(steps):
             return None, self.graphs[None]
         if steps not in self.graphs:
-            self.graphs[steps] = self._trace(steps)
+            with TRACING:
+                self.graphs[steps] = self._trace(steps)
         return steps, self.graphs[steps]
 
     def _steps(self, steps: int | None) -> tuple[FakeTensorMode, Any]:

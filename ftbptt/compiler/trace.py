@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ from .graphs import aten
 from .rnn import PlainRecurrence
 
 Tree = Any
+# torch traces by patching itself, for all threads: one at a time.
+TRACING = threading.RLock()
 _OWN = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 
@@ -73,7 +76,7 @@ def trace_function(
     table = DECOMPOSITIONS_BEFORE_AUTOGRAD if before_autograd else decompositions()
     # Attention as products and a softmax: its fused operation has no rule for vmap.
     plain_attention = sdpa_kernel(SDPBackend.MATH)
-    with mode, torch.enable_grad(), calling_compiled_as_written(), plain_attention:
+    with TRACING, mode, torch.enable_grad(), calling_compiled_as_written(), plain_attention:
         # Some of autograd's own formulas write in place: without mutation, nodes can be moved.
         if differentiated is not None and _has_fourier_transform(differentiated.graph):
             # In autograd's formula of one, functionalize mistakes a size: let it see a graph.
