@@ -2,6 +2,7 @@
 
     python -m bench.charlm                        Python's standard library, about two minutes
     python -m bench.charlm --text BOOK --minutes 10
+    torchrun --nproc-per-node 2 -m bench.charlm   two processes, each with half of the rows
 
 The text runs through the model in rows, window by window, the state carried from one to the next; a
 stock ``torch.optim`` optimizer uses the gradients. At the end: held-out bits per character against
@@ -12,14 +13,18 @@ Ctrl-C at any time leaves the model and the curve as they are then; ``--resume``
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from ftbptt import TrainSegment, as_step, make_train_segment
@@ -56,8 +61,30 @@ def as_indices(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x.long(), y.long()
 
 
+def ranks(device: str) -> DeviceMesh | None:
+    """The processes that torchrun has started; None without it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    dist.init_process_group()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
+    return init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
+
+
+def of_first_rank(value: float, mesh: DeviceMesh | None) -> float:
+    """The clock of the first rank, for all: else they would disagree on rates and on the end."""
+    if mesh is None:
+        return value
+    own = torch.tensor(value, dtype=torch.float64, device=mesh.device_type)
+    dist.broadcast(own, 0)
+    return float(own)
+
+
 def begin(
-    model: CharLM, train_segment: TrainSegment, data: ContiguousStreams, options: argparse.Namespace
+    model: CharLM,
+    train_segment: TrainSegment,
+    data: ContiguousStreams,
+    options: argparse.Namespace,
+    mesh: DeviceMesh | None,
 ) -> Stream:
     """The run, not yet begun; with ``options.resume`` it goes on where its checkpoint was made.
 
@@ -80,12 +107,13 @@ def begin(
             checkpoint=options.out / "run.pt",
             checkpoint_every=CHECKPOINT_EVERY,
             resume=options.resume,
+            mesh=mesh,
         )
     except ValueError as error:
         raise TextError(f"--resume: {error}") from error
 
 
-def train(run: Stream, options: argparse.Namespace) -> None:
+def train(run: Stream, options: argparse.Namespace, mesh: DeviceMesh | None) -> None:
     """Trains until ``options.minutes`` are over, the first compile included.
 
     With ``options.resume`` the minutes before the run was cut off count as well.
@@ -94,10 +122,13 @@ def train(run: Stream, options: argparse.Namespace) -> None:
     first: float | None = None  # when the first update was done: what came before is compiling
     start = 0.0  # of training, once it is known
     shown = len(run.history)
-    set_rate(run, options.lr, began / total if before else 0.0)
+    set_rate(run, options.lr, of_first_rank(began / total if before else 0.0, mesh))
     form = "{desc} {percentage:3.0f}%|{bar}| {elapsed} {postfix}"
-    with tqdm(total=1.0, desc="compiling", bar_format=form, dynamic_ncols=True) as bar:
-        for _ in run if began < total else ():
+    quiet = mesh is not None and mesh.get_rank() > 0
+    with tqdm(
+        total=1.0, desc="compiling", bar_format=form, dynamic_ncols=True, disable=quiet
+    ) as bar:
+        for _ in run if of_first_rank(began, mesh) < total else ():
             if first is None:
                 first = run.seconds
                 start = 0.0 if before else first
@@ -110,9 +141,10 @@ def train(run: Stream, options: argparse.Namespace) -> None:
                     f"{report.loss / math.log(2):.3f} bits/char, "
                     f"{report.tokens_per_second:,.0f} chars/s"
                 )
-            if run.seconds >= total:
+            done = of_first_rank((run.seconds - start) / max(total - start, 1e-9), mesh)
+            if done >= 1:
                 break
-            set_rate(run, options.lr, (run.seconds - start) / max(total - start, 1e-9))
+            set_rate(run, options.lr, done)
         run.finish()
         bar.n = 1.0
         bar.refresh()
@@ -155,7 +187,7 @@ def print_table(title: str, rows: dict[str, str]) -> None:
         print(f"  {name:<{width}}  {value:>{right}}")
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, mesh: DeviceMesh | None) -> None:
     """Everything, from the text to the report. Raises :class:`TextError` for an unusable text."""
     text, source = read_text(options.text)
     vocabulary = Vocabulary.of(text, options.vocabulary)
@@ -173,18 +205,20 @@ def run(options: argparse.Namespace) -> None:
     print(
         f"model: embedding, LSTM {options.layers} x {options.hidden}, readout ({count:,} "
         f"parameters); {options.batch} streams, segments of {options.segment} steps, on "
-        f"{options.device}"
+        f"{options.device}{'' if mesh is None else f', {mesh.size()} processes'}"
     )
 
     data, held_data = (contiguous(codes, options) for codes in (training, held))
-    stream = begin(model, train_segment, data, options)
+    stream = begin(model, train_segment, data, options, mesh)
     if stream.index:
         print(f"going on after update {stream.index:,}, {stream.seconds:.0f} s into the run")
     bits = count_baselines(training.long().numpy(), held.long().numpy(), len(vocabulary))
     settings = {name: getattr(options, name) for name in ("hidden", "layers", "segment", "seed")}
     stage = "the training"
     try:
-        train(stream, options)
+        train(stream, options, mesh)
+        if mesh is not None and mesh.get_rank() > 0:
+            return  # the rest is for one process
         save_model(options.out / "model.pt", model, vocabulary, settings)
         stage = "the held-out text"
         bits["this model"] = held_out_bits(model, train_segment, held_data, options.device)
@@ -204,6 +238,8 @@ def run(options: argparse.Namespace) -> None:
             compare_speed(model, train_segment, loss, x, y),
         )
     except KeyboardInterrupt:
+        if mesh is not None and mesh.get_rank() > 0:
+            return
         print(f"\nstopped during {stage}; saving what there is (--resume goes on)")
         save_model(options.out / "model.pt", model, vocabulary, settings)
     plot_curve(options.out / "curve.png", *curve(stream, data), bits, source)
@@ -248,8 +284,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit status."""
     options = parse(arguments)
+    mesh = ranks(options.device)
     try:
-        run(options)
+        with contextlib.ExitStack() as stack:
+            if mesh is not None:
+                stack.callback(dist.destroy_process_group)
+                if mesh.get_rank() > 0:
+                    silence = stack.enter_context(open(os.devnull, "w"))
+                    stack.enter_context(contextlib.redirect_stdout(silence))
+            run(options, mesh)
     except TextError as error:
         print(f"charlm: {error}", file=sys.stderr)
         return 2

@@ -32,6 +32,7 @@ from ftbptt.training import (
 )
 from ftbptt.training import report as report_module
 from ftbptt.training.measured import Measured
+from ftbptt.training.nonfinite import Guard
 from ftbptt.training.report import Meter, ProgressBar
 
 from .streams import Tagger, cross_entropy, stream, tagger, zeros
@@ -85,9 +86,11 @@ def test_the_mean_is_weighted(clock: Clock) -> None:
     meter = Meter(interval=1.0)
     meter.start()
     for loss, weight in ((1.0, 3), (5.0, 1), (math.pi, 0)):
-        assert not meter.add(measured(loss, weight))
+        meter.add(measured(loss, weight))
+        assert not meter.is_due()
     clock.now += 2
-    assert meter.add(measured(2.0, 4))
+    meter.add(measured(2.0, 4))
+    assert meter.is_due()
     report = meter.report(update(3, norm=0.25), 0.01)
     assert report.loss == (3 + 5 + 8) / 8
     assert (report.index, report.position, report.grad_norm) == (3, 12, 0.25)
@@ -95,7 +98,8 @@ def test_the_mean_is_weighted(clock: Clock) -> None:
     assert (report.steps_per_second, report.tokens_per_second) == (8, 16)
     # The next one is of what comes behind it.
     clock.now += 0.5
-    assert not meter.add(measured(7.0, 2))
+    meter.add(measured(7.0, 2))
+    assert not meter.is_due()
     report = meter.report(update(4), None)
     assert report.loss == 7.0
     assert report.steps_per_second == 8
@@ -213,7 +217,7 @@ def readings() -> Iterator[Callable[[], int]]:
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses are not looked at before a report; on a CPU they are, where it costs nothing."""
-    monkeypatch.setattr(Stream, "_is_sound", lambda self, value: True)
+    monkeypatch.setattr(Guard, "is_sound", lambda self, value: True)
 
 
 @pytest.mark.parametrize(

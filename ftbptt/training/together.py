@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from .._compat import tree_leaves
+from .checkpoint import save_checkpoint
 from .measured import Measured
 from .optimizing import Learner
 
@@ -60,6 +61,9 @@ class Together:
             )
         self.group, self.dtype = mesh, dtype
         self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
+        # Where a group can add up the few numbers that ranks tell each other.
+        on_host = "gloo" in dist.get_backend_config(mesh)
+        self.device = torch.device("cpu" if on_host else f"cuda:{torch.cuda.current_device()}")
         self.bytes_reduced = 0  # what this rank has put into reductions of gradients
         self.broken = False  # there is nobody to talk to
 
@@ -143,31 +147,30 @@ class Together:
                     " own."
                 )
             weight, loss = float(measured.weight), float(measured.loss)
-        numbers = torch.zeros(5 + self.size, dtype=torch.float64)
-        numbers[0], numbers[1] = weight, weight * loss if weight else 0.0
-        numbers[2] = 0 if measured is None else measured.tokens
-        numbers[3] = measured is not None
-        numbers[4] = due and self.rank == 0
-        numbers[5 + self.rank] = _FAILED if failed else _STOPS * stops
+        has_window = measured is not None
+        tokens = 0 if measured is None else measured.tokens
+        own = [0] * self.size
+        own[self.rank] = _FAILED if failed else _STOPS * stops
+        told = torch.tensor(
+            [weight, weight * loss if weight else 0.0, tokens, has_window,
+             due and self.rank == 0, *own],
+            dtype=torch.float64, device=self.device,
+        )  # fmt: skip
         flat = [self._flat(own, weight) for own in _buckets(like, grads)]
-        self._add_up([numbers, *flat])
-        self.bytes_reduced += sum(own.nbytes for own in flat)
-        said = numbers[5:].tolist()
-        total = float(numbers[0])
+        self._add_up([told, *flat])
+        self.bytes_reduced += sum(bucket.nbytes for bucket in flat)
+        total, weighted, all_tokens, windows, due_for_all, *said = told.tolist()
         joined = None
-        if numbers[3] > 0:
-            joined = Measured(
-                torch.tensor(float(numbers[1]) / max(total, 1.0), dtype=like[0].dtype.to_real()),
-                int(total),
-                0 if measured is None else measured.steps,
-                int(numbers[2]),
-            )
+        if windows:
+            mean = torch.tensor(weighted / max(total, 1.0), dtype=like[0].dtype.to_real())
+            steps = 0 if measured is None else measured.steps
+            joined = Measured(mean, int(total), steps, int(all_tokens))
         return Joined(
             joined,
             self._mean(like, flat, max(total, 1.0)),
-            bool(numbers[4]),
-            [rank for rank, own in enumerate(said) if own == _STOPS],
-            [rank for rank, own in enumerate(said) if own == _FAILED],
+            bool(due_for_all),
+            [rank for rank, word in enumerate(said) if word == _STOPS],
+            [rank for rank, word in enumerate(said) if word == _FAILED],
         )
 
     def messages(self, own: str | None) -> list[str | None]:
@@ -197,7 +200,11 @@ class Together:
         by_index = {content["index"]: content for content in reversed(contents)}
         agreed = self.agreed(set(by_index))
         if agreed:
-            return by_index[max(agreed)]
+            found = by_index[max(agreed)]
+            if contents[0]["index"] != found["index"]:
+                # What this rank did alone is not to be kept as the one before the next.
+                save_checkpoint(path, found)
+            return found
         if any(self.messages("has one" if contents else None)) or others:
             raise ValueError(
                 f"checkpoint: {path.with_name(stem)} has none that all {self.size} ranks could go "
