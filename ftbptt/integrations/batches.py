@@ -67,7 +67,6 @@ class Batches:
         named = type(type(module).__name__, (OneStep,), {})
         self._step: nn.Module = named(module, time_dim)
         self._flags_time = 0 if time_dim == 0 else 1
-        self._loss, self._loss_is_checked = loss, False
         self.train_segment = make_train_segment(
             as_step(self._step), self._time_first_loss(loss), backend=backend, time_dim=0,
             recompute=recompute,
@@ -85,20 +84,6 @@ class Batches:
             return value
 
         return run
-
-    def check_loss(self, out: Tree, y: Tree) -> None:
-        """Raises ValueError, the first time, if the loss reads parameters; time is in front."""
-        if self._loss_is_checked:
-            return
-        with torch.enable_grad():
-            value = self._loss(self.time_back(out), self.time_back(y))
-        if value.requires_grad:
-            raise ValueError(
-                "loss: reads a parameter of the module, which would get no gradient from it: "
-                "loss(out, y) is of its arguments alone. Return what it needs from forward, as "
-                "part of out."
-            )
-        self._loss_is_checked = True
 
     def is_current(self) -> bool:
         """Whether the module still has the parts that this was made of."""
