@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lambda: horizon(folder, *((20, 32) if quick else (1000, 128))),
     ]
     results["targets"] = [own for part in tqdm(parts, desc="inside") for own in part()]
-    report.write_targets(folder, "Looking inside", results)
+    report.write_targets(folder, results)
     return 0
 
 

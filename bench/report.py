@@ -98,6 +98,8 @@ def tag(results: Results) -> str:
 
 def markdown(results: Results) -> str:
     """The tables: one for each case, and what was to be reached."""
+    if "cases" not in results:
+        return _targets_markdown(results)
     about = results["machine"]
     versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items() if v)
     lines = [
@@ -185,11 +187,13 @@ def write(results: Results, folder: Path) -> list[Path]:
     return paths
 
 
-def write_targets(folder: Path, title: str, results: Results) -> None:
-    """Writes, and prints, what a bench of its own measured: ``results["targets"]`` has the rows."""
+_TITLES = {"streams": "Streams", "inside": "Looking inside"}  # suites of targets alone
+
+
+def _targets_markdown(results: Results) -> str:
     about = results["machine"]
     lines = [
-        f"# {title}",
+        f"# {_TITLES[results['suite']]}",
         "",
         f"{about['cpu']}, {about['threads']} threads ({about['instructions']}), torch "
         f"{about['versions']['torch']}; {about['date']}, commit {about['commit']}; medians over "
@@ -203,9 +207,14 @@ def write_targets(folder: Path, title: str, results: Results) -> None:
     for own in results["targets"]:
         measured = f"{own['measured']:.2f}{own['unit']}"
         lines.append(f"| {own['what']} | {own['target']} | {measured} | {own['verdict']} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_targets(folder: Path, results: Results) -> None:
+    """Writes, and prints, what a bench of its own measured: ``results["targets"]`` has the rows."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / tag(results)
     stem.with_name(stem.name + ".json").write_text(json.dumps(results, indent=1) + "\n")
-    text = "\n".join(lines) + "\n"
+    text = markdown(results)
     stem.with_name(stem.name + ".md").write_text(text)
     print(text)

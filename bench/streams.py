@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lambda: long_frames(10**5, 40, 16, 1e-2) if quick else long_frames(10**6, 100, 50, 3e-3),
     ]
     results["targets"] = [own for part in tqdm(parts, desc="streams") for own in part()]
-    report.write_targets(folder, "Streams", results)
+    report.write_targets(folder, results)
     return 0
 
 
