@@ -18,9 +18,10 @@ that is a value one step late.
 """
 
 from ._explain import Explanation
+from ._make_segment import make_train_segment
 from ._output import SegmentOutput, TappedOutput
 from ._reference import reference_segment
-from ._segment import TrainSegment, make_train_segment
+from ._segment import TrainSegment
 from ._step import Step, as_step
 from ._taps import Tap, tap
 from .debug import Comparison, GradientHorizon, compare_to_reference, gradient_horizon

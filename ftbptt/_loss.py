@@ -72,3 +72,8 @@ def segment_loss(
 def behind(tree: Tree, steps: int, time_dim: int) -> Tree:
     """The sequences of a tree without their first steps."""
     return tree_map(lambda leaf: leaf[(slice(None),) * time_dim + (slice(steps, None),)], tree)
+
+
+def of_first(loss: Loss) -> Loss:
+    """The loss of the first part of a step's output, where that has got more parts."""
+    return lambda out, y: loss(out[0], y)

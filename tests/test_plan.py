@@ -244,6 +244,7 @@ ORDER = [
     "kernels.rowloop", "kernels.lower", "kernels.schedule", "kernels.cpp_nest", "kernels.cpp",
     "kernels.build", "backends.base", "backends.eager", "backends.compile", "backends.fused",
     "backends", "_execute", "_explain", "_call", "_recall", "_probes", "_vmap", "_segment",
+    "_make_segment",
     "training.windows", "training.checkpoint", "training.source", "training.rows",
     "training.contiguous", "training.packing", "training.prefetch", "training.cursor",
     "training.segments", "training.optimizing", "training.measured", "training.update",

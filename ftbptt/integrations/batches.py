@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._compat import tree_leaves, tree_map
 from .._loss import Loss
-from .._segment import make_train_segment
+from .._make_segment import make_train_segment
 from .._step import as_step
 from ..training.cursor import Span
 from ..training.measured import Measured

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from .._compat import tree_flatten, tree_leaves, tree_map
-from .._segment import make_train_segment
+from .._make_segment import make_train_segment
 from .._step import Step, as_step
 from ..training.segments import Segments
 from ..training.source import Chunk
