@@ -320,8 +320,9 @@ def _refused(mesh: DeviceMesh, folder: str) -> str:
     return "no error"
 
 
-def test_another_number_of_ranks(two: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "run.pt.rank0of4").touch()
+@pytest.mark.parametrize("size", [4, 20])
+def test_another_number_of_ranks(size: int, two: Ranks, tmp_path: Path) -> None:
+    (tmp_path / f"run.pt.rank0of{size}").touch()
     for said in two.call(_refused, str(tmp_path)):
         assert "Resume on as many ranks as the run was started on" in said
 

@@ -196,7 +196,12 @@ class Together:
         those of another number of ranks.
         """
         stem = path.name.rpartition(".rank")[0]
-        others = [p for p in path.parent.glob(f"{stem}.rank0of*") if f"of{self.size}" not in p.name]
+        own = self.file(path.with_name(stem)).name.replace(f"rank{self.rank}of", "rank0of")
+        others = [
+            found.name
+            for found in path.parent.glob(f"{stem}.rank0of*")
+            if found.name != own and not found.name.startswith(f"{own}.")
+        ]
         by_index = {content["index"]: content for content in reversed(contents)}
         agreed = self.agreed(set(by_index))
         if agreed:
