@@ -8,7 +8,6 @@ The loops that people write for a sliding window are checked against the segment
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,15 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ftbptt import as_step, gradient_horizon, make_train_segment
 from ftbptt.training import ContiguousStreams, train_stream
 
-from . import report
 from .charlm import as_indices
 from .charlm import loss as char_loss
 from .charmodel import CharLM
+from .parts import Part, run_parts
 from .targets import row
 from .text import Vocabulary, read_text
 from .turns import in_turns, ratio
@@ -156,25 +154,17 @@ def horizon(folder: Path, updates: int, hidden: int) -> list[dict[str, Any]]:
     return [row(what, float(k2), "<=", 100, " steps")]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.inside", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
-    parser.add_argument("--out", type=Path, help="folder (default bench/results)")
-    options = parser.parse_args(arguments)
-    quick = options.quick
-    folder = options.out or Path("runs/bench" if quick else "bench/results")
-    rounds = 3 if quick else 9
-    results: dict[str, Any] = {"machine": report.machine(), "suite": "inside", "rounds": rounds}
-    parts = [
+def parts(quick: bool, rounds: int, folder: Path) -> list[Part]:
+    return [
         lambda: sliding(rounds, *((64, 8, 2, 16) if quick else (256, 16, 8, 64))),
         lambda: taps(rounds),
         lambda: horizon(folder, *((20, 32) if quick else (1000, 128))),
     ]
-    results["targets"] = [own for part in tqdm(parts, desc="inside") for own in part()]
-    report.write_targets(folder, results)
-    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit status."""
+    return run_parts("inside", __doc__, 9, parts, arguments)
 
 
 if __name__ == "__main__":

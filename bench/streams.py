@@ -9,7 +9,6 @@ of the whole process, in a process of its own for each length.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 import sys
@@ -19,13 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ftbptt import make_train_segment
 from ftbptt.training import Chunk, PackedSequences, Stream, train_stream
 
-from . import frames, report
+from . import frames
 from .cases import Case, Problem, build, loss
+from .parts import Part, run_parts
 from .targets import row
 from .turns import in_turns, ratio
 
@@ -158,27 +157,19 @@ def long_frames(count: int, between: int, hidden: int, rate: float) -> list[dict
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.streams", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
-    parser.add_argument("--out", type=Path, help="folder (default bench/results)")
-    options = parser.parse_args(arguments)
-    quick = options.quick
-    folder = options.out or Path("runs/bench" if quick else "bench/results")
-    rounds = 3 if quick else 15
-    results: dict[str, Any] = {"machine": report.machine(), "suite": "streams", "rounds": rounds}
-    parts = [
+def parts(quick: bool, rounds: int, folder: Path) -> list[Part]:
+    return [
         lambda: overhead(rounds),
         lambda: overlapping(rounds),
         lambda: memory(10**4, 10**5) if quick else memory(10**5, 10**7),
         packing,
         lambda: long_frames(10**5, 40, 16, 1e-2) if quick else long_frames(10**6, 100, 50, 3e-3),
     ]
-    results["targets"] = [own for part in tqdm(parts, desc="streams") for own in part()]
-    report.write_targets(folder, results)
-    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit status."""
+    return run_parts("streams", __doc__, 15, parts, arguments)
 
 
 if __name__ == "__main__":

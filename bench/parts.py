@@ -1,0 +1,36 @@
+"""The command line of a bench that is a list of parts, each with rows of what is to be reached."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from . import report
+
+Part = Callable[[], list[dict[str, Any]]]
+
+
+def run_parts(
+    suite: str,
+    about: str | None,
+    rounds: int,
+    parts_of: Callable[[bool, int, Path], list[Part]],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Runs ``parts_of(quick, rounds, folder)`` and writes what they give; the exit status."""
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{suite}", description=about)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
+    parser.add_argument("--out", type=Path, help="folder (default bench/results)")
+    options = parser.parse_args(arguments)
+    folder = options.out or Path("runs/bench" if options.quick else "bench/results")
+    rounds = 3 if options.quick else rounds
+    results: dict[str, Any] = {"machine": report.machine(), "suite": suite, "rounds": rounds}
+    parts = parts_of(options.quick, rounds, folder)
+    results["targets"] = [own for part in tqdm(parts, desc=suite) for own in part()]
+    report.write_targets(folder, results)
+    return 0
