@@ -104,7 +104,7 @@ def begin(
             device=options.device,
             clip_norm=1.0,
             progress=False,
-            checkpoint=options.out / "run.pt",
+            checkpoint=options.out / ("run.pt" if mesh is None else "ranks"),
             checkpoint_every=CHECKPOINT_EVERY,
             resume=options.resume,
             mesh=mesh,

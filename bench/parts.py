@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,18 @@ from tqdm import tqdm
 
 from . import report
 
-Part = Callable[[], list[dict[str, Any]]]
+
+@dataclass(frozen=True)
+class Table:
+    """What was found besides: a title, what it means, and rows of cells."""
+
+    title: str
+    about: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+Part = Callable[[], list[Any]]  # rows of what is to be reached, and tables
 
 
 def run_parts(
@@ -31,6 +43,8 @@ def run_parts(
     rounds = 3 if options.quick else rounds
     results: dict[str, Any] = {"machine": report.machine(), "suite": suite, "rounds": rounds}
     parts = parts_of(options.quick, rounds, folder)
-    results["targets"] = [own for part in tqdm(parts, desc=suite) for own in part()]
+    found = [own for part in tqdm(parts, desc=suite) for own in part()]
+    results["targets"] = [own for own in found if not isinstance(own, Table)]
+    results["tables"] = [asdict(own) for own in found if isinstance(own, Table)]
     report.write_targets(folder, results)
     return 0

@@ -38,6 +38,23 @@ def plot_curve(
     save_figure(figure, path)
 
 
+def plot_scaling(path: Path, counts: Sequence[int], curves: Mapping[str, Sequence[float]]) -> None:
+    """Predicted efficiency over the number of GPUs."""
+    figure = Figure(figsize=(8, 4.8), dpi=120)
+    axes = figure.subplots()
+    for i, (label, shares) in enumerate(curves.items()):
+        style = ("-", "--")[i % 2]
+        axes.plot(counts, shares, style, color=COLOURS[i // 2], marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [f"{count:,}" for count in counts])
+    axes.set_ylim(0, 1.05)
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("efficiency (predicted)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_figure(figure, path)
+
+
 def save_figure(figure: Figure, path: Path) -> None:
     """Writes the picture to a temporary file and renames it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -187,7 +187,11 @@ def write(results: Results, folder: Path) -> list[Path]:
     return paths
 
 
-_TITLES = {"streams": "Streams", "inside": "Looking inside"}  # suites of targets alone
+_TITLES = {
+    "streams": "Streams",
+    "inside": "Looking inside",
+    "scaling": "Many processes",
+}  # suites of targets alone
 
 
 def _targets_markdown(results: Results) -> str:
@@ -207,6 +211,11 @@ def _targets_markdown(results: Results) -> str:
     for own in results["targets"]:
         measured = f"{own['measured']:.2f}{own['unit']}"
         lines.append(f"| {own['what']} | {own['target']} | {measured} | {own['verdict']} |")
+    for table in results.get("tables", ()):
+        lines += ["", f"## {table['title']}", "", table["about"], ""]
+        lines.append("| " + " | ".join(table["header"]) + " |")
+        lines.append("| --- |" + " ---: |" * (len(table["header"]) - 1))
+        lines += ["| " + " | ".join(cells) + " |" for cells in table["rows"]]
     return "\n".join(lines) + "\n"
 
 

@@ -10,10 +10,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 # FakeTensorMode: shapes and dtypes without data; public only through torch.compile and export.
@@ -380,8 +382,24 @@ def cpp_command(source: str, library: str, include: Sequence[str]) -> str:
     return command
 
 
-def kernel_cache_dir() -> str:
-    """Where compiled kernels are kept: beside Inductor's own, TORCHINDUCTOR_CACHE_DIR."""
+def compile_cache_dir() -> str:
+    """Where Inductor keeps what it compiles: TORCHINDUCTOR_CACHE_DIR, or a folder of the user's."""
     from torch._inductor.runtime.runtime_utils import cache_dir
 
-    return os.path.join(cache_dir(), "ftbptt", torch.backends.cpu.get_cpu_capability())
+    return cache_dir()
+
+
+def kernel_cache_dir() -> str:
+    """Where compiled kernels are kept: beside Inductor's own."""
+    return os.path.join(compile_cache_dir(), "ftbptt", torch.backends.cpu.get_cpu_capability())
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long the group's collectives wait for a rank.
+
+    A group tells it to nobody else than its backends, and another one for the same ranks should
+    have the same (2.11 to 2.13: ``ProcessGroup._get_backend(device).options._timeout``).
+    """
+    device = torch.device("cpu" if "gloo" in dist.get_backend_config(group) else "cuda")
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout

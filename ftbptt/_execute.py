@@ -7,23 +7,21 @@ program from the parameters to their gradients: there, what a call costs counts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._compat import is_pinned, symbolic_steps
+from ._early import can_hand_over, reverse_in_parts
+from ._output import EarlyGradients
+from ._programs import Programs
+from ._sliding import reverse_windows
 from .backends import Backend
-from .backends.base import Function
 from .compiler.distribute import DistributedLoop, MapBlock, ScanBlock
-from .compiler.graphs import Node, nbytes, value_of
+from .compiler.graphs import Node, nbytes
 from .compiler.plan import Plan
 from .compiler.program import run_loop
-from .compiler.trace import TRACING
-from .compiler.windows import Sliding, WindowedLoop, on_windows, split_windows
 
 # What lives only inside a chunk should stay in a CPU's outer cache; but each chunk costs something
 # that more threads do not make less. With ``recompute`` memory counts more than time.
@@ -36,12 +34,11 @@ _UNCUT_BYTES = 64 << 10
 Result = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], list[Tensor]]
 
 
-class Executable:
+class Executable(Programs):
     """Runs segments of one plan on one backend; each function is built when first needed."""
 
     def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
-        self.plan, self.backend, self.count_compile = plan, backend, count_compile
-        self.functions: dict[Any, Function] = {}
+        super().__init__(plan, backend, count_compile)
         per_step = max(_passing_bytes(plan.forward), _passing_bytes(plan.reverse), 1)
         most = _CHUNK_BYTES_RECOMPUTE if plan.recompute else _CHUNK_BYTES
         self.chunk = max(_LEAST_STEPS, most // per_step)
@@ -49,12 +46,26 @@ class Executable:
             self.windows = max(1, self.chunk // plan.sliding.length)
         self.uncut = per_step <= _UNCUT_BYTES and plan.sliding is None
 
-    def run(self, groups: dict[str, list[Tensor]], *, graded: bool) -> list[Tensor]:
+    def run(
+        self,
+        groups: dict[str, list[Tensor]],
+        *,
+        graded: bool,
+        early: EarlyGradients | None = None,
+    ) -> list[Tensor]:
         """``[*grads, *state, loss, *out, *d_probes]``, without gradients if not ``graded``."""
-        run = self._whole if self.uncut else self._chunked
-        grads, carries, loss, out, d_probes = run(*self.inputs(groups), graded)
+        inputs = self.inputs(groups)
+        one_by_one = None if self.uncut or not can_hand_over(self.plan) else early
+        if self.uncut:
+            grads, carries, loss, out, d_probes = self._whole(*inputs, graded)
+        else:
+            grads, carries, loss, out, d_probes = self._chunked(*inputs, graded, one_by_one)
         state = self._packed(carries)
-        return [*(self._of_params(grads) if graded else ()), *state, loss, *out, *d_probes]
+        grads = self._of_params(grads) if graded else []
+        if early is not None and one_by_one is None:
+            for part in early.parts:
+                early.ready(loss, [grads[i] for i in part])
+        return [*grads, *state, loss, *out, *d_probes]
 
     def inputs(
         self, groups: dict[str, list[Tensor]]
@@ -97,7 +108,7 @@ class Executable:
                 self.backend.run_scan,
                 invariants,
                 [*x, *saved, *d_outs],
-                self._zero_gradients(x[0].device),
+                self.zero_gradients(x[0].device),
                 steps,
             )
             d_prepared = [
@@ -110,7 +121,7 @@ class Executable:
         name = ("segment" if graded else "evaluate", key)
         if name not in self.functions:
             last = n_given + n_x + n_rest if key is None else n_given
-            self._build(name, function, [*given, *x, *rest, *carries], n_given, last)
+            self.build_once(name, function, [*given, *x, *rest, *carries], n_given, last)
         result = self.functions[name](*given, *x, *rest, *carries)
         n_probes = len(plan.reverse.loop.stacked) if graded else 0
         result, d_probes = result[: len(result) - n_probes], result[len(result) - n_probes :]
@@ -126,12 +137,13 @@ class Executable:
         rest: list[Tensor],
         carries: list[Tensor],
         graded: bool,
+        early: EarlyGradients | None,
     ) -> Result:
         """The segment in chunks of steps: all forward, the loss, all in reverse."""
         plan = self.plan
         prepared: list[Tensor] = []
         if plan.preparation is not None:
-            prepared = self._call("prepare", plan.preparation.prepare, given)
+            prepared = self.call("prepare", plan.preparation.prepare, given)
         invariants = [*given, *prepared]
         steps = x[0].shape[0]
         # The windows of a sliding gradient read from all steps.
@@ -142,7 +154,9 @@ class Executable:
         saved: list[list[Tensor]] = []
         for a, b in bounds:
             own = [t[a:b] for t in x] if len(bounds) > 1 else x
-            result = self._loop("forward" if graded else "evaluate", loop, invariants, own, carries)
+            result = self.run_chunk(
+                "forward" if graded else "evaluate", loop, invariants, own, carries
+            )
             carries = result[: len(carries)]
             outs.append(result[len(carries) : len(carries) + plan.loops.outs])
             saved.append(result[len(carries) + plan.loops.outs :])
@@ -150,27 +164,20 @@ class Executable:
         key, graphs = plan.loss.graphs_for(steps)
         graph = graphs.joint if graded else graphs.value
         name = ("loss", graded, key)
-        loss, *d_outs = self._call(name, graph, [*out, *rest], time=True)
+        loss, *d_outs = self.call(name, graph, [*out, *rest], time=True)
         if not graded:
             return [], carries, loss, out, []
         if plan.sliding is not None:
             sequences = [*x, *saved[0]]
-            grads = self._reverse_windows(plan.sliding, invariants, sequences, d_outs)
+            grads = reverse_windows(self, plan.sliding, self.windows, invariants, sequences, d_outs)
             d_probes: list[Tensor] = []
         else:
-            grads, d_probes = self._reverse(bounds, invariants, x, saved, d_outs)
+            grads, d_probes = self._reverse(bounds, invariants, x, saved, d_outs, loss, early)
         if plan.preparation is not None and plan.preparation.finish is not None:
             trained = plan.loops.trained_invariants
             d_prepared = [grad for grad, at in zip(grads, trained, strict=True) if at >= len(given)]
-            grads += self._call("finish", plan.preparation.finish, [*given, *d_prepared])
+            grads += self.call("finish", plan.preparation.finish, [*given, *d_prepared])
         return grads, carries, loss, out, d_probes
-
-    def _zero_gradients(self, device: torch.device) -> list[Tensor]:
-        """d(state) behind the last step: no gradient comes from later segments."""
-        return [
-            torch.zeros(value_of(node).shape, dtype=value_of(node).dtype, device=device)
-            for node in self.plan.reverse.loop.carries
-        ]
 
     def _reverse(
         self,
@@ -179,93 +186,31 @@ class Executable:
         x: list[Tensor],
         saved: list[list[Tensor]],
         d_outs: list[Tensor],
+        loss: Tensor,
+        early: EarlyGradients | None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients of each trained invariant, summed over the chunks, the last first.
 
         And those of each probe, at every step.
         """
         loop = self.plan.reverse
-        d_carries = self._zero_gradients(x[0].device)
+        d_carries = self.zero_gradients(x[0].device)
         sums: list[Tensor] = []
         stacked: list[list[Tensor]] = []
         for a, b in reversed(bounds):
             whole = len(bounds) == 1
             own = [*x, *d_outs] if whole else [t[a:b] for t in (*x, *d_outs)]
             sequences = [*own[: len(x)], *saved.pop(), *own[len(x) :]]
-            result = self._loop("reverse", loop, invariants, sequences, d_carries)
+            if early is not None and a == 0:
+                return reverse_in_parts(
+                    self, early, loss, invariants, sequences, d_carries, sums
+                ), []
+            result = self.run_chunk("reverse", loop, invariants, sequences, d_carries)
             n, n_probes = len(d_carries), len(loop.loop.stacked)
             d_carries, chunk_sums = result[:n], result[n + n_probes :]
             stacked.insert(0, result[n : n + n_probes])
             sums = [p + q for p, q in zip(sums, chunk_sums, strict=True)] if sums else chunk_sums
         return sums, [torch.cat(own) for own in zip(*stacked, strict=True)]
-
-    def _reverse_windows(
-        self,
-        sliding: Sliding,
-        invariants: list[Tensor],
-        sequences: list[Tensor],
-        d_outs: list[Tensor],
-    ) -> list[Tensor]:
-        """The gradient of each trained invariant, summed over windows that run side by side."""
-        loop, steps = self.windowed, sequences[0].shape[0]
-        count = min(self.windows, 1 << (-(-steps // sliding.stride) - 1).bit_length())
-        zeros = self._zero_gradients(sequences[0].device)
-        carries = [zero.expand(count, *zero.shape).contiguous() for zero in zeros]
-        padded = {
-            i: sliding.padded(sequence, count)
-            for i, sequence in enumerate([*sequences, *d_outs])
-            if i in loop.reads
-        }
-        totals: list[Tensor] = []
-        for block in sliding.blocks(0, steps, count) if loop.alone.loop.stacked else ():
-            own = [
-                sliding.part(leaf, block, count)
-                if i < len(sequences)
-                else sliding.with_loss(leaf, block, count)
-                for i, leaf in padded.items()
-            ]
-            n_read = sum(i < len(sequences) for i in padded)
-            back = self._windows(sliding, invariants, own, n_read, carries)
-            if not totals:
-                room = len(sequences[0]) + 2 * sliding.length + count * sliding.stride
-                totals = [leaf.new_zeros((room, *leaf.shape[2:])) for leaf in back]
-            for total, leaf in zip(totals, back, strict=True):
-                sliding.add(total, block, leaf)
-        totals = [total[sliding.length - 1 :][:steps] for total in totals]
-        everything = [*sequences, *d_outs, *totals]
-        return self._loop("together", loop.together, invariants, everything, [])
-
-    def _windows(
-        self,
-        sliding: Sliding,
-        invariants: list[Tensor],
-        sequences: list[Tensor],
-        n_read: int,
-        carries: list[Tensor],
-    ) -> list[Tensor]:
-        """What the recurrences of some windows hand back, ``[length, windows, ...]``.
-
-        The first ``n_read`` sequences are parts of padded ones, the others side by side already.
-        """
-        count, n_inv, n_seq = carries[0].shape[0], len(invariants), len(sequences)
-        name, args = ("windows", count), [*invariants, *sequences, *carries]
-        if name not in self.functions:
-            loop = self.windowed.alone
-            run_scan = on_windows(self.backend.run_scan, loop, count)
-
-            def function(*args: Tensor) -> list[Tensor]:
-                given, own = args[:n_inv], list(args[n_inv : n_inv + n_seq])
-                own[:n_read] = map(sliding.side_by_side, own[:n_read])
-                start = args[n_inv + n_seq :]
-                return run_loop(loop, run_scan, given, own, start, sliding.length, count)[1]
-
-            self._build(name, function, args, 0, 0)
-        return self.functions[name](*args)
-
-    @cached_property
-    def windowed(self) -> WindowedLoop:
-        """The reverse loop as windows run it."""
-        return split_windows(self.plan.loops.reverse)
 
     def _of_params(self, grads: list[Tensor]) -> list[Tensor]:
         """From the trained invariants' gradients to the parameters', zero where there is none.
@@ -314,63 +259,6 @@ class Executable:
             leaves.append(packing.pack(rest[: packing.count], axes))
             rest = rest[packing.count :]
         return leaves
-
-    def _loop(
-        self,
-        name: str,
-        distributed: DistributedLoop,
-        invariants: list[Tensor],
-        sequences: list[Tensor],
-        carries: list[Tensor],
-    ) -> list[Tensor]:
-        """One chunk of a loop: ``[*final carries, *stacked, *sums]``."""
-        n_inv, n_seq = len(invariants), len(sequences)
-        if name not in self.functions:
-
-            def function(*args: Tensor) -> list[Tensor]:
-                own = args[:n_inv], args[n_inv : n_inv + n_seq], args[n_inv + n_seq :]
-                steps = own[1][0].shape[0]
-                finals, stacked, sums = run_loop(distributed, self.backend.run_scan, *own, steps)
-                return [*finals, *stacked, *sums]
-
-            self._build(name, function, [*invariants, *sequences, *carries], n_inv, n_inv + n_seq)
-        return self.functions[name](*invariants, *sequences, *carries)
-
-    def _call(
-        self, name: Any, graph: Function, args: Sequence[Tensor], *, time: bool = False
-    ) -> list[Tensor]:
-        if name not in self.functions:
-            self._build(name, graph, args, 0, len(args) if time and name[2] is None else 0)
-        return self.functions[name](*args)
-
-    def _build(
-        self, name: Any, function: Function, args: Sequence[Tensor], first: int, last: int
-    ) -> None:
-        """Builds a function for tensors like ``args``; axis 0 of args[first:last] is a symbol."""
-        with TRACING:
-            if name not in self.functions:  # another thread may have been first
-                self.functions[name] = self._built(name, function, args, first, last)
-                self.count_compile()
-
-    def _built(
-        self, name: Any, function: Function, args: Sequence[Tensor], first: int, last: int
-    ) -> Function:
-        if self.backend.build is None:
-            return function
-        mode, steps = symbolic_steps(self.plan.loss.example_steps)
-        with mode:
-            examples = [
-                torch.empty(
-                    (steps, *a.shape[1:]) if first <= i < last else a.shape,
-                    dtype=a.dtype,
-                    device=a.device,
-                )
-                for i, a in enumerate(args)
-            ]
-        built = self.backend.build(function, examples, mode)
-        if first < last and is_pinned(steps):
-            raise RuntimeError(f"the {name} program was pinned to {steps} steps")
-        return built
 
 
 def _chunks(steps: int, chunk: int) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,3 +38,14 @@ class TappedOutput(NamedTuple):
     loss: Tensor
     out: Any
     taps: dict[str, Tap]
+
+
+class EarlyGradients(NamedTuple):
+    """Gradients that are handed over in ``parts`` as soon as each is there, such as to be sent.
+
+    ``parts`` are numbers of the parameters' leaves. ``ready`` is called with the loss and the
+    gradients of a part, for each of them in order; they are those that the segment returns.
+    """
+
+    parts: list[list[int]]
+    ready: Callable[[Tensor, list[Tensor]], None]

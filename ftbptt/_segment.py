@@ -16,7 +16,7 @@ from ._execute import Executable
 from ._explain import Explanation, explain
 from ._layout import Layout, SharedLayout
 from ._loss import Loss, of_first
-from ._output import SegmentOutput, TappedOutput
+from ._output import EarlyGradients, SegmentOutput, TappedOutput
 from ._probes import find_taps, taps_of, with_probes
 from ._recall import Known, Recall, Trees, like
 from ._vmap import Found, SegmentFunction
@@ -74,6 +74,24 @@ class TrainSegment:
         mask: Tensor | None = None,
     ) -> SegmentOutput:
         return self._segment(params, state, x, y, reset, mask, graded=True)
+
+    def with_early_gradients(
+        self,
+        early: EarlyGradients,
+        params: Tree,
+        state: Tree,
+        x: Tree,
+        y: Tree,
+        *,
+        reset: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> SegmentOutput:
+        """The segment, with gradients handed over while others are still being computed.
+
+        All are returned as well. Not under ``torch.func.vmap``; and where ``backend="auto"`` falls
+        back to another, what was not handed over by then is only returned.
+        """
+        return self._segment(params, state, x, y, reset, mask, graded=True, early=early)
 
     def evaluate(
         self,
@@ -192,6 +210,7 @@ class TrainSegment:
         mask: Tensor | None,
         *,
         graded: bool,
+        early: EarlyGradients | None = None,
     ) -> SegmentOutput:
         mapped = inside_functorch()
         key = trees = None
@@ -201,7 +220,7 @@ class TrainSegment:
             key = (trees.key, graded, *self._surroundings(trees))
             known = self._recall.find(key)
             if known is not None:
-                return self._again(known, trees, params, state, graded)
+                return self._again(known, trees, params, state, graded, early)
         call, tensors, layout = self._laid_out(params, state, x, y, reset, mask)
         found = Found()
         if mapped:
@@ -212,7 +231,7 @@ class TrainSegment:
                 )
             flat = SegmentFunction.apply(self, call, graded, found, *tensors)
         else:
-            flat = tuple(self._run(call, graded, found, tensors))
+            flat = tuple(self._run(call, graded, found, tensors, early=early))
             if key is not None and layout.time_dim == 0:
                 initial = call.groups(tensors)["initial_state"]
                 executable = self._executable(call, tensors)
@@ -257,14 +276,20 @@ class TrainSegment:
         return (buffers, *context_of(step, trees.device_type))
 
     def _again(
-        self, known: Known, trees: Trees, params: Tree, state: Tree, graded: bool
+        self,
+        known: Known,
+        trees: Trees,
+        params: Tree,
+        state: Tree,
+        graded: bool,
+        early: EarlyGradients | None,
     ) -> SegmentOutput:
         """A call like one before, its arguments as they lie."""
         own_params, *others = trees.leaves
         before = [*own_params, *self.recipe.step.buffers().values(), *known.initial]
         tensors = [leaf.detach() for leaf in (*before, *(t for own in others for t in own))]
         found = Found()
-        flat = self._run(known.call, graded, found, tensors, known.executable)
+        flat = self._run(known.call, graded, found, tensors, known.executable, early)
         n_params = len(own_params) if graded else 0
         n_state = n_params + known.call.counts[3]
         return SegmentOutput(
@@ -281,6 +306,7 @@ class TrainSegment:
         found: Found,
         tensors: Sequence[Tensor],
         executable: Executable | None = None,
+        early: EarlyGradients | None = None,
     ) -> list[Tensor]:
         """The segment on plain tensors: finds or makes the plan, and runs it on its backend."""
         with torch.no_grad():
@@ -289,9 +315,9 @@ class TrainSegment:
             found.out_spec = executable.plan.out_spec
             groups = call.groups(tensors)
             if self._backend != "auto" or executable.backend.name == "eager":
-                return executable.run(groups, graded=graded)
+                return executable.run(groups, graded=graded, early=early)
             try:
-                return executable.run(groups, graded=graded)
+                return executable.run(groups, graded=graded, early=early)
             except Exception as error:
                 warnings.warn(
                     f"ftbptt: the {executable.backend.name} backend failed for "

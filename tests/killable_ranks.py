@@ -47,7 +47,7 @@ def main(folder: Path, kills: int) -> None:
         PackedSequences(sequences, rows=ROWS),
         torch.optim.Adam(params.values(), lr=0.01), k1=4, epochs=None, updates=UPDATES,
         clip_norm=0.5, progress=False, mesh=dist.init_device_mesh("cpu", (size,)),
-        checkpoint=folder / "run.pt", checkpoint_every=5, resume=True,
+        checkpoint=folder / "run", checkpoint_every=5, resume=True,
         events=Events(after_update=lambda _: time.sleep(0.01)),  # gives the killer time
     )  # fmt: skip
     if attempt < kills and rank == victim:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,29 +18,36 @@ from .killable_ranks import UPDATES
 SIZE = 2
 
 
+def start(folder: Path, kills: int, attempt: int) -> list[subprocess.Popen[str]]:
+    """The ranks, as torchrun starts them."""
+    shared = {
+        **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(SIZE),
+        "MEETING": str(folder / f"meeting{attempt}"), "TORCHELASTIC_RESTART_COUNT": str(attempt),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tests.killable_ranks", str(folder), str(kills)]
+    return [
+        subprocess.Popen(
+            command, env={**shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(SIZE)
+    ]
+
+
+def ended(ranks: list[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
+    """Their exit codes, and what they said; they end by themselves."""
+    try:
+        said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [rank.returncode for rank in ranks], said
+
+
 def run(folder: Path, kills: int) -> dict[str, Tensor]:
     """As torchrun does it: when a rank dies, all are ended and started again."""
     folder.mkdir()
     for attempt in range(kills + 1):
-        shared = {
-            **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(SIZE),
-            "MEETING": str(folder / f"meeting{attempt}"),
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        }  # fmt: skip
-        command = [sys.executable, "-m", "tests.killable_ranks", str(folder), str(kills)]
-        ranks = [
-            subprocess.Popen(
-                command, env={**shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(SIZE)
-        ]
-        try:
-            # The others end by themselves: with an error that says what happened.
-            said = [rank.communicate(timeout=120)[1] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        codes = [rank.returncode for rank in ranks]
+        codes, said = ended(start(folder, kills, attempt))
         if attempt < kills:
             assert -signal.SIGKILL in codes, said
             alive = said[1 - codes.index(-signal.SIGKILL)]
@@ -68,3 +76,35 @@ def test_killed_ranks_come_back(kills: int, tmp_path: Path) -> None:
             assert indices[0] <= reached
             reached = max(reached, indices[-1] + 1)
         assert reached == UPDATES
+
+
+def updates(folder: Path, rank: int) -> list[int]:
+    path = folder / f"indices{rank}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [int(line.split()[1]) for line in lines]
+
+
+def test_ctrl_c_leaves_a_checkpoint(tmp_path: Path) -> None:
+    """All ranks are told by the terminal; all of them stop behind the same update, and keep it."""
+    undisturbed = run(tmp_path / "undisturbed", 0)
+    folder = tmp_path / "stopped"
+    folder.mkdir()
+    ranks = start(folder, 0, 0)
+    until = time.monotonic() + 60
+    while len(updates(folder, 1)) < 7 and time.monotonic() < until:
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.send_signal(signal.SIGINT)
+    codes, said = ended(ranks)
+    assert 0 not in codes, said
+    assert all("KeyboardInterrupt" in own or "has left the run" in own for own in said), said
+    made = max(updates(folder, 0)[-1], updates(folder, 1)[-1])
+    kept = max(path.name for path in (folder / "run").iterdir())
+    assert kept in (f"update-{made + 1:09d}", f"update-{made + 2:09d}")  # or one not told of yet
+    codes, said = ended(start(folder, 0, 1))
+    assert codes == [0, 0], said
+    found = torch.load(folder / "result.pt")
+    for name, value in undisturbed.items():
+        assert torch.equal(found[name], value), name
+    again = updates(folder, 0)
+    assert again[again.index(int(kept[7:])) :] == list(range(int(kept[7:]), UPDATES))

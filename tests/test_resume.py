@@ -519,7 +519,7 @@ def test_a_loop_that_was_interrupted_goes_on(tmp_path: Path) -> None:
 
 def test_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of the run is what is raised, with a note that there is no checkpoint of it."""
-    import ftbptt.training.stream as module
+    import ftbptt.training.stores as module
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

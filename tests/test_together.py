@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +16,13 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from ftbptt import make_train_segment
+from ftbptt.distributed import RankFailed, all_models, own_models
 from ftbptt.training import (
+    CheckpointError,
     Chunk,
     ContiguousStreams,
     Events,
     PackedSequences,
-    RankFailed,
     train_stream,
 )
 
@@ -99,7 +103,7 @@ def data_of(kind: str) -> Any:
 
 def train(mesh: DeviceMesh | None, kind: str, **options: Any) -> dict[str, Any]:
     """A run of 50 updates: its parameters, and the losses of its updates."""
-    rank = 0 if mesh is None else mesh.get_rank()
+    rank = 0 if mesh is None else torch.distributed.get_rank()
     torch.manual_seed(rank)  # what the other ranks begin with does not count
     module: nn.Module = CharModel() if kind == "tokens" else tagger(rank)
     loss = cross_entropy if kind in ("flags", "packed") else mean_cross_entropy
@@ -179,10 +183,13 @@ def _bytes(mesh: DeviceMesh, dtype: torch.dtype | None) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(("dtype", "size"), [(None, 8), (torch.bfloat16, 2)])
 def test_what_is_sent_for_an_update(dtype: torch.dtype | None, size: int, two: Ranks) -> None:
-    """Each gradient once for an update, however many windows it has; and once at the end."""
+    """Each gradient once for an update, however many windows it has; and once at the end.
+
+    With them nine numbers in float64.
+    """
     for updates, sent, numbers in two.call(_bytes, dtype):
         assert updates == 4
-        assert sent == (updates + 1) * size * numbers
+        assert sent == (updates + 1) * (size * numbers + 9 * 8)
 
 
 # -- when something is wrong on one rank ---------------------------------------------------------
@@ -281,50 +288,261 @@ def test_all_stop_at_the_same_update(two: Ranks) -> None:
     assert first[0] < 50
 
 
-def _resumed(mesh: DeviceMesh, folder: str, cut: int | None) -> dict[str, Any]:
-    options = {"checkpoint": Path(folder) / "run.pt", "checkpoint_every": 7, "resume": True}
+def _resumed(
+    mesh: DeviceMesh, kind: str, folder: str, cut: int | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    options = {"checkpoint": folder, "checkpoint_every": 7, "resume": True, **options}
     if cut is None:
-        return train(mesh, "flags", **options)
+        return train(mesh, kind, **options)
 
     def fail(update: Any) -> None:
         if update.index == cut and mesh.get_rank() == 1:
             raise KeyError("cut off")
 
     try:
-        train(mesh, "flags", events=Events(after_update=fail), **options)
+        train(mesh, kind, events=Events(after_update=fail), **options)
     except (KeyError, RankFailed):
         return {}
     raise AssertionError("it was not cut off")
 
 
-def test_a_run_that_was_cut_off_goes_on(two: Ranks, tmp_path: Path) -> None:
-    undisturbed = two.call(_train, "flags", {})
+@pytest.mark.parametrize("kind", ["flags", "chunks", "packed"])
+def test_a_run_that_was_cut_off_goes_on(kind: str, two: Ranks, tmp_path: Path) -> None:
+    undisturbed = two.call(_train, kind, {})
     for cut in (5, 23):
-        two.call(_resumed, str(tmp_path), cut)
-    found = two.call(_resumed, str(tmp_path), None)
+        two.call(_resumed, kind, str(tmp_path / "run"), cut, {})
+    found = two.call(_resumed, kind, str(tmp_path / "run"), None, {})
     assert found[0]["params"] == found[1]["params"] == undisturbed[0]["params"]
     assert found[0]["losses"] == undisturbed[0]["losses"][24:]
-    files = sorted(path.name for path in tmp_path.iterdir())
-    assert {"run.pt.rank0of2", "run.pt.rank1of2"} <= set(files)
-    (tmp_path / "run.pt.rank1of2").unlink()
-    (tmp_path / "run.pt.rank1of2.previous").unlink()
-    for said in two.call(_refused, str(tmp_path)):
-        assert "run.pt has none that all 2 ranks could go on from" in said
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["update-000000049", "update-000000050"]
 
 
-def _refused(mesh: DeviceMesh, folder: str) -> str:
+@pytest.mark.parametrize("kind", ["flags", "packed", "tokens"])
+def test_on_another_number_of_ranks(kind: str, two: Ranks, four: Ranks, tmp_path: Path) -> None:
+    """The rows' states move with their rows, and no step is lost or repeated."""
+    expected = train(None, kind)
+    folder = str(tmp_path / "run")
+    two.call(_resumed, kind, folder, 11, {})
+    four.call(_resumed, kind, folder, 30, {})
+    for found in two.call(_resumed, kind, folder, None, {}):
+        expected["losses"] = expected["losses"][-len(found["losses"]) :]
+        assert len(found["losses"]) == 19
+        assert_close(_doubles(found), _doubles(expected))
+
+
+def _written(mesh: DeviceMesh, folder: str, updates: int, resume: bool) -> list[str]:
+    """What is said while a run is made, or the error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            train(
+                mesh, "tensors", checkpoint=folder, checkpoint_every=10, updates=updates,
+                resume=resume,
+            )  # fmt: skip
+        except CheckpointError as error:
+            return [str(error)]
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_damaged_checkpoint(two: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert two.call(_written, str(folder), 20, False) == [[], []]
+    assert two.call(_written, str(folder), 20, True) == [[], []]
+    last, before = folder / "update-000000020", folder / "update-000000010"
+    for file in last.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    for said in two.call(_written, str(folder), 30, True):
+        assert len(said) == 1
+        assert said[0].startswith(f"checkpoint {last}: damaged (")
+        assert said[0].endswith(f"Using {before}.")
+    assert not before.exists()  # there are two newer ones
+    for file in folder.glob("*/*.distcp"):
+        file.write_bytes(b"")
+    for said in two.call(_written, str(folder), 30, True):
+        assert said[0].endswith("To start anew, delete what is there.")
+
+
+def test_one_that_is_not_whole_does_not_count(two: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    two.call(_written, str(folder), 20, False)
+    (folder / "update-000000020" / ".metadata").unlink()  # killed before it was done
+    two.call(_written, str(folder), 20, True)
+    assert (folder / "update-000000020" / ".metadata").exists()
+
+
+def test_a_new_run_in_an_old_folder(two: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    two.call(_written, str(folder), 30, False)
+    for said in two.call(_written, str(folder), 10, False):
+        assert said == [f"checkpoint: {folder} is there already, and will be replaced. To go on "
+                        "from it, resume=True."]  # fmt: skip
+    assert [path.name for path in folder.iterdir()] == ["update-000000010"]
+
+
+def _changed_after(mesh: DeviceMesh, folder: str) -> bool:
+    """Parameters change while a checkpoint of them is written."""
+    from ftbptt.distributed.ranks import Ranks as Group
+    from ftbptt.training.shared_checkpoint import Parts, SharedCheckpoints
+
+    own = SharedCheckpoints(Path(folder), Group(mesh), lambda leaf: 1)
+    weight, rows = torch.zeros(1 << 20), torch.full((3, 2, 5), float(mesh.get_rank()))
+    own.save(1, Parts({"w": [weight], "n": 3, "none": None}, mesh.get_rank(), {"h": (rows, None)}))
+    weight += 1
+    rows += 10
+    own.wait()
+    found = own.load()
+    assert found is not None
+    assert (found.common["n"], found.common["none"], found.own) == (3, None, mesh.get_rank())
+    assert not found.common["w"][0].any()
+    return torch.equal(found.rows["h"][0] + 10, rows) and found.rows["h"][1] is None
+
+
+def test_written_while_the_run_goes_on(two: Ranks, tmp_path: Path) -> None:
+    assert two.call(_changed_after, str(tmp_path)) == [True, True]
+
+
+def _no_folder(mesh: DeviceMesh, path: str) -> str:
     try:
-        _resumed(mesh, folder, None)
+        train(mesh, "tensors", checkpoint=path)
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_file_where_a_folder_should_be(two: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "run.pt").touch()
+    for said in two.call(_no_folder, str(tmp_path / "run.pt")):
+        assert said.startswith(f"ValueError: checkpoint: {tmp_path / 'run.pt'} is a file. With a")
+
+
+def _hung(mesh: DeviceMesh) -> tuple[float, str]:
+    """The second rank stops answering; the group waits two seconds for it."""
+    group = torch.distributed.new_group(timeout=timedelta(seconds=2))
+    slept: list[float] = []
+
+    def sleep(update: Any) -> None:
+        if mesh.get_rank() == 1 and update.index == 3:
+            slept.append(time.sleep(5) or 0)
+
+    began = time.monotonic()
+    try:
+        train(group, "tensors", events=Events(after_update=sleep))  # type: ignore[arg-type]
+    except RankFailed as error:
+        return time.monotonic() - began, str(error)
+    return 0.0, "no error"
+
+
+def test_a_rank_that_hangs() -> None:
+    ranks = Ranks(2)
+    (took, said), (_, own_said) = ranks.call(_hung)
+    ranks.stop()
+    assert 2 <= took < 5
+    assert said.startswith("rank 0: another rank died, or did not answer in time (")
+    assert own_said.startswith("rank 1: another rank died, or did not answer in time (")
+
+
+def _sharded(mesh: DeviceMesh, folder: str | None, updates: int) -> tuple[Any, int]:
+    """Adam, its state on all ranks or shared out; its state's numbers on this rank."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    module = tagger()
+    params = named(module)
+    optimizer: Any = torch.optim.Adam(params.values(), lr=0.01)
+    if folder is not None:
+        optimizer = ZeroRedundancyOptimizer(params.values(), torch.optim.Adam, lr=0.01)
+    segment = make_train_segment(module, mean_cross_entropy, backend="eager")
+    run = train_stream(
+        segment, params, (torch.zeros(ROWS, 5).double(),) * 2, data_of("tensors"), optimizer,
+        k1=4, epochs=None, updates=updates, progress=False, mesh=mesh, checkpoint=folder,
+        resume=folder is not None,
+    )  # fmt: skip
+    for _ in run:
+        pass
+    own = optimizer if folder is None else optimizer.optim
+    size = sum(leaf.numel() for state in own.state.values() for leaf in state.values())
+    return [p.tolist() for p in params.values()], size
+
+
+def test_an_optimizer_that_is_shared_out(two: Ranks, tmp_path: Path) -> None:
+    (whole, size), _ = two.call(_sharded, None, 20)
+    two.call(_sharded, str(tmp_path / "run"), 12)
+    (first, own), (second, other) = two.call(_sharded, str(tmp_path / "run"), 20)
+    assert first == second == whole
+    assert own + other == size
+    assert max(own, other) < 0.75 * size
+
+
+def _early(mesh: DeviceMesh) -> Any:
+    """Every gradient is handed over, in buckets of a leaf or two."""
+    import ftbptt._execute as execute
+    import ftbptt.distributed.reduction as reduction
+
+    before = execute._UNCUT_BYTES, reduction._LEAST_BYTES, reduction._BUCKET_BYTES
+    execute._UNCUT_BYTES = 0
+    reduction._LEAST_BYTES, reduction._BUCKET_BYTES = 1, 300
+    try:
+        return train(mesh, "flags", clip_norm=0.1), train(mesh, "tensors")
+    finally:
+        execute._UNCUT_BYTES, reduction._LEAST_BYTES, reduction._BUCKET_BYTES = before
+
+
+def test_gradients_that_are_sent_as_they_come(two: Ranks) -> None:
+    expected = train(None, "flags", clip_norm=0.1), train(None, "tensors")
+    for found in two.call(_early):
+        for own, other in zip(found, expected, strict=True):
+            assert_close(_doubles(own), _doubles(other))
+
+
+# -- ensembles ------------------------------------------------------------------------------------
+
+
+def _ensemble(mesh: DeviceMesh, models: int) -> Any:
+    """Each rank trains its share, with nothing that it could send by."""
+    params, state, x, y = ensemble(models)
+    collectives = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier")
+    with mock.patch.multiple(torch.distributed, **dict.fromkeys(collectives, None)):
+        own = own_models((params, state, x, y), mesh)
+        grads = ensemble_gradients(*own)
+    whole = all_models(grads, mesh)
+    return {name: grad.tolist() for name, grad in whole.items()}
+
+
+def ensemble(models: int) -> Any:
+    modules = [tagger(seed) for seed in range(models)]
+    params = {name: torch.stack([named(m)[name].detach() for m in modules]) for name in
+              named(modules[0])}  # fmt: skip
+    state = (torch.zeros(models, 2, 5).double(),) * 2
+    data = [stream(6, 2, seed) for seed in range(models)]
+    return params, state, *(torch.stack(leaves) for leaves in zip(*data, strict=True))
+
+
+def ensemble_gradients(params: Any, state: Any, x: Tensor, y: Tensor) -> Any:
+    segment = make_train_segment(tagger(), mean_cross_entropy, backend="eager")
+    return torch.vmap(segment)(params, state, x, y).grads
+
+
+def test_an_ensemble_sends_nothing(two: Ranks) -> None:
+    expected = ensemble_gradients(*ensemble(5))
+    for found in two.call(_ensemble, 5):
+        for name, grad in expected.items():
+            assert_close(torch.tensor(found[name], dtype=torch.float64), grad)
+
+
+def _too_few(mesh: DeviceMesh) -> str:
+    try:
+        own_models({"a": torch.zeros(4, 1), "b": torch.zeros(1, 4)}, mesh)
     except ValueError as error:
         return str(error)
     return "no error"
 
 
-@pytest.mark.parametrize("size", [4, 20])
-def test_another_number_of_ranks(size: int, two: Ranks, tmp_path: Path) -> None:
-    (tmp_path / f"run.pt.rank0of{size}").touch()
-    for said in two.call(_refused, str(tmp_path)):
-        assert "Resume on as many ranks as the run was started on" in said
+def test_models_that_cannot_be_shared(two: Ranks) -> None:
+    for said in two.call(_too_few):
+        assert said == (
+            "tree['b']: 2 ranks share the models, but there are 1 on axis 0. Give more models, "
+            "fewer ranks or another dim."
+        )
 
 
 # -- shares of the data ---------------------------------------------------------------------------

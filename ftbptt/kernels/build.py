@@ -24,6 +24,10 @@ from .._compat import cpp_command, kernel_cache_dir
 INCLUDE = Path(__file__).parent / "include"
 
 
+class KernelBuildError(RuntimeError):
+    """The compiler has failed."""
+
+
 def _command(source: str, library: str) -> str:
     return cpp_command(source, library, [str(INCLUDE)])
 
@@ -58,7 +62,7 @@ def start(source: str) -> Path:
 def finish() -> None:
     """Waits for all that was started.
 
-    Raises RuntimeError if there is no working compiler, or it refuses a source.
+    Raises :class:`KernelBuildError` if the compiler refuses a source.
     """
     for library, started in list(_started.items()):
         try:
@@ -84,7 +88,7 @@ def _build(
         done = subprocess.run(shlex.split(command), capture_output=True, text=True)
         if done.returncode != 0:
             said = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-            raise RuntimeError(f"no kernel could be compiled: {' '.join(said[:3])}")
+            raise KernelBuildError(f"no kernel could be compiled: {' '.join(said[:3])}")
         content = built.read_bytes()
         built.write_bytes(content + _hash(content))
         os.replace(built, library)

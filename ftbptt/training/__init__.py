@@ -18,7 +18,6 @@ from .random_truncation import RandomTruncation, random_truncation
 from .report import Report, plot_history, write_scalars
 from .source import Chunk, Source
 from .stream import Stream
-from .together import RankFailed
 from .train_stream import train_stream
 from .update import Update
 from .windows import Truncation, Window
@@ -33,7 +32,6 @@ __all__ = [
     "FunctionalOptimizer",
     "PackedSequences",
     "RandomTruncation",
-    "RankFailed",
     "Report",
     "SequenceEnd",
     "Source",

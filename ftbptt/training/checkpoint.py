@@ -9,7 +9,6 @@ import pickle
 import random
 import sys
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +123,6 @@ def load_checkpoint(path: str | Path) -> Any:
     if reasons:
         raise CheckpointError(" ".join(reasons) + " To start anew, delete what is there.")
     raise FileNotFoundError(f"no checkpoint at {path}.")
-
-
-def load_all(path: str | Path) -> list[Any]:
-    """The whole checkpoints at ``path``, the last first."""
-    found = []
-    for place in _places(Path(path)):
-        with suppress(FileNotFoundError, CheckpointError):
-            found.append(_read(place))
-    return found
 
 
 def _places(path: Path) -> tuple[Path, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.shares import share_of
 from .source import Chunk
 
 
@@ -68,18 +69,6 @@ class ContiguousStreams:
         import numpy
 
         return torch.from_numpy(numpy.array(part))
-
-
-def share_of(rows: int, rank: int, size: int) -> range:
-    """The rows of a rank, the same number for each, or one more for the first ones."""
-    if rows < size:
-        raise ValueError(
-            f"mesh: {size} ranks share the rows of the data, but there are {rows}. Give more rows "
-            "or fewer ranks."
-        )
-    each, more = divmod(rows, size)
-    start = rank * each + min(rank, more)
-    return range(start, start + each + (rank < more))
 
 
 def check_layout(rows: int, time_dim: int) -> None:

@@ -28,6 +28,19 @@ class FunctionalOptimizer(Protocol):
         """The parameters after an update, and the optimizer's state."""
 
 
+@runtime_checkable
+class Sharded(Protocol):
+    """An optimizer of which each rank has a part, as torch's ``ZeroRedundancyOptimizer``."""
+
+    rank: int
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """All parts to one rank; to be called by all of them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, on that rank."""
+
+
 def differentiable(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
@@ -50,13 +63,13 @@ class Learner:
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self.scheduler, self.scaler = scheduler, scaler
         leaves = [leaf for leaf in tree_leaves(params) if isinstance(leaf, Tensor)]
-        self._trained = [i for i, leaf in enumerate(leaves) if differentiable(leaf)]
+        self.trained_places = [i for i, leaf in enumerate(leaves) if differentiable(leaf)]
         self.opt_state: Tree = None
         if isinstance(optimizer, Optimizer):
             _check_owned(optimizer, params)
             owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            self._trained = [i for i in self._trained if id(leaves[i]) in owned]
-            self._own = [leaves[i] for i in self._trained]
+            self.trained_places = [i for i in self.trained_places if id(leaves[i]) in owned]
+            self._own = [leaves[i] for i in self.trained_places]
             self._unique = list({id(p): p for p in self._own}.values())
         elif isinstance(optimizer, FunctionalOptimizer):
             self.opt_state = optimizer.init(params)
@@ -77,7 +90,7 @@ class Learner:
     def trained(self) -> list[Tensor]:
         """The leaves of the parameters that updates change."""
         leaves = tree_leaves(self.params)
-        return [leaves[i] for i in self._trained]
+        return [leaves[i] for i in self.trained_places]
 
     @property
     def learning_rate(self) -> float | None:
@@ -94,8 +107,8 @@ class Learner:
     def add(self, grads: Tree, weight: Any) -> None:
         """Gathers gradients of the mean over ``weight`` valid steps: a weighted mean of all."""
         new = tree_leaves(grads)
-        if len(new) > len(self._trained):
-            new = [new[i] for i in self._trained]
+        if len(new) > len(self.trained_places):
+            new = [new[i] for i in self.trained_places]
         if self.gathered is not None:
             (old, n), m = self.gathered, weight
             total = n + m
@@ -150,7 +163,7 @@ class Learner:
         if not isinstance(self.optimizer, Optimizer):
             leaves, spec = tree_flatten(self.params)
             whole = [torch.zeros_like(leaf) for leaf in leaves]
-            for i, grad in zip(self._trained, grads, strict=True):
+            for i, grad in zip(self.trained_places, grads, strict=True):
                 whole[i] = grad
             self.params, self.opt_state = self.optimizer.update(
                 tree_unflatten(whole, spec), self.opt_state, self.params
@@ -193,7 +206,7 @@ class Learner:
         return {
             "kinds": self._kinds(),
             "params": tree_leaves(self.params),
-            "optimizer": own.state_dict()
+            "optimizer": _state_of(own)
             if isinstance(own, Optimizer)
             else tree_leaves(self.opt_state),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
@@ -249,6 +262,17 @@ class Learner:
         if self.ema is not None:
             for average, value in zip(self.ema, state["ema"], strict=True):
                 average.copy_(value)
+
+
+def _state_of(optimizer: Optimizer) -> dict[str, Any] | None:
+    """What to keep of it; of one that is shared out over ranks, on the first of them only.
+
+    That is to be called by all of them.
+    """
+    if isinstance(optimizer, Sharded):
+        optimizer.consolidate_state_dict(to=0)
+        return optimizer.state_dict() if optimizer.rank == 0 else None
+    return optimizer.state_dict()
 
 
 def _moved(values: list[Any], like: list[Any]) -> list[Any]:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .._compat import tree_leaves, tree_map
-from .contiguous import check_layout, share_of
+from ..distributed.shares import share_of
+from .contiguous import check_layout
 from .source import Chunk, TimeAxes, as_tensors, checked, naming
 
 Tree = Any

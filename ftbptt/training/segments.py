@@ -13,14 +13,15 @@ from torch import Tensor
 from .._compat import tree_leaves, tree_map
 from .._layout import Layout, broadcast_rows
 from .._loss import Loss
-from .._output import SegmentOutput
+from .._output import EarlyGradients, SegmentOutput
 from .._segment import TrainSegment
-from .contiguous import share_of
+from ..distributed.shares import share_of
 from .cursor import Span
 from .rows import count_rows, join_rows, split_rows, valid_steps
 from .source import Chunk, TimeAxes, checked, naming
 
 Tree = Any
+_AS_IT_IS = nullcontext()
 _ADVANCE = 256  # steps at most that run at once where no gradient is asked for
 
 # A variant compiles anew, so it is kept as long as the segment it was made from.
@@ -151,8 +152,19 @@ class Segments:
         start, end = span.window.start - span.first, span.window.end - span.first
         return span.chunk if not start else self.axes(span.chunk.x).cut(span.chunk, start, end)
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether gradients can be had before the segment is done."""
+        return isinstance(self.train_segment, TrainSegment)
+
     def train(
-        self, params: Tree, state: Tree, chunk: Chunk, keep: int | None, scale: Tensor | None
+        self,
+        params: Tree,
+        state: Tree,
+        chunk: Chunk,
+        keep: int | None,
+        scale: Tensor | None,
+        early: EarlyGradients | None = None,
     ) -> tuple[SegmentOutput, Tree]:
         """The segment, and the state before step ``keep`` of it (None: behind its last step)."""
         run = self.train_segment
@@ -169,7 +181,9 @@ class Segments:
             like = next(leaf for leaf in tree_leaves(chunk.x if y is None else y))
             y = (y, scale.expand(like.shape))
         with self._cast(chunk):
-            if chunk.reset is None and chunk.mask is None:
+            if early is not None and isinstance(run, TrainSegment):
+                result = run.with_early_gradients(early, params, state, chunk.x, y, **_flags(chunk))
+            elif chunk.reset is None and chunk.mask is None:
                 result = run(params, state, chunk.x, y)
             else:
                 result = run(params, state, chunk.x, y, **_flags(chunk))
@@ -266,7 +280,7 @@ class Segments:
 
     def _cast(self, chunk: Chunk) -> AbstractContextManager[Any]:
         if self._autocast is None:
-            return nullcontext()
+            return _AS_IT_IS
         device = next(leaf.device for leaf in tree_leaves(chunk.x))
         return torch.autocast(device.type, self._autocast)
 

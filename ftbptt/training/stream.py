@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from .._compat import tree_leaves, tree_map
-from .checkpoint import as_plain, from_plain, save_checkpoint
+from ..distributed.ranks import RankFailed
+from .checkpoint import as_plain, from_plain
 from .cursor import Cursor, Place
 from .events import Events, SequenceEnd, emit
 from .interrupt import uninterrupted
 from .measured import Measured
-from .nonfinite import Guard, nonfinite_parameter
+from .nonfinite import Guard
 from .optimizing import Learner
-from .report import Meter, ProgressBar, Report
+from .report import Meter, Report
 from .segments import Segments
+from .stores import Store
 from .together import Together
 from .update import Update
+from .watch import Watch
 from .window_run import WindowRunner
 
 Tree = Any
+_AS_IT_IS = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -55,20 +57,21 @@ class Stream(Iterator[Update]):
         meter: Meter,
         events: Events,
         limits: Limits,
-        checkpoint: Path | None,
+        store: Store | None,
         checkpoint_every: int,
         progress: bool,
         together: Together | None,
     ) -> None:
         self._together = together
         self._cursor, self._learner = cursor, learner
-        self._meter, self._events, self._limits = meter, events, limits
-        self._checkpoint, self._checkpoint_every = checkpoint, checkpoint_every
+        self._events, self._limits = events, limits
+        self._store, self._checkpoint_every = store, checkpoint_every
         self._initial = state if state is None else tree_map(Tensor.detach, state)
-        self._guard = Guard(limits.on_nonfinite, learner)
+        self._guard = guard = Guard(limits.on_nonfinite, learner)
+        self._watch = Watch(meter, events, guard, learner, limits.stop, progress)
         self._windows = WindowRunner(
-            segments, learner, cursor.truncation, self._initial, self._guard, events,
-            limits.micro_batches,
+            segments, learner, cursor.truncation, self._initial, guard, events,
+            limits.micro_batches, together if limits.accumulate == 1 else None,
         )  # fmt: skip
         self._place = Place(0, 0, 0, self._initial)  # behind the last window
         self._behind = self._initial  # the state behind the last window's last step
@@ -76,12 +79,8 @@ class Stream(Iterator[Update]):
         self._stand: dict[str, Any] | None = None
         self._whole = True  # the parameters are all of the same update
         self._saved = 0  # the index that the checkpoint has
-        self._last: Update | None = None  # not reported yet
         self._begun = self._finished = False
-        self._stopped = False  # by the caller's ``stop``
         self._left = False  # by an error
-        self._bar: ProgressBar | None = None
-        self._progress = progress
         self.index = 0  # how many updates were made
         self.extra: dict[str, Any] = {}
 
@@ -108,12 +107,16 @@ class Stream(Iterator[Update]):
     @property
     def history(self) -> list[Report]:
         """What was reported so far."""
-        return self._meter.history
+        return self._watch.meter.history
 
     @property
     def seconds(self) -> float:
         """How long the run took so far, all its parts together."""
-        return self._meter.seconds
+        return self._watch.meter.seconds
+
+    @property
+    def _is_over(self) -> bool:
+        return self._finished or self._watch.ended
 
     # -- iteration ----------------------------------------------------------------------------
 
@@ -124,22 +127,20 @@ class Stream(Iterator[Update]):
                 yield update
         except BaseException as error:
             if not self._left:
-                if self._together is not None:
-                    self._together.tell(error, self._learner)
-                self._save_new()
+                self._leave(error)
             raise
 
     def __next__(self) -> Update:
         self._left = False
         try:
-            if self._finished:
+            if self._is_over:
                 update = None
             else:
                 self._go_on() if self._begun else self._begin()
-                update = None if self._finished else self._next_update()
+                update = None if self._is_over else self._next_update()
             if update is None:
                 if self._together is not None:
-                    self._together.close(self._learner)
+                    self._together.close()
                 self.finish()
         except BaseException as error:
             self._leave(error)
@@ -149,36 +150,46 @@ class Stream(Iterator[Update]):
         return update
 
     def _begin(self) -> None:
-        self._meter.start()
+        self._watch.begin(self._total_updates(), self.index)
         if self._stand is None:
             self._cursor.begin(0)
             emit(self._events.epoch_start, 0)
         else:
             self._cursor.load_state_dict(self._stand["cursor"], self._place)
-        if self._progress:
-            self._bar = ProgressBar(self._total_updates(), self.index)
         self._begun = True
 
     def _go_on(self) -> None:
         """What is to be done between two updates, when the caller is done with the last one."""
-        if self._checkpoint is None:
+        if self._store is None:
             return
         if self.index % self._checkpoint_every == 0 and self._saved != self.index:
-            self._report()
-            self._save_new()
+            self._watch.tell(self._watch.read())
+            if self._together is not None:
+                self._together.check()
+            self._save_new(last=False)
         self._stand = self._standing()
 
     def _leave(self, error: BaseException) -> None:
-        """An error goes to the caller, or Ctrl-C: all updates up to now are kept."""
+        """The run is left, by an error or Ctrl-C: all updates up to now are kept."""
         self._left = True
         self._learner.forget()
-        if self._together is not None:
-            self._together.tell(error, self._learner)
-        self._close_bar()
-        try:
-            self._save_new()
-        except Exception as failed:
-            error.add_note(f"ftbptt: the checkpoint could not be written either: {failed}")
+        self._watch.close()
+        with self._undisturbed():
+            try:
+                if self._together is not None:
+                    left = isinstance(error, GeneratorExit)
+                    words = "its loop over the run was left" if left else _sentence(error)
+                    self._together.tell(words)
+            except RankFailed as failed:
+                error.add_note(f"ftbptt: the other ranks could not be told: {failed}")
+            try:
+                self._save_new(last=True)
+            except Exception as failed:
+                error.add_note(f"ftbptt: the checkpoint could not be written either: {failed}")
+
+    def _undisturbed(self) -> AbstractContextManager[object]:
+        """In a run that is saved, Ctrl-C must not leave something half done."""
+        return _AS_IT_IS if self._store is None else uninterrupted()
 
     def _total_updates(self) -> int | None:
         limits, steps = self._limits, self._cursor.source.total
@@ -191,41 +202,54 @@ class Stream(Iterator[Update]):
     def _next_update(self) -> Update | None:
         """The next update; None where the run ends."""
         while self._limits.updates is None or self.index < self._limits.updates:
-            measured, due = self._gather(), None
-            if self._together is not None:
-                measured, due, stops = self._together.update(
-                    self._learner, measured, self.index, self._meter.is_due(), self._finished
-                )
-                self._finished |= stops
-            if self._finished:
-                return None
-            if measured is None:
-                if not self._next_epoch():
-                    return None
-                continue
-            update = self._update(measured, due)
-            if update is not None or self._finished:
+            measured, more = self._gather()
+            if self._together is None:
+                update = None if measured is None or self._is_over else self._update(measured)
+            else:
+                # With Ctrl-C all ranks stop before the update, or all behind it.
+                with self._undisturbed():
+                    update, more = self._update_of_all(measured, more, self._together)
+            if update is not None or self._is_over:
                 return update
+            if not more and not self._next_epoch():
+                return None
         return None
 
-    def _gather(self) -> Measured | None:
-        """The windows of an update, fewer at the end of an epoch; None if there are none."""
+    def _update_of_all(
+        self, measured: Measured | None, more: bool, together: Together
+    ) -> tuple[Update | None, bool]:
+        """What was made of the windows of all ranks, and whether any of them had one."""
+        joined = together.update(
+            measured, more, self.index, self._watch.meter.is_due(), self._is_over
+        )
+        self._finished |= bool(joined.stopping)
+        if joined.measured is None or self._is_over:
+            return None, joined.more
+        return self._update(joined.measured, joined.due), joined.more
+
+    def _gather(self) -> tuple[Measured | None, bool]:
+        """The windows of an update, fewer at the end of an epoch; whether there were any.
+
+        One that does not count is made up for by the next, but not where others would wait.
+        """
         windows: list[Measured] = []
-        while len(windows) < self._limits.accumulate:
+        taken = 0
+        while (len(windows) if self._together is None else taken) < self._limits.accumulate:
             span = self._cursor.take(self._place)
             if span is None:
                 break
+            taken += 1
             ran = self._windows.run(span, self._place, self.index)
             if ran is None:
                 self._finished = True
-                return None
+                return None, True
             self._behind, self._place = ran.behind, ran.place
             self._cursor.prefetch(ran.place)
             if ran.measured is not None:
                 windows.append(ran.measured)
         if len(windows) == 1:
-            return windows[0]
-        return Measured.joined(windows) if windows else None
+            return windows[0], True
+        return Measured.joined(windows) if windows else None, taken > 0
 
     def _next_epoch(self) -> bool:
         """Ends the epoch; whether there is another one."""
@@ -245,7 +269,7 @@ class Stream(Iterator[Update]):
         emit(self._events.epoch_start, epoch + 1)
         return True
 
-    def _update(self, measured: Measured, due: bool | None) -> Update | None:
+    def _update(self, measured: Measured, due: bool | None = None) -> Update | None:
         """The optimizer's step; None if it was not made.
 
         ``due``: whether losses are to be read then, if that is not for this process to say.
@@ -260,53 +284,23 @@ class Stream(Iterator[Update]):
         if self._events.before_update:
             emit(self._events.before_update, grads)
         place = self._place
-        # In a run that is saved, Ctrl-C must not leave some parameters updated and others not.
-        with uninterrupted() if self._checkpoint is not None else nullcontext():
+        with self._undisturbed():
             self._whole = False
             self._learner.step(grads)
             self._whole, self._stand = True, None
             self.index += 1
-            self._meter.add(measured)
-            due = self._meter.is_due() if due is None else due
-            update = self._last = Update(
+            is_due = self._watch.note(measured)
+            update = Update(
                 self.index - 1, place.epoch, place.end, measured.loss, measured.weight,
-                self._learner.params, self._behind, self._meter.tokens_per_second, grads, norm,
+                self._learner.params, self._behind, self._watch.meter.tokens_per_second, grads,
+                norm,
             )  # fmt: skip
-            report = self._read(update) if due else None
-        if report is not None:
-            self._tell(report)
+            self._watch.keep(update)
+            report = self._watch.read() if (is_due if due is None else due) else None
+        self._watch.tell(report)
         if self._events.after_update:
             emit(self._events.after_update, update)
         return update
-
-    # -- what is seen of it ---------------------------------------------------------------------
-
-    def _report(self) -> None:
-        """Reads the losses since the last time, which waits for the device."""
-        if self._last is not None:
-            self._tell(self._read(self._last))
-
-    def _read(self, update: Update) -> Report:
-        self._last = None
-        report = self._meter.report(update, self._learner.learning_rate)
-        if math.isfinite(report.loss):
-            self._learner.after_report(report.loss)
-            if self._limits.stop is not None and self._limits.stop(report.loss):
-                self._stopped = self._finished = True
-        return report
-
-    def _tell(self, report: Report) -> None:
-        if self._bar is not None:
-            self._bar.show(report)
-        emit(self._events.report, report)
-        if not math.isfinite(report.loss):
-            words = nonfinite_parameter(self._learner.params) or "its parameters are finite"
-            self._finished |= self._guard.stops(
-                f"the mean loss up to update {report.index} is {report.loss}, first that of update "
-                f"{self._meter.first_nonfinite}: {words}",
-                "The run stops; updates with such a loss have been made. on_nonfinite='skip' looks "
-                "at each loss before its update.",
-            )
 
     def finish(self) -> None:
         """Ends the run: reads the last losses, and writes the checkpoint.
@@ -315,14 +309,11 @@ class Stream(Iterator[Update]):
         the checkpoint by itself.
         """
         self._finished = True
-        self._report()
-        self._close_bar()
-        self._save_new()
-
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._watch.tell(self._watch.read())
+        self._watch.close()
+        if self._together is not None:
+            self._together.tell("its run was finished")
+        self._save_new(last=True)
 
     # -- stopping and going on ------------------------------------------------------------------
 
@@ -330,22 +321,24 @@ class Stream(Iterator[Update]):
         """Writes a checkpoint of the run as it was after the last update.
 
         It is written by itself every ``checkpoint_every`` updates, at the end, where a loop over
-        the run is left, on an error and on Ctrl-C. Raises RuntimeError for a run without
-        ``checkpoint=``.
+        the run is left, on an error and on Ctrl-C. With a mesh, all ranks have to call it. Raises
+        RuntimeError for a run without ``checkpoint=``.
         """
-        if self._checkpoint is None:
+        if self._store is None:
             raise RuntimeError("this run has no checkpoint: train_stream(..., checkpoint='run.pt')")
-        save_checkpoint(self._checkpoint, self.state_dict())
-        self._saved = self.index
+        if self._together is not None and not self._together.left:
+            self._together.check()
+        if self._store.offer(self.index, self.state_dict, last=True):
+            self._saved = self.index
 
-    def _save_new(self) -> None:
+    def _save_new(self, *, last: bool) -> None:
         """Writes the checkpoint if it has not got the last update, and that is worth keeping."""
-        if self._checkpoint is None or self._saved == self.index:
+        if self._store is None:
             return
-        if not self._whole or self._guard.lost:
-            return
-        if self._meter.unread_is_finite():
-            self.save()
+        worth = self._saved != self.index and self._whole and not self._guard.lost
+        index = self.index if worth and self._watch.meter.unread_is_finite() else None
+        if self._store.offer(index, self.state_dict, last=last):
+            self._saved = self.index
 
     def _standing(self) -> dict[str, Any]:
         place = self._place
@@ -358,16 +351,13 @@ class Stream(Iterator[Update]):
 
     def state_dict(self) -> dict[str, Any]:
         """The run as it was after the last update: tensors, numbers, strings, lists and dicts."""
-        stop: Any = self._limits.stop
         return {
             "format": 1,
             "windows": asdict(self._cursor.truncation),
             "index": self.index,
             **(self._standing() if self._stand is None else self._stand),
             "learner": self._learner.state_dict(),
-            "meter": self._meter.state_dict(),
-            "stop": stop.state_dict() if hasattr(stop, "state_dict") else None,
-            "stopped": self._stopped,
+            **self._watch.state_dict(),
             "extra": self.extra,
         }
 
@@ -387,7 +377,6 @@ class Stream(Iterator[Update]):
                 f"{_words(windows)}. Resume with the options that the run was started with."
             )
         learner = self._learner
-        stop: Any = self._limits.stop
         learner.check(state["learner"])
         device = tree_leaves(learner.params)[0].device
         epoch, index, position, end = state["place"]
@@ -395,14 +384,14 @@ class Stream(Iterator[Update]):
         self._behind = from_plain(state["behind"], self._initial, device)
         self._place = Place(epoch, index, position, carried, end)
         learner.load_state_dict(state["learner"])
-        self._meter.load_state_dict(state["meter"], device)
-        if state["stop"] is not None and hasattr(stop, "load_state_dict"):
-            stop.load_state_dict(state["stop"])
-        if stop is not None:
-            self._finished = bool(getattr(stop, "reached", state["stopped"]))
+        self._watch.load_state_dict(state, device)
         self.index = self._saved = state["index"]
         self.extra = state["extra"]
         self._stand = {name: state[name] for name in ("place", "state", "behind", "cursor")}
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _words(options: dict[str, Any]) -> str:

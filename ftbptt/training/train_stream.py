@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from .._compat import tree_map
 from .._output import SegmentOutput
-from .checkpoint import has_checkpoint, load_all, load_checkpoint
+from ..distributed.ranks import Ranks
+from .checkpoint import has_checkpoint
 from .contiguous import ContiguousStreams
 from .cursor import Cursor
 from .events import Events
@@ -25,6 +26,7 @@ from .prefetch import Mover
 from .report import Meter
 from .segments import Segments
 from .source import as_source
+from .stores import FileStore, SharedStore, Store
 from .stream import Limits, Stream
 from .together import Together
 from .windows import Truncation
@@ -131,9 +133,10 @@ def train_stream(
         Ranks of ``torch.distributed`` that train together: each takes its share of the rows of
         ``data`` and ``state``, which are given whole to all of them, and keeps it; gradients are
         averaged by valid steps (in ``reduce_dtype`` if that is given, such as
-        ``torch.bfloat16``), losses too. All begin with the parameters of the first rank. Each rank
-        has a checkpoint of its own, and a run resumes on as many ranks as it was started on. An
-        error on one ends all.
+        ``torch.bfloat16``), losses too. All begin with the parameters of the first rank. The
+        ``checkpoint`` is a folder then, which all ranks write and any number of them can go on
+        from. An error on one ends all. torch's ``ZeroRedundancyOptimizer`` shares the optimizer's
+        state out.
 
     TBPTT(k1, k2): Williams and Peng, 1990; Sutskever, 2013, section 2.8.6.
 
@@ -173,26 +176,19 @@ def train_stream(
         )
     if resume and checkpoint is None:
         raise ValueError("resume: give the file to resume from, checkpoint='run.pt'.")
-    if checkpoint is not None and Path(checkpoint).is_dir():
-        raise ValueError(f"checkpoint: {checkpoint} is a folder. Give the name of a file.")
-    if checkpoint is not None and not resume and has_checkpoint(checkpoint):
-        warnings.warn(
-            f"checkpoint: {checkpoint} is there already, and will be replaced. To go on from it, "
-            "resume=True.",
-            stacklevel=2,
-        )
     segments = Segments(
         train_segment, context=context, scaled=scaler is not None, autocast=autocast,
         time_dim=time_dim,
     )  # fmt: skip
-    together = None if mesh is None else Together(mesh, reduce_dtype)
-    if together is not None:
+    ranks = None if mesh is None else Ranks(mesh)
+    store = None
+    if checkpoint is not None:
+        store = _store(Path(checkpoint), ranks, segments, resume)
+    if ranks is not None:
         if not isinstance(optimizer, Optimizer):  # whose parameters are not written in place
             params = tree_map(lambda leaf: leaf.detach().clone(), params)
-        together.share(params)
-        state = segments.own_state(together.rank, together.size, state)
-        if checkpoint is not None:
-            checkpoint = together.file(Path(checkpoint))
+        ranks.begin_alike(params)
+        state = segments.own_state(ranks.rank, ranks.size, state)
     learner = Learner(
         params, optimizer, clip_norm=clip_norm, clip_value=clip_value, scheduler=scheduler,
         scaler=scaler, ema_decay=ema_decay,
@@ -200,11 +196,11 @@ def train_stream(
     mover = Mover(None if device is None else torch.device(device))
     prepares = [] if prepare is None else [partial(segments.prepared, prepare)]
     source = as_source(data, segments.axes)
-    if together is not None:
+    if ranks is not None:
         if isinstance(source, (ContiguousStreams, PackedSequences)):
-            source = source.share(together.rank, together.size)
+            source = source.share(ranks.rank, ranks.size)
         else:
-            prepares.insert(0, partial(segments.own_rows, together.rank, together.size))
+            prepares.insert(0, partial(segments.own_rows, ranks.rank, ranks.size))
     cursor = Cursor(source, truncation, segments.axes, prepares, mover)
     stream = Stream(
         segments,
@@ -214,16 +210,33 @@ def train_stream(
         Meter(interval),
         events or Events(),
         Limits(epochs, updates, accumulate, micro_batches, on_nonfinite, stop),
-        checkpoint=None if checkpoint is None else Path(checkpoint),
+        store=store,
         checkpoint_every=checkpoint_every,
-        progress=progress and (together is None or together.rank == 0),
-        together=together,
+        progress=progress and (ranks is None or ranks.rank == 0),
+        together=None if ranks is None else Together(ranks, learner, reduce_dtype),
     )
-    if resume and checkpoint is not None:
-        if together is not None:
-            found = together.common(load_all(checkpoint), Path(checkpoint))
-        else:
-            found = load_checkpoint(checkpoint) if has_checkpoint(checkpoint) else None
-        if found is not None:
-            stream.load_state_dict(found)
+    found = store.load() if resume and store is not None else None
+    if found is not None:
+        stream.load_state_dict(found)
     return stream
+
+
+def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool) -> Store:
+    """Where the run is kept. Raises ValueError if ``path`` is no such thing."""
+    if ranks is None:
+        if path.is_dir():
+            raise ValueError(f"checkpoint: {path} is a folder. Give the name of a file.")
+        there = has_checkpoint(path)
+    else:
+        if path.is_file():
+            raise ValueError(
+                f"checkpoint: {path} is a file. With a mesh, give the name of a folder."
+            )
+        there = path.is_dir() and any(path.iterdir())
+    if there and not resume:
+        warnings.warn(
+            f"checkpoint: {path} is there already, and will be replaced. To go on from it, "
+            "resume=True.",
+            stacklevel=3,
+        )
+    return FileStore(path) if ranks is None else SharedStore(path, ranks, segments.row_axis)

@@ -14,7 +14,8 @@ from .nonfinite import Guard, nonfinite_window
 from .optimizing import Learner
 from .segments import Segments
 from .source import Chunk
-from .windows import Truncation
+from .together import Together
+from .windows import Truncation, Window
 
 Tree = Any
 
@@ -39,76 +40,114 @@ class WindowRunner:
         guard: Guard,
         events: Events,
         micro_batches: int,
+        together: Together | None,
     ) -> None:
+        """``together``: of a run whose windows are updates of their own, with those of others."""
         self.segments, self.learner, self.truncation = segments, learner, truncation
         self.initial, self.guard, self.events = initial, guard, events
         self.micro_batches = micro_batches
+        self.together = together if micro_batches == 1 else None
 
     def run(self, span: Span, place: Place, update: int) -> Ran | None:
         """A window of that update, the state at ``place``; None if the run is to stop."""
-        segments, events, learner, window = self.segments, self.events, self.learner, span.window
-        if events.sequence_end:
-            tell_sequence_ends(events, span, place.end, segments.axes(span.chunk.x))
+        segments, window, chunk = self.segments, span.window, span.chunk
+        if self.events.sequence_end:
+            tell_sequence_ends(self.events, span, place.end, segments.axes(chunk.x))
         # Where the next window will start: its state is kept when this one comes past.
         keep = self.truncation.first_after(window)
         state = kept = self.initial if self.truncation.fresh else place.state
-        chunk = span.chunk
         if span.first < window.start:
-            state, kept = segments.warm_up(learner.params, state, span, keep)
+            state, kept = segments.warm_up(self.learner.params, state, span, keep)
             chunk = segments.trained_part(span)
         within = keep - window.start if window.start < keep < window.end else None
-        measured, behind, held, sound = [], [], [], True
-        steps = window.end - window.start
-        rows = segments.rows(chunk, state)
-        parts, gathered = [(chunk, state)], learner.gathered
-        if self.micro_batches > 1:
-            parts = segments.in_parts(chunk, state, self.micro_batches)
-        first = 0  # row of a part
-        for part, own in parts:
-            if events.before_window:
-                emit(events.before_window, window, part)
-            scale = learner.scale()
-            result, own_kept = segments.train(learner.params, own, part, within, scale)
-            if events.after_window:
-                emit(events.after_window, window, result)
-            behind.append(result.state)
-            held.append(own_kept)
-            loss = result.loss if scale is None else result.loss / scale
-            own_rows = rows if len(parts) == 1 else segments.rows(part, result.state)
-            weight, tokens = segments.weigh_rows(part, steps, own_rows, segments.context)
-            if self.guard.is_sound(loss):
-                learner.add(result.grads, weight)
-                measured.append(Measured(loss, weight, steps, tokens))
-            else:
-                sound = False
-                row = None if rows is None else first
-                if self._stops(update, loss, span, part, result, row):
-                    return None
-            first += own_rows or 0
-        position, after = min(keep, window.end), behind[0]
+        rows, gathered = segments.rows(chunk, state), self.learner.gathered
+        run = self._run_part if self.micro_batches == 1 else self._run_parts
+        ran = run(window, chunk, state, rows, within, update)
+        if ran is None:
+            return None
+        measured, after, own_kept = ran
+        position = min(keep, window.end)
         if position > window.start:
-            kept = held[0] if len(held) == 1 else segments.joined(held)
-        if len(behind) > 1:
-            after = segments.joined(behind)
-        if not sound:
+            kept = own_kept
+        if measured is None:
             # As a whole, also in micro-batches of which some were sound.
-            learner.gathered, measured = gathered, []
+            self.learner.gathered = gathered
             after = segments.restarted(after, self.initial, rows)
             kept = segments.restarted(kept, self.initial, rows)
-        place = Place(place.epoch, window.index + 1, position, kept, window.end)
-        return Ran(Measured.joined(measured, steps) if measured else None, after, place)
+        return Ran(
+            measured, after, Place(place.epoch, window.index + 1, position, kept, window.end)
+        )
+
+    def _run_part(
+        self,
+        window: Window,
+        chunk: Chunk,
+        state: Tree,
+        rows: int | None,
+        within: int | None,
+        update: int,
+        first: int = 0,
+    ) -> tuple[Measured | None, Tree, Tree] | None:
+        """Rows of a window, from row ``first`` on: what was measured, the state behind, that kept.
+
+        Nothing was measured if the loss is not finite; None if the run is to stop then.
+        """
+        segments, events, learner = self.segments, self.events, self.learner
+        if events.before_window:
+            emit(events.before_window, window, chunk)
+        steps = window.end - window.start
+        weight, tokens = segments.weigh_rows(chunk, steps, rows, segments.context)
+        scale, early = learner.scale(), None
+        if self.together is not None and segments.hands_over:
+            early = self.together.early(weight, self.guard.is_sound)
+        result, kept = segments.train(learner.params, state, chunk, within, scale, early)
+        if events.after_window:
+            emit(events.after_window, window, result)
+        loss = result.loss if scale is None else result.loss / scale
+        if self.guard.is_sound(loss):
+            learner.add(result.grads, weight)
+            return Measured(loss, weight, steps, tokens), result.state, kept
+        row = None if rows is None else first
+        if self._stops(update, loss, window.start, chunk, result, row):
+            return None
+        return None, result.state, kept
+
+    def _run_parts(
+        self,
+        window: Window,
+        chunk: Chunk,
+        state: Tree,
+        rows: int | None,
+        within: int | None,
+        update: int,
+    ) -> tuple[Measured | None, Tree, Tree] | None:
+        """The same in micro-batches."""
+        segments, first = self.segments, 0
+        parts = []
+        for part, own in segments.in_parts(chunk, state, self.micro_batches):
+            own_rows = segments.rows(part, own)
+            ran = self._run_part(window, part, own, own_rows, within, update, first)
+            if ran is None:
+                return None
+            parts.append(ran)
+            first += own_rows or 0
+        measured, behind, kept = zip(*parts, strict=True)
+        joined = None
+        if all(own is not None for own in measured):
+            joined = Measured.joined(measured, window.end - window.start)
+        return joined, segments.joined(list(behind)), segments.joined(list(kept))
 
     def _stops(
         self,
         update: int,
         loss: Tensor,
-        span: Span,
-        part: Chunk,
+        start: int,
+        chunk: Chunk,
         result: SegmentOutput,
         row: int | None,
     ) -> bool:
-        layout, start = self.segments.layout(part.x), span.window.start
-        words = nonfinite_window(self.learner.params, result, part, layout, start, row)
+        layout = self.segments.layout(chunk.x)
+        words = nonfinite_window(self.learner.params, result, chunk, layout, start, row)
         return self.guard.stops(
             f"the loss of update {update} is {loss.tolist()}: {words}",
             "The run stops before that update; the parameters are those before it.",

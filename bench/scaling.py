@@ -1,0 +1,197 @@
+"""The bench of many processes: what they cost here, and what many GPUs would by a model.
+
+    python -m bench.scaling                  1, 2 and 4 processes, three minutes; bench/results/
+    python -m bench.scaling --quick          a smaller model, fewer rounds; writes runs/bench/
+
+Measured here: an update with and without the others, the bytes it sends, when each bucket of them
+is ready, and all-reduces of several sizes. From those, and from the assumptions stated beside the
+tables, the alpha-beta model predicts what an update takes on more.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .alpha_beta import Link, Update, best, fitted, in_nodes, ring, tree
+from .parts import Part, Table, run_parts
+from .plots import plot_scaling
+from .scaling_rank import INPUTS, ROWS, STEPS
+from .targets import row
+from .turns import ratio
+
+PROCESSES = (1, 2, 4)
+TOLD = 64.0  # bytes that ranks tell each other at each update
+GPUS = (1, 2, 8, 64, 512, 4096)
+# Assumed of GPUs, all of them stated beside the table.
+PER_NODE = 8
+INSIDE = Link(alpha=3e-6, beta=300e9)
+OUTSIDE = Link(alpha=10e-6, beta=40e9)
+FLOPS = 50e12  # a second, reached in the GEMMs of the weights' gradients
+PER_STEP = 9e-6  # seconds of a step, forward and in reverse, that no batch makes shorter
+
+
+def measure(processes: int, hidden: int, rounds: int, each: int) -> dict[str, Any]:
+    """What the first of so many processes has measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        subprocess.run(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--standalone",
+                "--nproc-per-node", str(processes), "-m", "bench.scaling_rank",
+                str(out), str(hidden), str(rounds), str(each),
+            ],
+            check=True,
+        )  # fmt: skip
+        found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def update_of(found: dict[str, Any], compute: float) -> Update:
+    """An update as it was measured, in ``compute`` seconds without communication.
+
+    A bucket is ready at the same part of it as in the segment alone.
+    """
+    own = found["updates"]
+    segment = min(own["segment"], compute)  # what comes behind it needs all gradients
+    early = own["segment"] - segment
+    return Update(segment, [(size, max(at - early, 0.0)) for size, at in own["buckets"]], TOLD)
+
+
+def measured(all_found: dict[int, dict[str, Any]]) -> Table:
+    """The measured updates, and what the model predicts for them."""
+    lines = []
+    for processes, found in all_found.items():
+        own = found["updates"]["seconds"]
+        alone, together = (statistics.median(own[name]) for name in ("alone", "together"))
+        efficiency = ratio(own, "alone", "together")
+        cells = [str(processes), f"{1e3 * alone:.2f}", f"{1e3 * together:.2f}"]
+        if processes > 1:
+            link = fitted(*zip(*found["reductions"], strict=True), processes)
+            update = update_of(found, alone)
+            predicted = alone - update.compute + update.seconds(ring(link), processes)
+            cells += [
+                f"{1e3 * predicted:.2f}",
+                f"{efficiency:.0%}",
+                f"{alone / predicted:.0%}",
+                f"{1e6 * link.alpha:.0f} µs, {link.beta / 1e9:.1f} GB/s",
+            ]
+        else:
+            cells += ["", "", "", ""]
+        lines.append(cells)
+    return Table(
+        f"An update, T={STEPS} B={ROWS} D={INPUTS} on each process, one thread each",
+        "Milliseconds of an update without the others (all running side by side) and with them; "
+        "*predicted* is the former with the communication of the model, for a ring of the latency "
+        "and bandwidth that fit this number of processes' all-reduces. *Efficiency* is without "
+        "over with. Processes that share cores wait for each other: where there are more of them "
+        "than cores, both columns say so.",
+        ["processes", "without", "with", "predicted", "efficiency", "predicted", "fitted"],
+        lines,
+    )
+
+
+def gpus(found: dict[str, Any], hidden: int, folder: Path) -> list[Table]:
+    """The prediction for GPUs: a table, and a plot."""
+    sizes = [size for size, _ in found["updates"]["buckets"]]
+    cases = [("as here", ROWS, hidden), ("B=128 H=1024", 128, 1024)]
+    reduce = in_nodes(
+        best(ring(INSIDE), tree(INSIDE)), best(ring(OUTSIDE), tree(OUTSIDE)), PER_NODE
+    )
+    lines, curves = [], {}
+    for name, rows, width in cases:
+        numbers = 4 * width * (INPUTS + width + 2) + (width + 1) * INPUTS
+        flops = 2.0 * rows * STEPS * numbers
+        weights = flops / FLOPS  # their gradients: one GEMM for each, behind the loop
+        compute = STEPS * PER_STEP + 2 * flops / FLOPS + weights
+        bytes_ = [4.0 * numbers * size / sum(sizes) for size in sizes]
+        ready, update = compute - weights, []
+        for size in bytes_:
+            ready += weights * size / sum(bytes_)
+            update.append((size, ready))
+        for overlapped in (True, False):
+            buckets = update if overlapped else [(size, compute) for size in bytes_]
+            model = Update(compute, buckets, TOLD)
+            share = [compute / model.seconds(reduce, n) for n in GPUS]
+            label = f"{name}, {'one bucket behind the other' if overlapped else 'all at the end'}"
+            curves[label] = share
+            lines.append([label, f"{1e6 * compute:.0f}", f"{sum(bytes_) / 1e6:.2f}"]
+                         + [f"{own:.0%}" for own in share])  # fmt: skip
+    plot_scaling(folder / "scaling.png", GPUS, curves)
+    return [
+        Table(
+            "Efficiency on GPUs, predicted",
+            f"Nothing of it was measured on a GPU. Assumed: {PER_NODE} in a node, "
+            f"{1e6 * INSIDE.alpha:.0f} µs and {INSIDE.beta / 1e9:.0f} GB/s between them, "
+            f"{1e6 * OUTSIDE.alpha:.0f} µs and {OUTSIDE.beta / 1e9:.0f} GB/s from each to other "
+            f"nodes; {1e6 * PER_STEP:.0f} µs for a step forward and in reverse and "
+            f"{FLOPS / 1e12:.0f} TFLOP/s in the GEMMs; the faster of ring and two trees, first "
+            "within nodes; the same work on each, T=64, float32 gradients; no rank is ever late. "
+            "The buckets are those measured here, in proportion; they are on their way while the "
+            "gradients of later ones are computed, or all at the end.",
+            ["", "µs", "MB", *(f"{n:,}" for n in GPUS)],
+            lines,
+        )
+    ]
+
+
+def shared_optimizer(found: dict[str, Any]) -> list[Any]:
+    """What it costs to share the optimizer's state out, and what it saves."""
+    own = found["optimizers"]
+    names = {
+        "all": "on every rank",
+        "zero": "ZeroRedundancyOptimizer",
+        "dtensor": "DTensor shards (reduce-scatter, all-gather)",
+    }
+    lines = [
+        [
+            label,
+            f"{1e3 * statistics.median(own['seconds'][name]):.2f}",
+            f"{own['numbers'][name] / own['numbers']['all']:.0%}",
+        ]
+        for name, label in names.items()
+    ]
+    return [
+        Table(
+            "Adam's state shared out over two processes",
+            "From each rank's gradients to all parameters; the three make the same update.",
+            ["", "ms", "of the state on the first rank"],
+            lines,
+        )
+    ]
+
+
+def parts(quick: bool, rounds: int, folder: Path) -> list[Part]:
+    hidden, each = (32, 3) if quick else (256, 10)
+    found: dict[int, dict[str, Any]] = {}
+
+    def one(processes: int) -> list[Any]:
+        found[processes] = measure(processes, hidden, rounds, each)
+        return []
+
+    def conclude() -> list[Any]:
+        share = 1 - ratio(found[2]["updates"]["seconds"], "alone", "together")
+        what = f"communication of an update, 2 processes, T={STEPS} B={ROWS} H={hidden} on each"
+        return [
+            row(what, 100 * share, "<=", 10, " %"),
+            measured(found),
+            *shared_optimizer(found[2]),
+            *gpus(found[2], hidden, folder),
+        ]
+
+    return [*(lambda n=n: one(n) for n in PROCESSES), conclude]  # type: ignore[misc]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit status."""
+    return run_parts("scaling", __doc__, 9, parts, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""One process of the bench of scaling; started by ``bench.scaling`` through torchrun."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+from ftbptt import make_train_segment
+from ftbptt._output import EarlyGradients
+from ftbptt.distributed.reduction import buckets_of
+from ftbptt.training import train_stream
+
+STEPS, ROWS, INPUTS = 64, 32, 64
+SIZES = [8, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22]  # bytes of an all-reduce
+Mesh = Any
+
+
+class Tagger(nn.Module):
+    """``module(x_t, (h, c)) -> (scores, (h, c))``"""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.cell, self.readout = nn.LSTMCell(INPUTS, hidden), nn.Linear(hidden, INPUTS)
+
+    def forward(self, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
+        h, c = self.cell(x_t, state)
+        return self.readout(h), (h, c)
+
+
+def loss(out: Tensor, y: Tensor) -> Tensor:
+    """Mean squared error of the segment."""
+    return (out - y).square().mean()
+
+
+def updates(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any]:
+    """Seconds of an update with and without the others, in turns; what is sent for one."""
+    streams = {}
+    for name, own in (("together", ROWS * dist.get_world_size()), ("alone", ROWS)):
+        torch.manual_seed(0)
+        module = Tagger(hidden)
+        params = dict(module.named_parameters())
+        x = torch.randn(16 * STEPS, own, INPUTS)
+        state = (torch.zeros(own, hidden),) * 2
+        segment = make_train_segment(module, loss)
+        optimizer = torch.optim.Adam(params.values())
+        streams[name] = train_stream(
+            segment, params, state, (x, x), optimizer, k1=STEPS, epochs=None, progress=False,
+            interval=1e9, mesh=mesh if name == "together" else None,
+        )  # fmt: skip
+    times: dict[str, list[float]] = {name: [] for name in streams}
+    for turn in range(rounds + 1):
+        for name, run in streams.items():
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(each):
+                next(run)
+            dist.barrier()  # those of all ranks: they may share cores
+            if turn:
+                times[name].append((time.perf_counter() - began) / each)
+    together = streams["together"]._together
+    assert together is not None
+    return {
+        "seconds": times,
+        "bytes": together.bytes_reduced // streams["together"].index,
+        **hand_over(segment, params, state, x[:STEPS], rounds),
+    }
+
+
+def hand_over(segment: Any, params: Any, state: Any, x: Tensor, rounds: int) -> dict[str, Any]:
+    """Of one segment: its seconds, and the bytes of each bucket with the time it is ready."""
+    leaves = list(params.values())
+    parts = buckets_of(leaves)
+    found: list[list[float]] = []
+    whole = []
+    for turn in range(rounds + 1):
+        at: list[float] = []
+        early = EarlyGradients(parts, lambda loss, grads, at=at: at.append(time.perf_counter()))  # type: ignore[misc]
+        began = time.perf_counter()
+        segment.with_early_gradients(early, params, state, x, x)
+        if turn:
+            whole.append(time.perf_counter() - began)
+            found.append([own - began for own in at])
+    ready = [statistics.median(own) for own in zip(*found, strict=True)]
+    sizes = [sum(leaves[i].nbytes for i in part) for part in parts]
+    return {"segment": statistics.median(whole), "buckets": list(zip(sizes, ready, strict=True))}
+
+
+def reductions(rounds: int) -> list[tuple[int, float]]:
+    """Seconds of an all-reduce of each size."""
+    found = []
+    for size in SIZES:
+        tensor, times = torch.zeros(size // 4), []
+        for _ in range(3 * rounds + 3):
+            dist.barrier()
+            began = time.perf_counter()
+            dist.all_reduce(tensor)
+            times.append(time.perf_counter() - began)
+        found.append((size, statistics.median(times[3:])))
+    return found
+
+
+def optimizers(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any]:
+    """Gradients to parameters, Adam's state on all ranks or shared out in two ways."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def parameters() -> list[nn.Parameter]:
+        torch.manual_seed(0)
+        return list(Tagger(hidden).parameters())
+
+    size = dist.get_world_size()
+    grads = [torch.randn_like(p) for p in parameters()]
+
+    def summed() -> list[Tensor]:
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat)
+        parts = (flat / size).split([grad.numel() for grad in grads])
+        return [part.reshape(grad.shape) for part, grad in zip(parts, grads, strict=True)]
+
+    def with_all(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        for p, grad in zip(params, summed(), strict=True):
+            p.grad = grad
+        optimizer.step()
+        return [p.detach() for p in params]
+
+    whole, zero = parameters(), parameters()
+    adam = torch.optim.Adam(whole)
+    zero_adam = ZeroRedundancyOptimizer(zero, torch.optim.Adam)
+    sharded = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters()]
+    sharded_adam = torch.optim.Adam(sharded, foreach=False)
+
+    def with_shards() -> list[Tensor]:
+        for p, grad in zip(sharded, grads, strict=True):
+            p.grad = DTensor.from_local(grad / size, mesh, [Partial()]).redistribute(
+                placements=[Shard(0)]
+            )
+        sharded_adam.step()
+        return [p.full_tensor().detach() for p in sharded]  # type: ignore[attr-defined]
+
+    ways: dict[str, Callable[[], list[Tensor]]] = {
+        "all": lambda: with_all(whole, adam),
+        "zero": lambda: with_all(zero, zero_adam),
+        "dtensor": with_shards,
+    }
+    for _ in range(3):  # the three are the same update
+        results = [way() for way in ways.values()]
+        for found in results[1:]:
+            for a, b in zip(found, results[0], strict=True):
+                torch.testing.assert_close(a, b)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            dist.barrier()
+            own = []
+            for _ in range(each):
+                began = time.perf_counter()
+                way()
+                own.append(time.perf_counter() - began)
+            if turn:
+                times[name].append(statistics.median(own))
+    states = {"all": adam, "zero": zero_adam.optim, "dtensor": sharded_adam}
+    return {"seconds": times, "numbers": {name: _numbers(own) for name, own in states.items()}}
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> int:
+    """The numbers in an optimizer's state on this rank."""
+    count = 0
+    for state in optimizer.state.values():
+        for leaf in state.values():
+            local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+            count += local.numel() if isinstance(local, Tensor) else 1
+    return count
+
+
+def main(out: Path, hidden: int, rounds: int, each: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", (size,))
+    found: dict[str, Any] = {"updates": updates(mesh, hidden, rounds, each)}
+    if size > 1:
+        found["reductions"] = reductions(rounds)
+        found["optimizers"] = optimizers(mesh, hidden, rounds, each)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -1,0 +1,105 @@
+"""A cache of compiled code that cannot be used: another one for this process, with a warning."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from filelock import FileLock, Timeout
+
+from ._compat import compile_cache_dir
+
+Result = TypeVar("Result")
+_NAME = "TORCHINDUCTOR_CACHE_DIR"  # which torch and the kernels' own cache follow
+_KINDS = {"CppCompileError", "KernelBuildError"}  # of a compiler that could not write, perhaps
+
+
+def built_somewhere(build: Callable[[], Result]) -> Result:
+    """What ``build`` returns; once more in an empty folder if the cache may be why it fails.
+
+    A folder that is read-only or full, or in which something is damaged, costs a slower start.
+    """
+    folder = os.environ.get(_NAME) or compile_cache_dir()
+    _remove_cut_libraries(folder)
+    try:
+        return build()
+    except Exception as error:
+        if folder == _temporary_if_any() or not _may_be_the_caches(error):
+            raise
+        os.environ[_NAME], before = _temporary().name, os.environ.get(_NAME)
+        try:
+            result = build()
+        except Exception:
+            _restore(before)
+            raise error from None
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        warnings.warn(
+            f"ftbptt: the cache of compiled code in {folder} cannot be used "
+            f"({type(error).__name__}: {reason}). This process compiles in a temporary folder. "
+            f"Make room there, delete what is damaged, or name another folder in {_NAME}.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return result
+
+
+@cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="ftbptt-")
+
+
+def _temporary_if_any() -> str | None:
+    return _temporary().name if _temporary.cache_info().currsize else None
+
+
+def _restore(before: str | None) -> None:
+    if before is None:
+        del os.environ[_NAME]
+    else:
+        os.environ[_NAME] = before
+
+
+def _may_be_the_caches(error: BaseException) -> bool:
+    """Whether a file could not be read or written, or a compiler failed, somewhere below."""
+    return any(isinstance(e, OSError) or type(e).__name__ in _KINDS for e in _chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@cache
+def _remove_cut_libraries(folder: str) -> None:
+    """Deletes libraries that a killed build has left unfinished.
+
+    torch takes them for whole, and to load one ends the process.
+    """
+    for library in Path(folder).glob("*/*.main.so") if sys.platform == "linux" else ():
+        try:
+            if _is_cut(library):
+                key = library.name.partition(".")[0]
+                with FileLock(Path(folder, "locks", f"{key}.lock"), timeout=0):
+                    library.unlink()
+        except (OSError, Timeout):
+            pass  # another process builds it, or it is noticed when it is needed
+
+
+def _is_cut(library: Path) -> bool:
+    """Whether it is no whole ELF file: one of 64 bits ends with its table of sections."""
+    with library.open("rb") as file:
+        head = file.read(64)
+    if len(head) < 64 or head[:4] != b"\x7fELF":
+        return True
+    start, size, count = (int.from_bytes(head[a:b], "little") for a, b in _TABLE)
+    return library.stat().st_size < start + size * count
+
+
+_TABLE = ((40, 48), (58, 60), (60, 62))  # where its place, the size of an entry, and how many are

@@ -1,0 +1,107 @@
+"""The programs of a plan on a backend, each built when it is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._cache import built_somewhere
+from ._compat import is_pinned, symbolic_steps
+from .backends import Backend
+from .backends.base import Function
+from .compiler.distribute import DistributedLoop
+from .compiler.graphs import value_of
+from .compiler.plan import Plan
+from .compiler.program import run_loop
+from .compiler.trace import TRACING
+from .compiler.windows import WindowedLoop, split_windows
+
+
+class Programs:
+    """Functions on tensors, by name; what is built under a name serves for every K."""
+
+    def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
+        self.plan, self.backend, self.count_compile = plan, backend, count_compile
+        self.functions: dict[Any, Function] = {}
+
+    @cached_property
+    def windowed(self) -> WindowedLoop:
+        """The reverse loop as windows run it."""
+        return split_windows(self.plan.loops.reverse)
+
+    def zero_gradients(self, device: torch.device) -> list[Tensor]:
+        """d(state) behind the last step: no gradient comes from later segments."""
+        return [
+            torch.zeros(value_of(node).shape, dtype=value_of(node).dtype, device=device)
+            for node in self.plan.reverse.loop.carries
+        ]
+
+    def run_chunk(
+        self,
+        name: Any,
+        distributed: DistributedLoop,
+        invariants: list[Tensor],
+        sequences: list[Tensor],
+        carries: list[Tensor],
+    ) -> list[Tensor]:
+        """One chunk of a loop: ``[*final carries, *stacked, *sums]``."""
+        n_inv, n_seq = len(invariants), len(sequences)
+        if name not in self.functions:
+
+            def function(*args: Tensor) -> list[Tensor]:
+                own = args[:n_inv], args[n_inv : n_inv + n_seq], args[n_inv + n_seq :]
+                steps = own[1][0].shape[0]
+                finals, stacked, sums = run_loop(distributed, self.backend.run_scan, *own, steps)
+                return [*finals, *stacked, *sums]
+
+            self.build_once(
+                name, function, [*invariants, *sequences, *carries], n_inv, n_inv + n_seq
+            )
+        return self.functions[name](*invariants, *sequences, *carries)
+
+    def call(
+        self, name: Any, graph: Function, args: Sequence[Tensor], *, time: bool = False
+    ) -> list[Tensor]:
+        if name not in self.functions:
+            self.build_once(name, graph, args, 0, len(args) if time and name[2] is None else 0)
+        return self.functions[name](*args)
+
+    def build_once(
+        self, name: Any, function: Function, args: Sequence[Tensor], first: int, last: int
+    ) -> None:
+        """Builds a function for tensors like ``args``; axis 0 of args[first:last] is a symbol."""
+        with TRACING:
+            if name not in self.functions:  # another thread may have been first
+                self.functions[name] = self._built(name, function, args, first, last)
+                self.count_compile()
+
+    def _built(
+        self, name: Any, function: Function, args: Sequence[Tensor], first: int, last: int
+    ) -> Function:
+        if self.backend.build is None:
+            return function
+        build = self.backend.build
+        steps: Any = None
+
+        def built() -> Function:
+            nonlocal steps
+            mode, steps = symbolic_steps(self.plan.loss.example_steps)
+            with mode:
+                examples = [
+                    torch.empty(
+                        (steps, *a.shape[1:]) if first <= i < last else a.shape,
+                        dtype=a.dtype,
+                        device=a.device,
+                    )
+                    for i, a in enumerate(args)
+                ]
+            return build(function, examples, mode)
+
+        program = built_somewhere(built)
+        if first < last and is_pinned(steps):
+            raise RuntimeError(f"the {name} program was pinned to {steps} steps")
+        return program
