@@ -13,19 +13,32 @@ from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
-from ._compat import compile_cache_dir
+from ._compat import compile_cache_dir, forget_compile_paths
 
 Result = TypeVar("Result")
 _NAME = "TORCHINDUCTOR_CACHE_DIR"  # which torch and the kernels' own cache follow
 _KINDS = {"CppCompileError", "KernelBuildError"}  # of a compiler that could not write, perhaps
 
 
+def use_a_folder_that_works() -> None:
+    """Sees to it, before torch's compiler is asked for anything, that it can write somewhere."""
+    folder = "the folder that torch chooses"
+    try:
+        folder = compile_cache_dir()
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        os.environ[_NAME] = _temporary().name
+        _warn(folder, error)
+
+
 def built_somewhere(build: Callable[[], Result]) -> Result:
     """What ``build`` returns; once more in an empty folder if the cache may be why it fails.
 
-    A folder that is read-only or full, or in which something is damaged, costs a slower start.
+    A folder that is full, or in which something is damaged, costs a slower start.
     """
-    folder = os.environ.get(_NAME) or compile_cache_dir()
+    folder = compile_cache_dir()
     _remove_cut_libraries(folder)
     try:
         return build()
@@ -33,20 +46,25 @@ def built_somewhere(build: Callable[[], Result]) -> Result:
         if folder == _temporary_if_any() or not _may_be_the_caches(error):
             raise
         os.environ[_NAME], before = _temporary().name, os.environ.get(_NAME)
+        forget_compile_paths()
         try:
             result = build()
         except Exception:
             _restore(before)
             raise error from None
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        warnings.warn(
-            f"ftbptt: the cache of compiled code in {folder} cannot be used "
-            f"({type(error).__name__}: {reason}). This process compiles in a temporary folder. "
-            f"Make room there, delete what is damaged, or name another folder in {_NAME}.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        _warn(folder, error)
         return result
+
+
+def _warn(folder: str, error: Exception) -> None:
+    reason = next(iter(str(error).strip().splitlines()), "")
+    warnings.warn(
+        f"ftbptt: the cache of compiled code in {folder} cannot be used ({type(error).__name__}: "
+        f"{reason}). This process compiles in a temporary folder. Make room there, delete what is "
+        f"damaged, or name another folder in {_NAME}.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 @cache

@@ -383,10 +383,22 @@ def cpp_command(source: str, library: str, include: Sequence[str]) -> str:
 
 
 def compile_cache_dir() -> str:
-    """Where Inductor keeps what it compiles: TORCHINDUCTOR_CACHE_DIR, or a folder of the user's."""
-    from torch._inductor.runtime.runtime_utils import cache_dir
+    """Where Inductor keeps what it compiles: TORCHINDUCTOR_CACHE_DIR, or a folder of the user's.
 
-    return cache_dir()
+    Inductor makes the folder when it is imported, and so fails if that is not possible.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return os.path.abspath(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.path.abspath(default_cache_dir())
+
+
+def forget_compile_paths() -> None:
+    """Inductor remembers where it has begun to compile something, even if that failed."""
+    from torch._inductor.utils import clear_caches
+
+    clear_caches()
 
 
 def kernel_cache_dir() -> str:

@@ -25,7 +25,7 @@ from .compiler.program import run_loop
 
 # What lives only inside a chunk should stay in a CPU's outer cache; but each chunk costs something
 # that more threads do not make less. With ``recompute`` memory counts more than time.
-_CHUNK_BYTES = 32 << 20
+_CHUNK_BYTES = 36 << 20
 _CHUNK_BYTES_RECOMPUTE = 16 << 20
 _LEAST_STEPS = 16
 # A step that hands on so little is not worth cutting, at any length.
@@ -262,8 +262,8 @@ class Executable(Programs):
 
 
 def _chunks(steps: int, chunk: int) -> list[tuple[int, int]]:
-    """Bounds of nearly equal chunks of at most about ``chunk`` steps."""
-    count = max(1, -(-steps // chunk))
+    """Bounds of nearly equal chunks of about ``chunk`` steps; a few may be half as long again."""
+    count = max(1, round(steps / chunk))
     edges = [steps * i // count for i in range(count + 1)]
     return list(pairwise(edges))
 

@@ -62,7 +62,13 @@ def _flatten(tree: Tree, leaves: list[Tensor], key: list[Any]) -> bool:
         parts = tree
     else:
         return False
-    return all(_flatten(part, leaves, key) for part in parts)
+    for part in parts:
+        if type(part) in _TENSORS:  # most are: as above, without a call
+            leaves.append(part)
+            key.append((part.shape, part.dtype, part.device))
+        elif not _flatten(part, leaves, key):
+            return False
+    return True
 
 
 def like(tree: Tree, leaves: list[Tensor]) -> Tree:

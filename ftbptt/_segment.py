@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._cache import use_a_folder_that_works
 from ._call import Call, InDims, context_of, lay_out, layout_of
 from ._compat import inside_derivative, inside_functorch, tree_unflatten
 from ._execute import Executable
@@ -217,10 +218,10 @@ class TrainSegment:
         if not mapped and self._in_dims is None and state is not None and not self.tapped:
             trees = Trees.of((params, state, x, y, reset, mask))
         if trees is not None:
-            key = (trees.key, graded, *self._surroundings(trees))
+            key = (trees.key, graded, *self.surroundings(trees.device_type))
             known = self._recall.find(key)
             if known is not None:
-                return self._again(known, trees, params, state, graded, early)
+                return self.again(known, trees.leaves, params, state, graded, early)
         call, tensors, layout = self._laid_out(params, state, x, y, reset, mask)
         found = Found()
         if mapped:
@@ -269,23 +270,30 @@ class TrainSegment:
             call, tensors = with_probes(call, tensors, self._taps[key])
         return call, tensors, layout
 
-    def _surroundings(self, trees: Trees) -> tuple[Any, ...]:
+    def surroundings(self, device_type: str) -> tuple[Any, ...]:
         """What a call depends on besides its arguments."""
         step = self.recipe.step
         buffers = tuple((n, b.shape, b.dtype) for n, b in step.buffers().items())
-        return (buffers, *context_of(step, trees.device_type))
+        return (buffers, *context_of(step, device_type))
 
-    def _again(
+    def known(self, params: Tree, state: Tree, x: Tree, y: Tree) -> Known | None:
+        """What a call like this one runs, if there was one and it can be run again as it is."""
+        trees = Trees.of((params, state, x, y, None, None))
+        if trees is None:
+            return None
+        return self._recall.find((trees.key, True, *self.surroundings(trees.device_type)))
+
+    def again(
         self,
         known: Known,
-        trees: Trees,
+        leaves: list[list[Tensor]],
         params: Tree,
         state: Tree,
-        graded: bool,
-        early: EarlyGradients | None,
+        graded: bool = True,
+        early: EarlyGradients | None = None,
     ) -> SegmentOutput:
-        """A call like one before, its arguments as they lie."""
-        own_params, *others = trees.leaves
+        """A call like one before. ``leaves`` are those of all arguments, as they lie."""
+        own_params, *others = leaves
         before = [*own_params, *self.recipe.step.buffers().values(), *known.initial]
         tensors = [leaf.detach() for leaf in (*before, *(t for own in others for t in own))]
         found = Found()
@@ -339,6 +347,7 @@ class TrainSegment:
         with TRACING:
             if key not in self._executables:  # another thread may have been first
                 self.trace_count += 1
+                use_a_folder_that_works()
                 recipe = replace(self.recipe, probes=call.probes)
                 plan = make_plan(recipe, call.signature(tensors), call.buffer_names)
                 backend = choose(self._backend)

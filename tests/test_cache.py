@@ -20,7 +20,8 @@ from tests.cells import problem
 
 given = problem("elman")
 with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("always", RuntimeWarning)
     segment = make_train_segment(given.step, given.loss, backend={backend!r})
     found = [segment(*given.data(steps)) for steps in (3, 5)]
 for own, steps in zip(found, (3, 5)):
@@ -55,7 +56,7 @@ def test_a_full_one(tmp_path: Path) -> None:
     """The compiler cannot write there, as if the disk were full."""
     compiler, cache = tmp_path / "g++", tmp_path / "cache"
     compiler.write_text(f"""#!/bin/sh
-case "$*" in *"-o {cache}"*|*"{cache}/"*.so*)
+case "$*" in *"-o {cache}/"*)
   echo "ld: final link failed: No space left on device" >&2; exit 1;;
 esac
 exec g++ "$@"

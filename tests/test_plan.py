@@ -244,7 +244,7 @@ ORDER = [
     "kernels.rowloop", "kernels.lower", "kernels.schedule", "kernels.cpp_nest", "kernels.cpp",
     "kernels.build", "backends.base", "backends.eager", "backends.compile", "backends.fused",
     "backends", "_cache", "_programs", "_early", "_sliding", "_execute", "_explain", "_call",
-    "_recall", "_probes", "_vmap", "_segment", "_make_segment",
+    "_recall", "_probes", "_vmap", "_segment", "_following", "_make_segment",
     "distributed.ranks", "distributed.shares", "distributed.reduction", "distributed",
     "training.windows", "training.checkpoint", "training.source", "training.rows",
     "training.contiguous", "training.packing", "training.prefetch", "training.cursor",

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._compat import calls_in_cpp, not_traced
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import value_of
-from ..kernels.build import INCLUDE, finish, load, start
+from ..kernels.build import INCLUDE, abandon, finish, load, start
 from ..kernels.cpp import print_cpp
 from ..kernels.expressions import Unsupported
 from ..kernels.lower import make_row_loop
@@ -171,8 +171,12 @@ def _describe(block: ScanBlock) -> str:
 
 
 def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
-    with calls_in_cpp(torch.ops.ftbptt.scan.default, _SHIM):
-        program = build_program(function, examples, mode)
+    try:
+        with calls_in_cpp(torch.ops.ftbptt.scan.default, _SHIM):
+            program = build_program(function, examples, mode)
+    except Exception:
+        abandon()
+        raise
     finish()
     return program
 

@@ -44,11 +44,13 @@ class Reduction:
     """The gradients of one update, each rank's times its ``weight``, added up over the ranks.
 
     Buckets are sent in the order of :func:`buckets_of`, by all ranks; with the last one go a few
-    numbers that all are to know.
+    ``numbers`` that all are to know.
     """
 
-    def __init__(self, ranks: Ranks, like: list[Tensor], dtype: torch.dtype | None) -> None:
-        self.ranks, self.like, self.dtype = ranks, like, dtype
+    def __init__(
+        self, ranks: Ranks, like: list[Tensor], dtype: torch.dtype | None, numbers: int
+    ) -> None:
+        self.ranks, self.like, self.dtype, self.numbers = ranks, like, dtype, numbers
         self.buckets = buckets_of(like)
         self.nbytes = 0  # what this rank has sent up to now
         self._flats: list[Tensor] = []
@@ -57,15 +59,17 @@ class Reduction:
     def give(self, grads: list[Tensor] | None, weight: float) -> None:
         """The gradients of the next bucket; None: this rank has nothing to add to it."""
         places = self.buckets[len(self._flats)]
-        own = [self.like[i] for i in places] if grads is None else grads
-        flat = torch.cat([leaf.detach().reshape(-1) for leaf in own])
-        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        own = [leaf.detach() for leaf in (grads or [self.like[i] for i in places])]
+        parts = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in own]
+        is_last = len(self._flats) == len(self.buckets) - 1
+        room = [parts[0].new_empty(self.numbers)] if is_last else []
+        flat = torch.cat([part.reshape(-1) for part in (*parts, *room)])
         if grads is None or not weight:  # 0 times NaN would be NaN
             flat.zero_()
         else:
             flat *= weight
         self._flats.append(flat if self.dtype is None else flat.to(self.dtype))
-        if len(self._flats) < len(self.buckets):
+        if not is_last:
             self._send(self._flats[-1])
 
     def finish(
@@ -77,13 +81,13 @@ class Reduction:
         """
         for places in self.buckets[len(self._flats) :]:
             self.give(None if grads is None else [grads[i] for i in places], weight)
-        last = self._flats[-1]
+        last, own = self._flats[-1], torch.tensor(numbers, dtype=torch.float64)
         if last.dtype in (torch.float32, torch.float64):
-            told = last.new_tensor(numbers)
-            self._flats[-1] = last = torch.cat([last, told])
             told = last[-len(numbers) :]
+            told.copy_(own)
         else:  # in so few bits they would not be right
-            told = torch.tensor(numbers, dtype=torch.float64, device=last.device)
+            told = own.to(last.device)
+            self._flats[-1] = last = last[: -len(numbers)]
             self._send(told)
         self._send(last)
         for work in self._works:

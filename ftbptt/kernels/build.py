@@ -71,6 +71,13 @@ def finish() -> None:
             _started.pop(library, None)  # what failed is tried again
 
 
+def abandon() -> None:
+    """What was started is not wanted any more, whether it fails or not."""
+    for started in _started.values():
+        started.exception()
+    _started.clear()
+
+
 @cache
 def load(library: str) -> Callable[[Any, Any], None]:
     """load : path of a library -> its function ``run(memory, numbers)``"""

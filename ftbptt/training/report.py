@@ -53,7 +53,6 @@ class Meter:
         self._bad = torch.tensor(math.inf)  # the first of them that is not finite
         self._steps = 0
         self._tokens = 0
-        self.tokens_per_second = 0.0
         self.first_nonfinite: int | None = None  # the update, in the last report
 
     def start(self) -> None:
@@ -66,8 +65,8 @@ class Meter:
         """Since the run began, all its parts together."""
         return self.before + time.perf_counter() - self._began
 
-    def add(self, measured: Measured) -> None:
-        """Notes an update."""
+    def add(self, measured: Measured) -> bool:
+        """Notes an update; whether a report is due."""
         self._losses.append(measured.loss)
         self._weights.append(measured.weight)
         if len(self._losses) == _KEPT:
@@ -75,11 +74,16 @@ class Meter:
         self._steps += measured.steps
         self._tokens += measured.tokens
         self._now = time.perf_counter()
-        self.tokens_per_second = self._tokens / max(self._now - self._since, 1e-9)
+        return self._now >= self._next
 
     def is_due(self) -> bool:
         """Whether a report was due at the last update."""
         return self._now >= self._next
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The speed since the last report, at the last update."""
+        return self._tokens / max(self._now - self._since, 1e-9)
 
     def report(self, update: Update, rate: float | None) -> Report:
         """Reads what was noted since the last report, waiting for the device."""

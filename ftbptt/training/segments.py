@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._compat import tree_leaves, tree_map
+from .._following import Following
 from .._layout import Layout, broadcast_rows
 from .._loss import Loss
 from .._output import EarlyGradients, SegmentOutput
@@ -22,6 +24,7 @@ from .source import Chunk, TimeAxes, checked, naming
 
 Tree = Any
 _AS_IT_IS = nullcontext()
+_NONE: dict[str, Tensor] = {}
 _ADVANCE = 256  # steps at most that run at once where no gradient is asked for
 
 # A variant compiles anew, so it is kept as long as the segment it was made from.
@@ -88,6 +91,9 @@ class Segments:
         self.context, self._autocast, self._time_dim = context, autocast, time_dim
         self._layout: Layout | None = None  # known once there is data
         self._axes: TimeAxes | None = None
+        self._following = (
+            Following(train_segment) if isinstance(train_segment, TrainSegment) else None
+        )
         self._rows: dict[int, int | None] = {}  # by the length of the axis where they would be
 
     def layout(self, x: Tree) -> Layout:
@@ -180,13 +186,16 @@ class Segments:
         if scale is not None:
             like = next(leaf for leaf in tree_leaves(chunk.x if y is None else y))
             y = (y, scale.expand(like.shape))
-        with self._cast(chunk):
-            if early is not None and isinstance(run, TrainSegment):
-                result = run.with_early_gradients(early, params, state, chunk.x, y, **_flags(chunk))
-            elif chunk.reset is None and chunk.mask is None:
-                result = run(params, state, chunk.x, y)
-            else:
-                result = run(params, state, chunk.x, y, **_flags(chunk))
+        call: Callable[..., SegmentOutput] = run
+        if early is not None and isinstance(run, TrainSegment):
+            call = partial(run.with_early_gradients, early)
+        elif run is self.train_segment and chunk.reset is None and chunk.mask is None:
+            call = self._following or run
+        if self._autocast is None:
+            result = call(params, state, chunk.x, y, **_flags(chunk))
+        else:
+            with self._cast(chunk):
+                result = call(params, state, chunk.x, y, **_flags(chunk))
         if keep is None:
             return result, result.state
         out, states = result.out
@@ -237,28 +246,29 @@ class Segments:
 
     def weigh(self, chunk: Chunk, state: Tree, context: int) -> tuple[int | Tensor, int]:
         """How many valid steps a chunk has, all rows together; and how many steps in all."""
-        steps = self.axes(chunk.x).steps(chunk)
-        return self.weigh_rows(chunk, steps, self.rows(chunk, state), context)
+        _, weight, tokens = self.count(chunk, state, self.axes(chunk.x).steps(chunk), context)
+        return weight, tokens
 
-    def weigh_rows(
-        self, chunk: Chunk, steps: int, rows: int | None, context: int
-    ) -> tuple[int | Tensor, int]:
-        """The same of a chunk with so many steps and rows."""
-        rows = rows or 1
-        if chunk.mask is None:
-            return (steps - context) * rows, steps * rows
-        return valid_steps(chunk.mask, steps, rows, context, self.layout(chunk.x)), steps * rows
-
-    def rows(self, chunk: Chunk, state: Tree) -> int | None:
-        """The rows of the batch; None for data without rows."""
-        layout = self.layout(chunk.x)
-        x = tree_leaves(chunk.x)[0]
+    def count(
+        self, chunk: Chunk, state: Tree, steps: int, context: int
+    ) -> tuple[int | None, int | Tensor, int]:
+        """The same of a chunk of so many steps, behind its rows: None for data without rows."""
+        layout = self._layout or self.layout(chunk.x)
+        x = chunk.x if isinstance(chunk.x, Tensor) else tree_leaves(chunk.x)[0]
         across = x.shape[layout.x_rows] if x.dim() > layout.x_rows else 0
         if across not in self._rows:
             run = self.train_segment
             least = run.batched_axes if isinstance(run, TrainSegment) else 2
             self._rows[across] = count_rows(chunk, state, layout, self.row_axis, least)
-        return self._rows[across]
+        rows = self._rows[across]
+        all_rows = rows or 1
+        if chunk.mask is None:
+            return rows, (steps - context) * all_rows, steps * all_rows
+        return rows, valid_steps(chunk.mask, steps, all_rows, context, layout), steps * all_rows
+
+    def rows(self, chunk: Chunk, state: Tree) -> int | None:
+        """The rows of the batch; None for data without rows."""
+        return self.count(chunk._replace(mask=None), state, 0, 0)[0]
 
     def restarted(self, state: Tree, initial: Tree, rows: int | None) -> Tree:
         """The state, its rows that are not finite as at the start."""
@@ -286,5 +296,7 @@ class Segments:
 
 
 def _flags(chunk: Chunk) -> dict[str, Tensor]:
+    if chunk.reset is None and chunk.mask is None:
+        return _NONE
     flags = {"reset": chunk.reset, "mask": chunk.mask}
     return {name: value for name, value in flags.items() if value is not None}

@@ -11,10 +11,18 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .._compat import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from .._compat import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from .checkpoint import random_state, set_random_state
 
 Tree = Any
+_AHEAD = 32  # windows that are cut at once, which takes a third of the time
 
 
 class Chunk(NamedTuple):
@@ -44,10 +52,31 @@ class TimeAxes:
         if y is not None:
             y = _part(y, self.y, start, stop)
         if reset is not None:
-            reset = _part(reset, self.x if reset.ndim > 1 else 0, start, stop)
+            reset = _part(reset, self._of_flags(reset), start, stop)
         if mask is not None:
-            mask = _part(mask, self.x if mask.ndim > 1 else 0, start, stop)
+            mask = _part(mask, self._of_flags(mask), start, stop)
         return Chunk(x, y, reset, mask)
+
+    def split(self, chunk: Chunk, size: int) -> list[Chunk]:
+        """The chunk in pieces of ``size`` steps, the last one shorter."""
+        count = -(-self.steps(chunk) // size)
+
+        def pieces(tree: Tree, axis: int) -> Sequence[Tree]:
+            if tree is None:
+                return [None] * count
+            if isinstance(tree, Tensor):
+                return tree.split(size, axis)
+            leaves, spec = tree_flatten(tree)
+            split = zip(*(leaf.split(size, axis) for leaf in leaves), strict=True)
+            return [tree_unflatten(own, spec) for own in split]
+
+        x, y, *flags = chunk
+        of_flags = [pieces(own, self._of_flags(own)) for own in flags]
+        parts = zip(pieces(x, self.x), pieces(y, self.y), *of_flags, strict=True)
+        return [Chunk(*own) for own in parts]
+
+    def _of_flags(self, flags: Tensor | None) -> int:
+        return self.x if flags is not None and flags.ndim > 1 else 0
 
     def steps(self, chunk: Chunk) -> int:
         """The steps of a chunk whose parts are known to have the same."""
@@ -177,6 +206,8 @@ class Arrays:
         self.chunk, self.axes = chunk, axes
         self.total: int | None = axes.length(chunk)
         self._of_tensors = _is_of_tensors(chunk)
+        self._ahead: list[Chunk] = []  # cut already, the next one last
+        self._size = self._end = 0  # of the window before
 
     def begin(self, epoch: int) -> None:
         pass
@@ -185,8 +216,17 @@ class Arrays:
         assert self.total is not None
         if start >= self.total:
             return None
-        window = self.axes.cut(self.chunk, start, stop)
-        return window if self._of_tensors else as_tensors(window)
+        follows = start == self._end and stop - start == self._size
+        self._size, self._end = stop - start, stop
+        if not self._of_tensors:
+            return as_tensors(self.axes.cut(self.chunk, start, stop))
+        if not follows:
+            self._ahead.clear()
+            return self.axes.cut(self.chunk, start, stop)
+        if not self._ahead:
+            part = self.axes.cut(self.chunk, start, start + _AHEAD * self._size)
+            self._ahead = self.axes.split(part, self._size)[::-1]
+        return self._ahead.pop()
 
 
 class Chunks:

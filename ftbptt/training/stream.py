@@ -114,10 +114,6 @@ class Stream(Iterator[Update]):
         """How long the run took so far, all its parts together."""
         return self._watch.meter.seconds
 
-    @property
-    def _is_over(self) -> bool:
-        return self._finished or self._watch.ended
-
     # -- iteration ----------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Update]:
@@ -133,11 +129,14 @@ class Stream(Iterator[Update]):
     def __next__(self) -> Update:
         self._left = False
         try:
-            if self._is_over:
+            if self._finished:
                 update = None
             else:
-                self._go_on() if self._begun else self._begin()
-                update = None if self._is_over else self._next_update()
+                if not self._begun:
+                    self._begin()
+                elif self._store is not None:
+                    self._go_on(self._store)
+                update = None if self._finished else self._next_update()
             if update is None:
                 if self._together is not None:
                     self._together.close()
@@ -158,15 +157,13 @@ class Stream(Iterator[Update]):
             self._cursor.load_state_dict(self._stand["cursor"], self._place)
         self._begun = True
 
-    def _go_on(self) -> None:
-        """What is to be done between two updates, when the caller is done with the last one."""
-        if self._store is None:
-            return
+    def _go_on(self, store: Store) -> None:
+        """What is kept between two updates, when the caller is done with the last one."""
         if self.index % self._checkpoint_every == 0 and self._saved != self.index:
-            self._watch.tell(self._watch.read())
+            self._tell(self._watch.read())
             if self._together is not None:
                 self._together.check()
-            self._save_new(last=False)
+            self._save_new(store, last=False)
         self._stand = self._standing()
 
     def _leave(self, error: BaseException) -> None:
@@ -183,7 +180,7 @@ class Stream(Iterator[Update]):
             except RankFailed as failed:
                 error.add_note(f"ftbptt: the other ranks could not be told: {failed}")
             try:
-                self._save_new(last=True)
+                self._save_new(self._store, last=True)
             except Exception as failed:
                 error.add_note(f"ftbptt: the checkpoint could not be written either: {failed}")
 
@@ -204,12 +201,12 @@ class Stream(Iterator[Update]):
         while self._limits.updates is None or self.index < self._limits.updates:
             measured, more = self._gather()
             if self._together is None:
-                update = None if measured is None or self._is_over else self._update(measured)
+                update = None if measured is None or self._finished else self._update(measured)
             else:
                 # With Ctrl-C all ranks stop before the update, or all behind it.
                 with self._undisturbed():
                     update, more = self._update_of_all(measured, more, self._together)
-            if update is not None or self._is_over:
+            if update is not None or self._finished:
                 return update
             if not more and not self._next_epoch():
                 return None
@@ -220,10 +217,10 @@ class Stream(Iterator[Update]):
     ) -> tuple[Update | None, bool]:
         """What was made of the windows of all ranks, and whether any of them had one."""
         joined = together.update(
-            measured, more, self.index, self._watch.meter.is_due(), self._is_over
+            measured, more, self.index, self._watch.meter.is_due(), self._finished
         )
         self._finished |= bool(joined.stopping)
-        if joined.measured is None or self._is_over:
+        if joined.measured is None or self._finished:
             return None, joined.more
         return self._update(joined.measured, joined.due), joined.more
 
@@ -243,10 +240,10 @@ class Stream(Iterator[Update]):
             if ran is None:
                 self._finished = True
                 return None, True
-            self._behind, self._place = ran.behind, ran.place
-            self._cursor.prefetch(ran.place)
-            if ran.measured is not None:
-                windows.append(ran.measured)
+            measured, self._behind, self._place = ran
+            self._cursor.prefetch(self._place)
+            if measured is not None:
+                windows.append(measured)
         if len(windows) == 1:
             return windows[0], True
         return Measured.joined(windows) if windows else None, taken > 0
@@ -289,18 +286,23 @@ class Stream(Iterator[Update]):
             self._learner.step(grads)
             self._whole, self._stand = True, None
             self.index += 1
-            is_due = self._watch.note(measured)
+            is_due = self._watch.meter.add(measured)
             update = Update(
                 self.index - 1, place.epoch, place.end, measured.loss, measured.weight,
                 self._learner.params, self._behind, self._watch.meter.tokens_per_second, grads,
                 norm,
             )  # fmt: skip
-            self._watch.keep(update)
+            self._watch.last = update
             report = self._watch.read() if (is_due if due is None else due) else None
-        self._watch.tell(report)
+        if report is not None:
+            self._tell(report)
         if self._events.after_update:
             emit(self._events.after_update, update)
         return update
+
+    def _tell(self, report: Report | None) -> None:
+        self._watch.tell(report)
+        self._finished |= self._watch.ended
 
     def finish(self) -> None:
         """Ends the run: reads the last losses, and writes the checkpoint.
@@ -308,12 +310,12 @@ class Stream(Iterator[Update]):
         For a caller of ``next`` who has enough; a loop that is left, or comes to its end, writes
         the checkpoint by itself.
         """
+        self._tell(self._watch.read())
         self._finished = True
-        self._watch.tell(self._watch.read())
         self._watch.close()
         if self._together is not None:
             self._together.tell("its run was finished")
-        self._save_new(last=True)
+        self._save_new(self._store, last=True)
 
     # -- stopping and going on ------------------------------------------------------------------
 
@@ -331,13 +333,13 @@ class Stream(Iterator[Update]):
         if self._store.offer(self.index, self.state_dict, last=True):
             self._saved = self.index
 
-    def _save_new(self, *, last: bool) -> None:
+    def _save_new(self, store: Store | None, *, last: bool) -> None:
         """Writes the checkpoint if it has not got the last update, and that is worth keeping."""
-        if self._store is None:
+        if store is None:
             return
         worth = self._saved != self.index and self._whole and not self._guard.lost
         index = self.index if worth and self._watch.meter.unread_is_finite() else None
-        if self._store.offer(index, self.state_dict, last=last):
+        if store.offer(index, self.state_dict, last=last):
             self._saved = self.index
 
     def _standing(self) -> dict[str, Any]:
@@ -385,6 +387,7 @@ class Stream(Iterator[Update]):
         self._place = Place(epoch, index, position, carried, end)
         learner.load_state_dict(state["learner"])
         self._watch.load_state_dict(state, device)
+        self._finished = self._watch.ended
         self.index = self._saved = state["index"]
         self.extra = state["extra"]
         self._stand = {name: state[name] for name in ("place", "state", "behind", "cursor")}

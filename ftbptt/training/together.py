@@ -21,6 +21,7 @@ from .measured import Measured
 from .optimizing import Learner
 
 _STOPS, _FAILED = 1, 2  # what a rank can say of itself
+_TOLD = 7  # numbers that a rank tells, besides one for each of them
 _BASE = 4096  # of the steps of all ranks in two numbers, each exact in float32
 
 
@@ -50,7 +51,7 @@ class Together:
 
     def early(self, weight: float | Tensor, is_sound: Callable[[Tensor], bool]) -> EarlyGradients:
         """How the gradients of a window that is an update of its own are sent as they come."""
-        reduction = self._begun = Reduction(self.ranks, self.learner.trained, self.dtype)
+        reduction = self._begun = self._new()
         number = float(weight)
 
         def ready(loss: Tensor, grads: list[Tensor]) -> None:
@@ -58,6 +59,9 @@ class Together:
 
         places = self.learner.trained_places
         return EarlyGradients([[places[i] for i in own] for own in reduction.buckets], ready)
+
+    def _new(self) -> Reduction:
+        return Reduction(self.ranks, self.learner.trained, self.dtype, _TOLD + self.ranks.size)
 
     def update(
         self, measured: Measured | None, more: bool, index: int, due: bool, stops: bool
@@ -135,7 +139,7 @@ class Together:
         ranks, like = self.ranks, self.learner.trained
         reduction, self._begun = self._begun, None
         if reduction is None:
-            reduction = Reduction(ranks, like, self.dtype)
+            reduction = self._new()
         own = [0] * ranks.size
         own[ranks.rank] = _FAILED if failed else _STOPS * stops
         high, low = divmod(weight, _BASE)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from .events import Events, emit
-from .measured import Measured
 from .nonfinite import Guard, nonfinite_parameter
 from .optimizing import Learner
 from .report import Meter, ProgressBar, Report
@@ -32,7 +31,7 @@ class Watch:
         self.meter, self._events, self._guard, self._learner = meter, events, guard, learner
         self._stop, self._progress = stop, progress
         self._bar: ProgressBar | None = None
-        self._last: Update | None = None  # not reported yet
+        self.last: Update | None = None  # not reported yet
         self._stopped = False  # by ``stop``
         self.ended = False
 
@@ -42,18 +41,9 @@ class Watch:
         if self._progress:
             self._bar = ProgressBar(total, index)
 
-    def note(self, measured: Measured) -> bool:
-        """Notes an update; whether losses are to be read now, by this process's clock."""
-        self.meter.add(measured)
-        return self.meter.is_due()
-
-    def keep(self, update: Update) -> None:
-        """The update to be reported next."""
-        self._last = update
-
     def read(self) -> Report | None:
         """The losses since the last time, which waits for the device; None if there are none."""
-        update, self._last = self._last, None
+        update, self.last = self.last, None
         if update is None:
             return None
         report = self.meter.report(update, self._learner.learning_rate)

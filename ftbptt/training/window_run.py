@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -20,12 +20,9 @@ from .windows import Truncation, Window
 Tree = Any
 
 
-class Ran(NamedTuple):
-    """``measured`` is None for a window that does not count, ``behind`` the state after it."""
-
-    measured: Measured | None
-    behind: Tree
-    place: Place
+# What was measured (None: it does not count), the state behind a window, and the next place. A
+# tuple, since one is made for every update.
+Ran = tuple[Measured | None, Tree, Place]
 
 
 class WindowRunner:
@@ -60,9 +57,9 @@ class WindowRunner:
             state, kept = segments.warm_up(self.learner.params, state, span, keep)
             chunk = segments.trained_part(span)
         within = keep - window.start if window.start < keep < window.end else None
-        rows, gathered = segments.rows(chunk, state), self.learner.gathered
+        gathered = self.learner.gathered
         run = self._run_part if self.micro_batches == 1 else self._run_parts
-        ran = run(window, chunk, state, rows, within, update)
+        ran = run(window, chunk, state, within, update)
         if ran is None:
             return None
         measured, after, own_kept = ran
@@ -72,18 +69,17 @@ class WindowRunner:
         if measured is None:
             # As a whole, also in micro-batches of which some were sound.
             self.learner.gathered = gathered
+            rows = segments.rows(chunk, state)
             after = segments.restarted(after, self.initial, rows)
             kept = segments.restarted(kept, self.initial, rows)
-        return Ran(
-            measured, after, Place(place.epoch, window.index + 1, position, kept, window.end)
-        )
+        after_it = Place(place.epoch, window.index + 1, position, kept, window.end)
+        return measured, after, after_it
 
     def _run_part(
         self,
         window: Window,
         chunk: Chunk,
         state: Tree,
-        rows: int | None,
         within: int | None,
         update: int,
         first: int = 0,
@@ -96,7 +92,7 @@ class WindowRunner:
         if events.before_window:
             emit(events.before_window, window, chunk)
         steps = window.end - window.start
-        weight, tokens = segments.weigh_rows(chunk, steps, rows, segments.context)
+        rows, weight, tokens = segments.count(chunk, state, steps, segments.context)
         scale, early = learner.scale(), None
         if self.together is not None and segments.hands_over:
             early = self.together.early(weight, self.guard.is_sound)
@@ -117,7 +113,6 @@ class WindowRunner:
         window: Window,
         chunk: Chunk,
         state: Tree,
-        rows: int | None,
         within: int | None,
         update: int,
     ) -> tuple[Measured | None, Tree, Tree] | None:
@@ -125,12 +120,11 @@ class WindowRunner:
         segments, first = self.segments, 0
         parts = []
         for part, own in segments.in_parts(chunk, state, self.micro_batches):
-            own_rows = segments.rows(part, own)
-            ran = self._run_part(window, part, own, own_rows, within, update, first)
+            ran = self._run_part(window, part, own, within, update, first)
             if ran is None:
                 return None
             parts.append(ran)
-            first += own_rows or 0
+            first += segments.rows(part, own) or 0
         measured, behind, kept = zip(*parts, strict=True)
         joined = None
         if all(own is not None for own in measured):

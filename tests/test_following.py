@@ -1,0 +1,134 @@
+"""A segment that is followed gives what it gives anew, whatever has changed between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftbptt import TrainSegment, make_train_segment
+from ftbptt._following import Following
+
+from .cells import CELLS, problem
+from .oracle import assert_close
+
+Tree = Any
+
+
+class Cell(nn.Module):
+    """With a mode and a buffer that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 5)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(5))
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(x_t, h)
+        return h * self.scale if self.training else -h, h
+
+
+def loss(out: Tensor, y: Tensor) -> Tensor:
+    return (out - y).square().mean()
+
+
+def data(steps: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.randn(steps, 2, 3), torch.randn(steps, 2, 5)
+
+
+class Both:
+    """A segment followed, and the same one asked anew; what they return is compared."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.manual_seed(0)
+        self.cell = Cell()
+        self.params: Tree = dict(self.cell.named_parameters())
+        self.segment = make_train_segment(self.cell, loss, backend="eager")
+        self.following = Following(self.segment)
+        self.followed = 0
+        again = TrainSegment.again
+
+        def counted(segment: Any, known: Any, leaves: Any, *rest: Any) -> Any:
+            self.followed += leaves[0] is self.following._params
+            return again(segment, known, leaves, *rest)
+
+        monkeypatch.setattr(TrainSegment, "again", counted)
+        self.state: Tree = torch.zeros(2, 5)
+
+    def go(self, x: Tensor, y: Tensor) -> bool:
+        """One call; whether it was followed."""
+        before = self.followed
+        found = self.following(self.params, self.state, x, y)
+        fresh = make_train_segment(self.cell, loss, backend="eager")
+        assert_close(found, fresh(self.params, self.state, x, y))
+        self.state = found.state
+        return self.followed > before
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Both:
+    return Both(monkeypatch)
+
+
+def test_calls_that_follow_each_other(both: Both) -> None:
+    assert [both.go(*data()) for _ in range(4)] == [False, True, True, True]
+
+
+CHANGES: dict[str, Callable[[Both], Any]] = {
+    "a mode": lambda both: both.cell.eval(),
+    "a buffer": lambda both: both.cell.register_buffer("scale", torch.full((1,), 2.0)),
+    "another state": lambda both: setattr(both, "state", torch.ones(2, 5)),
+    "another parameter": lambda both: both.params.update(
+        {"cell.weight_hh": torch.randn(15, 5), "cell.bias_hh": torch.zeros(15)}
+    ),
+    "other parameters": lambda both: setattr(
+        both, "params", {name: p + 1 for name, p in both.params.items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_is_seen(change: str, both: Both) -> None:
+    both.go(*data())
+    assert both.go(*data())
+    CHANGES[change](both)
+    assert not both.go(*data())
+    assert both.go(*data())
+
+
+def test_numbers_that_change_in_place_need_not_be_seen(both: Both) -> None:
+    both.go(*data())
+    with torch.no_grad():
+        for p in both.params.values():
+            p.mul_(0.5)
+        both.cell.scale.fill_(3.0)
+    both.state.add_(1)
+    assert both.go(*data())
+
+
+def test_other_shapes_and_dtypes(both: Both) -> None:
+    both.go(*data())
+    assert not both.go(*data(5))
+    assert both.go(*data(5))
+    both.cell.double()  # the same tensors, of another dtype
+    both.state = both.state.double()
+    assert not both.go(*(leaf.double() for leaf in data(5)))
+    assert both.go(*(leaf.double() for leaf in data(5)))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_cell(name: str) -> None:
+    given = problem(name)
+    options = {"backend": "eager", "time_dim": given.time_dim or None}
+    segment = make_train_segment(given.step, given.loss, **options)  # type: ignore[arg-type]
+    following = Following(segment)
+    params, state, x, y = given.data(5)
+    own = state
+    for _ in range(3):
+        found, expected = following(params, own, x, y), segment(params, state, x, y)
+        assert_close(found, expected)
+        own, state = found.state, expected.state
