@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ def loss(out: Tensor, y: Tensor) -> Tensor:
 
 
 def updates(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any]:
-    """Seconds of an update with and without the others, in turns; what is sent for one."""
+    """Seconds of an update with and without the others, in turns; what is sent for one.
+
+    *in step*: without, if at each update all waited for the slowest.
+    """
     streams = {}
     for name, own in (("together", ROWS * dist.get_world_size()), ("alone", ROWS)):
         torch.manual_seed(0)
@@ -57,16 +61,21 @@ def updates(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any]:
             segment, params, state, (x, x), optimizer, k1=STEPS, epochs=None, progress=False,
             interval=1e9, mesh=mesh if name == "together" else None,
         )  # fmt: skip
-    times: dict[str, list[float]] = {name: [] for name in streams}
+    times: dict[str, list[float]] = {name: [] for name in (*streams, "in step")}
     for turn in range(rounds + 1):
         for name, run in streams.items():
             dist.barrier()
-            began = time.perf_counter()
+            at = [time.perf_counter()]
             for _ in range(each):
                 next(run)
-            dist.barrier()  # those of all ranks: they may share cores
+                at.append(time.perf_counter())
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, [b - a for a, b in pairwise(at)])
             if turn:
-                times[name].append((time.perf_counter() - began) / each)
+                times[name].append(statistics.median(own for rank in of_ranks for own in rank))
+                if name == "alone":
+                    slowest = [max(own) for own in zip(*of_ranks, strict=True)]
+                    times["in step"].append(statistics.median(slowest))
     together = streams["together"]._together
     assert together is not None
     return {

@@ -49,9 +49,17 @@ class Together:
         self.left = False  # this rank has said so
         self._begun: Reduction | None = None  # of the update at work
 
-    def early(self, weight: float | Tensor, is_sound: Callable[[Tensor], bool]) -> EarlyGradients:
-        """How the gradients of a window that is an update of its own are sent as they come."""
-        reduction = self._begun = self._new()
+    def early(
+        self, weight: float | Tensor, is_sound: Callable[[Tensor], bool]
+    ) -> EarlyGradients | None:
+        """How the gradients of a window that is an update of its own are sent as they come.
+
+        None if they go in one message, for which all have to be there.
+        """
+        reduction = self._new()
+        if len(reduction.buckets) == 1:
+            return None
+        self._begun = reduction
         number = float(weight)
 
         def ready(loss: Tensor, grads: list[Tensor]) -> None:
