@@ -60,23 +60,17 @@ def in_nodes(inside: Reduce, outside: Reduce, per_node: int) -> Reduce:
 
 @dataclass(frozen=True)
 class Update:
-    """``compute`` seconds without communication; ``buckets`` of (bytes, when they are ready).
-
-    ``told`` are the bytes of the last message, which needs everything before it.
-    """
+    """``compute`` seconds without communication; ``buckets`` of (bytes, when they are ready)."""
 
     compute: float
     buckets: Sequence[tuple[float, float]]
-    told: float
 
     def seconds(self, reduce: Reduce, ranks: int) -> float:
         """With communication: buckets follow each other, beside what is still being computed."""
-        if ranks == 1:
-            return self.compute
         free = 0.0
-        for size, ready in self.buckets:
+        for size, ready in self.buckets if ranks > 1 else ():
             free = max(free, ready) + reduce(size, ranks)
-        return max(free, self.compute) + reduce(self.told, ranks)
+        return max(free, self.compute)
 
 
 def fitted(sizes: Sequence[float], seconds: Sequence[float], ranks: int) -> Link:

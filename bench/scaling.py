@@ -19,15 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ftbptt.distributed.reduction import buckets_of
+
 from .alpha_beta import Link, Update, best, fitted, in_nodes, ring, tree
 from .parts import Part, Table, run_parts
 from .plots import plot_scaling
-from .scaling_rank import INPUTS, ROWS, STEPS
+from .scaling_rank import INPUTS, ROWS, STEPS, Tagger
 from .targets import row
 from .turns import ratio
 
 PROCESSES = (1, 2, 4)
-TOLD = 64.0  # bytes that ranks tell each other at each update
 GPUS = (1, 2, 8, 64, 512, 4096)
 # Assumed of GPUs, all of them stated beside the table.
 PER_NODE = 8
@@ -61,7 +62,7 @@ def update_of(found: dict[str, Any], compute: float) -> Update:
     own = found["updates"]
     segment = min(own["segment"], compute)  # what comes behind it needs all gradients
     early = own["segment"] - segment
-    return Update(segment, [(size, max(at - early, 0.0)) for size, at in own["buckets"]], TOLD)
+    return Update(segment, [(size, max(at - early, 0.0)) for size, at in own["buckets"]])
 
 
 def measured(all_found: dict[int, dict[str, Any]]) -> Table:
@@ -101,51 +102,46 @@ def measured(all_found: dict[int, dict[str, Any]]) -> Table:
     )
 
 
-def gpus(found: dict[str, Any], hidden: int, folder: Path) -> list[Table]:
+def gpus(hidden: int, folder: Path) -> Table:
     """The prediction for GPUs: a table, and a plot."""
-    sizes = [size for size, _ in found["updates"]["buckets"]]
-    cases = [("as here", ROWS, hidden), ("B=128 H=1024", 128, 1024)]
     reduce = in_nodes(
         best(ring(INSIDE), tree(INSIDE)), best(ring(OUTSIDE), tree(OUTSIDE)), PER_NODE
     )
     lines, curves = [], {}
-    for name, rows, width in cases:
-        numbers = 4 * width * (INPUTS + width + 2) + (width + 1) * INPUTS
-        flops = 2.0 * rows * STEPS * numbers
-        weights = flops / FLOPS  # their gradients: one GEMM for each, behind the loop
-        compute = STEPS * PER_STEP + 2 * flops / FLOPS + weights
-        bytes_ = [4.0 * numbers * size / sum(sizes) for size in sizes]
-        ready, update = compute - weights, []
-        for size in bytes_:
-            ready += weights * size / sum(bytes_)
-            update.append((size, ready))
-        for overlapped in (True, False):
-            buckets = update if overlapped else [(size, compute) for size in bytes_]
-            model = Update(compute, buckets, TOLD)
-            share = [compute / model.seconds(reduce, n) for n in GPUS]
-            label = f"{name}, {'one bucket behind the other' if overlapped else 'all at the end'}"
-            curves[label] = share
-            lines.append([label, f"{1e6 * compute:.0f}", f"{sum(bytes_) / 1e6:.2f}"]
-                         + [f"{own:.0%}" for own in share])  # fmt: skip
+    for name, rows, width in (("as here", ROWS, hidden), ("B=128 H=1024", 128, 1024)):
+        leaves = list(Tagger(width).parameters())
+        sizes = [float(sum(leaves[i].nbytes for i in own)) for own in buckets_of(leaves)]
+        flops = 2.0 * rows * STEPS * sum(sizes) / 4  # forward, and as many for each half of reverse
+        compute = STEPS * PER_STEP + 3 * flops / FLOPS
+        ready = compute - flops / FLOPS  # the weights' gradients: one GEMM each, behind the loop
+        as_they_come = []
+        for size in sizes:
+            ready += flops / FLOPS * size / sum(sizes)
+            as_they_come.append((size, ready))
+        at_the_end = [(sum(sizes), compute)]
+        for when, buckets in (("as they come", as_they_come), ("all at the end", at_the_end)):
+            label = f"{name}, in {len(buckets)}, {when}"
+            update = Update(compute, buckets)
+            curves[label] = [compute / update.seconds(reduce, n) for n in GPUS]
+            cells = [label, f"{1e6 * compute:.0f}", f"{sum(sizes) / 1e6:.2f}"]
+            lines.append([*cells, *(f"{own:.0%}" for own in curves[label])])
     plot_scaling(folder / "scaling.png", GPUS, curves)
-    return [
-        Table(
-            "Efficiency on GPUs, predicted",
-            f"Nothing of it was measured on a GPU. Assumed: {PER_NODE} in a node, "
-            f"{1e6 * INSIDE.alpha:.0f} µs and {INSIDE.beta / 1e9:.0f} GB/s between them, "
-            f"{1e6 * OUTSIDE.alpha:.0f} µs and {OUTSIDE.beta / 1e9:.0f} GB/s from each to other "
-            f"nodes; {1e6 * PER_STEP:.0f} µs for a step forward and in reverse and "
-            f"{FLOPS / 1e12:.0f} TFLOP/s in the GEMMs; the faster of ring and two trees, first "
-            "within nodes; the same work on each, T=64, float32 gradients; no rank is ever late. "
-            "The buckets are those measured here, in proportion; they are on their way while the "
-            "gradients of later ones are computed, or all at the end.",
-            ["", "µs", "MB", *(f"{n:,}" for n in GPUS)],
-            lines,
-        )
-    ]
+    return Table(
+        "Efficiency on GPUs, predicted",
+        f"Nothing of it was measured on a GPU. Assumed: {PER_NODE} in a node, "
+        f"{1e6 * INSIDE.alpha:.0f} µs and {INSIDE.beta / 1e9:.0f} GB/s between them, "
+        f"{1e6 * OUTSIDE.alpha:.0f} µs and {OUTSIDE.beta / 1e9:.0f} GB/s from each to other "
+        f"nodes; {1e6 * PER_STEP:.0f} µs for a step forward and in reverse and "
+        f"{FLOPS / 1e12:.0f} TFLOP/s in the GEMMs; the faster of ring and two trees, first "
+        "within nodes; the same work on each, T=64, float32 gradients in the buckets that they "
+        "go in; no rank is ever late. They are on their way while the gradients of later ones "
+        "are computed, or go in one when all are there.",
+        ["", "µs", "MB", *(f"{n:,}" for n in GPUS)],
+        lines,
+    )
 
 
-def shared_optimizer(found: dict[str, Any]) -> list[Any]:
+def shared_optimizer(found: dict[str, Any]) -> Table:
     """What it costs to share the optimizer's state out, and what it saves."""
     own = found["optimizers"]
     names = {
@@ -161,14 +157,12 @@ def shared_optimizer(found: dict[str, Any]) -> list[Any]:
         ]
         for name, label in names.items()
     ]
-    return [
-        Table(
-            "Adam's state shared out over two processes",
-            "From each rank's gradients to all parameters; the three make the same update.",
-            ["", "ms", "of the state on the first rank"],
-            lines,
-        )
-    ]
+    return Table(
+        "Adam's state shared out over two processes",
+        "From each rank's gradients to all parameters; the three make the same update.",
+        ["", "ms", "of the state on the first rank"],
+        lines,
+    )
 
 
 def parts(quick: bool, rounds: int, folder: Path) -> list[Part]:
@@ -185,8 +179,8 @@ def parts(quick: bool, rounds: int, folder: Path) -> list[Part]:
         return [
             row(what, 100 * share, "<=", 10, " %"),
             measured(found),
-            *shared_optimizer(found[2]),
-            *gpus(found[2], hidden, folder),
+            shared_optimizer(found[2]),
+            gpus(hidden, folder),
         ]
 
     return [*(lambda n=n: one(n) for n in PROCESSES), conclude]  # type: ignore[misc]

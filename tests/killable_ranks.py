@@ -48,7 +48,7 @@ def main(folder: Path, kills: int) -> None:
         torch.optim.Adam(params.values(), lr=0.01), k1=4, epochs=None, updates=UPDATES,
         clip_norm=0.5, progress=False, mesh=dist.init_device_mesh("cpu", (size,)),
         checkpoint=folder / "run", checkpoint_every=5, resume=True,
-        events=Events(after_update=lambda _: time.sleep(0.01)),  # gives the killer time
+        events=Events(after_update=lambda _: time.sleep(float(os.environ["PACE"]))),
     )  # fmt: skip
     if attempt < kills and rank == victim:
         killer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL))

@@ -52,6 +52,7 @@ def test_a_file_in_its_place(tmp_path: Path) -> None:
     assert_says_so(said(cache), cache)
 
 
+@pytest.mark.slow
 def test_a_full_one(tmp_path: Path) -> None:
     """The compiler cannot write there, as if the disk were full."""
     compiler, cache = tmp_path / "g++", tmp_path / "cache"

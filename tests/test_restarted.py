@@ -18,11 +18,14 @@ from .killable_ranks import UPDATES
 SIZE = 2
 
 
-def start(folder: Path, kills: int, attempt: int) -> list[subprocess.Popen[str]]:
-    """The ranks, as torchrun starts them."""
+def start(
+    folder: Path, kills: int, attempt: int, pace: float = 0.01
+) -> list[subprocess.Popen[str]]:
+    """The ranks, as torchrun starts them; an update takes ``pace`` seconds, time to be killed."""
     shared = {
         **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(SIZE),
         "MEETING": str(folder / f"meeting{attempt}"), "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "PACE": str(pace),
     }  # fmt: skip
     command = [sys.executable, "-m", "tests.killable_ranks", str(folder), str(kills)]
     return [
@@ -89,9 +92,9 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path: Path) -> None:
     undisturbed = run(tmp_path / "undisturbed", 0)
     folder = tmp_path / "stopped"
     folder.mkdir()
-    ranks = start(folder, 0, 0)
+    ranks = start(folder, 0, 0, pace=0.3)
     until = time.monotonic() + 60
-    while len(updates(folder, 1)) < 7 and time.monotonic() < until:
+    while len(updates(folder, 1)) < 3 and time.monotonic() < until:
         time.sleep(0.01)
     for rank in ranks:
         rank.send_signal(signal.SIGINT)

@@ -81,6 +81,7 @@ class Stream(Iterator[Update]):
         self._saved = 0  # the index that the checkpoint has
         self._begun = self._finished = False
         self._left = False  # by an error
+        self._parted = False  # from the other ranks: nothing is done together any more
         self.index = 0  # how many updates were made
         self.extra: dict[str, Any] = {}
 
@@ -183,6 +184,7 @@ class Stream(Iterator[Update]):
                 self._save_new(self._store, last=True)
             except Exception as failed:
                 error.add_note(f"ftbptt: the checkpoint could not be written either: {failed}")
+            self._parted = self._together is not None
 
     def _undisturbed(self) -> AbstractContextManager[object]:
         """In a run that is saved, Ctrl-C must not leave something half done."""
@@ -316,6 +318,7 @@ class Stream(Iterator[Update]):
         if self._together is not None:
             self._together.tell("its run was finished")
         self._save_new(self._store, last=True)
+        self._parted = self._together is not None
 
     # -- stopping and going on ------------------------------------------------------------------
 
@@ -335,7 +338,7 @@ class Stream(Iterator[Update]):
 
     def _save_new(self, store: Store | None, *, last: bool) -> None:
         """Writes the checkpoint if it has not got the last update, and that is worth keeping."""
-        if store is None:
+        if store is None or self._parted:
             return
         worth = self._saved != self.index and self._whole and not self._guard.lost
         index = self.index if worth and self._watch.meter.unread_is_finite() else None
