@@ -47,8 +47,9 @@ class Following:
             result = self.segment.again(known, [self._params, own, [x], [y]], params, state)
         else:
             result = self.segment(params, state, x, y)
-            self._known = self.segment.known(params, state, x, y)
-            if self._known is not None and type(params) is dict and type(x) is type(y) is Tensor:
+            self._known = None
+            if type(params) is dict and type(x) is type(y) is Tensor:
+                self._known = self.segment.known(params, state, x, y)
                 self._params = tree_leaves(params)
                 self._looks = self._looks_of(params, x, y)
         self._state = []
@@ -60,7 +61,7 @@ class Following:
         leaves = self._params if len(self._params) == len(params) else ()
         same = all(map(is_, params.values(), leaves)) if leaves else False
         return (
-            *(same, x.shape, y.shape, x.dtype, y.dtype, device, y.device),
+            *(same, *params, x.shape, y.shape, x.dtype, y.dtype, device, y.device),
             *[(p.shape, p.dtype) for p in leaves],
             *self.segment.surroundings(device.type),
         )

@@ -110,6 +110,23 @@ def test_numbers_that_change_in_place_need_not_be_seen(both: Both) -> None:
     assert both.go(*data())
 
 
+def test_a_call_of_another_kind_between(both: Both) -> None:
+    """What is remembered of one call is not used for another."""
+    x, _ = data()
+    cell = both.cell
+    segment = make_train_segment(cell, lambda out, y: out.mean(), backend="eager")
+    following, params = Following(segment), dict(cell.named_parameters())
+    given = data()
+    first = following(params, torch.zeros(2, 5), *given)
+    second = following(params, first.state, x, None)
+    third = following(params, second.state, *given)
+    fresh = make_train_segment(cell, lambda out, y: out.mean(), backend="eager")
+    assert_close(third, fresh(params, second.state, *given))
+    swapped = dict(zip(reversed(params), params.values(), strict=True))
+    with pytest.raises((TypeError, ValueError, RuntimeError)):  # shapes under other names
+        following(swapped, third.state, *given)
+
+
 def test_other_shapes_and_dtypes(both: Both) -> None:
     both.go(*data())
     assert not both.go(*data(5))

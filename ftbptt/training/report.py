@@ -74,7 +74,7 @@ class Meter:
         self._steps += measured.steps
         self._tokens += measured.tokens
         self._now = time.perf_counter()
-        return self._now >= self._next
+        return self.is_due()
 
     def is_due(self) -> bool:
         """Whether a report was due at the last update."""

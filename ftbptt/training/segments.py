@@ -24,7 +24,6 @@ from .source import Chunk, TimeAxes, checked, naming
 
 Tree = Any
 _AS_IT_IS = nullcontext()
-_NONE: dict[str, Tensor] = {}
 _ADVANCE = 256  # steps at most that run at once where no gradient is asked for
 
 # A variant compiles anew, so it is kept as long as the segment it was made from.
@@ -191,11 +190,8 @@ class Segments:
             call = partial(run.with_early_gradients, early)
         elif run is self.train_segment and chunk.reset is None and chunk.mask is None:
             call = self._following or run
-        if self._autocast is None:
+        with self._cast(chunk):
             result = call(params, state, chunk.x, y, **_flags(chunk))
-        else:
-            with self._cast(chunk):
-                result = call(params, state, chunk.x, y, **_flags(chunk))
         if keep is None:
             return result, result.state
         out, states = result.out
@@ -297,6 +293,6 @@ class Segments:
 
 def _flags(chunk: Chunk) -> dict[str, Tensor]:
     if chunk.reset is None and chunk.mask is None:
-        return _NONE
+        return {}
     flags = {"reset": chunk.reset, "mask": chunk.mask}
     return {name: value for name, value in flags.items() if value is not None}
