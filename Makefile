@@ -3,7 +3,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: run test test-all fuzz lint bench clean
+.PHONY: run test test-all test-gpu fuzz lint bench clean
 
 run: $(VENV)/ready
 	$(PY) -m bench.charlm $(ARGS)
@@ -14,6 +14,10 @@ test: lint
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+# On a machine with a GPU, whose torch, Triton and pytest are used as they are.
+test-gpu:
+	$(PYTHON) -m pytest tests/test_gpu.py tests/test_triton.py $(ARGS)
 
 # Two thousand random cells, others at each call; takes hours.
 fuzz: $(VENV)/ready

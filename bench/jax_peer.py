@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from .cases import Problem
@@ -123,15 +124,21 @@ def make(problem: Problem) -> Call:
     segment = jax.value_and_grad(value)
     if case.apart:
         segment = jax.vmap(segment, in_axes=case.in_dims)
+    if torch.cuda.is_available():  # in torch's precision there
+        tf32 = torch.backends.cuda.matmul.allow_tf32
+        segment = jax.default_matmul_precision("tensorfloat32" if tf32 else "highest")(segment)
     compiled = jax.jit(segment)
 
     def given(tree: Any) -> Any:
-        return pytree.tree_map(lambda leaf: jnp.asarray(leaf.detach().numpy()), tree)
+        def leaf(own: Any) -> Any:
+            numbers = jnp.asarray(own.detach().float().cpu().numpy())
+            return numbers.astype(jnp.bfloat16) if own.dtype == torch.bfloat16 else numbers
 
-    params, state = given(problem.params), given(problem.state)
-    x, y = given(problem.x), given(problem.y)
+        return pytree.tree_map(leaf, tree)
+
+    numbers = tuple(map(given, (problem.params, problem.state, problem.x, problem.y)))
 
     def call() -> Result:
-        return jax.block_until_ready(compiled(params, state, x, y))
+        return jax.block_until_ready(compiled(*numbers))
 
     return call

@@ -142,7 +142,7 @@ def library(problem: Problem) -> Call:
         raise Skip("torch has no such layer" if case.kind not in layers else "has no vmap")
 
     def of(part: Part) -> Call:
-        layer = layers[case.kind](case.inputs, case.hidden, case.layers)
+        layer = layers[case.kind](case.inputs, case.hidden, case.layers).to(part.x)
         own = dict(layer.named_parameters())
         leaves = {}
         for name, p in part.model.named_parameters():

@@ -58,6 +58,7 @@ __all__ = [
     "TreeSpec",
     "any_global_module_hook",
     "calling_compiled_as_written",
+    "copy_all",
     "decompositions",
     "has_hooks",
     "holds_for",
@@ -73,6 +74,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "uncompiled",
+    "uses_tf32",
     "version_of",
 ]
 
@@ -404,6 +406,19 @@ def forget_compile_paths() -> None:
 def kernel_cache_dir() -> str:
     """Where compiled kernels are kept: beside Inductor's own."""
     return os.path.join(compile_cache_dir(), "ftbptt", torch.backends.cpu.get_cpu_capability())
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source to its target, in one kernel for those of one dtype.
+
+    What ``torch.optim`` uses for its ``foreach`` variants; torch has no public name for it.
+    """
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def uses_tf32() -> bool:
+    """Whether torch multiplies float32 matrices in TF32 on a GPU."""
+    return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

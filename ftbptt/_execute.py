@@ -27,6 +27,8 @@ from .compiler.program import run_loop
 # that more threads do not make less. With ``recompute`` memory counts more than time.
 _CHUNK_BYTES = 36 << 20
 _CHUNK_BYTES_RECOMPUTE = 16 << 20
+# A GPU wants as much at once as its memory holds without noticing.
+_CHUNK_BYTES_GPU = 1 << 30
 _LEAST_STEPS = 16
 # A step that hands on so little is not worth cutting, at any length.
 _UNCUT_BYTES = 64 << 10
@@ -41,6 +43,8 @@ class Executable(Programs):
         super().__init__(plan, backend, count_compile)
         per_step = max(_passing_bytes(plan.forward), _passing_bytes(plan.reverse), 1)
         most = _CHUNK_BYTES_RECOMPUTE if plan.recompute else _CHUNK_BYTES
+        if plan.signature.x[0].device.type == "cuda":
+            most = _CHUNK_BYTES_GPU
         self.chunk = max(_LEAST_STEPS, most // per_step)
         if plan.sliding is not None:  # windows that run at once
             self.windows = max(1, self.chunk // plan.sliding.length)

@@ -30,6 +30,7 @@ def make_train_segment(
     taps: bool | Sequence[str] = False,
     window: int | None = None,
     stride: int = 1,
+    reuse_output: bool = False,
 ) -> TrainSegment:
     """make_train_segment : step, loss -> TrainSegment
 
@@ -52,9 +53,10 @@ def make_train_segment(
         ``loss(out, y)`` sees the whole segment, ``[K, ...]``, and returns a scalar or one value
         per step and row, ``[K]`` or ``[K, B]``, which is averaged over the valid ones.
     ``backend``
-        "fused" (generated C++ kernels for the loops on a CPU, Inductor around them), "compile"
-        (Inductor alone), "eager" (operation by operation), or "auto": "fused", with one warning
-        and "eager" if that fails.
+        "fused" (generated kernels for the loops, C++ on a CPU and Triton on a GPU, Inductor around
+        them), "compile" (Inductor alone), "cudagraph" (each loop's step compiled once; a segment
+        as one CUDA graph on a GPU, as those of "fused" are), "eager" (operation by operation), or
+        "auto": "fused", with one warning and "eager" if that fails.
     ``time_dim``
         The axis of time in ``x``, ``y``, ``out``, and in a ``reset`` or ``mask`` of ``[K, B]``.
         None: 1 for batched data of a ``batch_first`` module, else 0.
@@ -82,6 +84,10 @@ def make_train_segment(
         included, whereas in a plain segment the first steps' reach back less far than the last
         ones'. There is one forward and one reverse loop, in which all windows run side by side.
         With a ``stride`` above 1 so many steps share a window, which ends with the last of them.
+    ``reuse_output``
+        On a GPU, where a segment is a CUDA graph, a call may overwrite what the one before it with
+        the same number of steps returned: one copy less of everything. Elsewhere it changes
+        nothing.
 
     Truncated backpropagation through time: Williams and Peng, 1990. The loops are split as in
     loop distribution: Allen and Kennedy, 1987.
@@ -121,7 +127,9 @@ def make_train_segment(
     if tapped:
         step, loss = step.with_taps(_names(taps)), of_first(loss)
     recipe = Recipe(step, loss, initial_state, recompute, context, window, stride)
-    return TrainSegment(recipe, backend, time_dim, in_dims, tapped=tapped)
+    return TrainSegment(
+        recipe, backend, time_dim, in_dims, tapped=tapped, reuse_output=reuse_output
+    )
 
 
 def _check_window(window: int | None, stride: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._cache import use_a_folder_that_works
 from ._call import Call, InDims, context_of, lay_out, layout_of
+from ._capture import make_executable
 from ._compat import inside_derivative, inside_functorch, tree_unflatten
 from ._execute import Executable
 from ._explain import Explanation, explain
@@ -55,8 +56,10 @@ class TrainSegment:
         in_dims: InDims | None,
         *,
         tapped: bool = False,
+        reuse_output: bool = False,
     ) -> None:
         self.recipe, self._backend, self.tapped = recipe, backend, tapped
+        self._reuse_output = reuse_output
         self._time_dim, self._in_dims = time_dim, in_dims
         self._executables: dict[Any, Executable] = {}
         self._taps: dict[Any, dict[str, Tensor]] = {}
@@ -189,6 +192,7 @@ class TrainSegment:
             self._time_dim if time_dim is None else time_dim,
             self._in_dims,
             tapped=self.tapped,
+            reuse_output=self._reuse_output,
         )
 
     @property
@@ -351,7 +355,9 @@ class TrainSegment:
                 recipe = replace(self.recipe, probes=call.probes)
                 plan = make_plan(recipe, call.signature(tensors), call.buffer_names)
                 backend = choose(self._backend)
-                self._executables[key] = Executable(plan, backend, self._count_compile)
+                self._executables[key] = make_executable(
+                    plan, backend, self._count_compile, reuse_output=self._reuse_output
+                )
         return self._executables[key]
 
     def _count_compile(self) -> None:

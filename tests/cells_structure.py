@@ -177,7 +177,7 @@ def captured_tensor(draw: Draw) -> Problem:
     table = draw(9)
 
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.tanh(params["u"] @ h + x_t * params["w"] + table[:H].to(h.dtype))
+        h = torch.tanh(params["u"] @ h + x_t * params["w"] + table[:H].to(h))
         return (h * params["v"]).sum(), h
 
     params = {"u": draw(H, H), "w": draw(H), "v": draw(H)}

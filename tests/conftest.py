@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from . import interpreter
 from .cells import problem
+
+if not torch.cuda.is_available():  # it counts when Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+    collect_ignore = ["test_gpu.py"]
 
 
 def _globals() -> dict[str, Any]:
@@ -66,6 +73,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
 
     around = replace(backends.FUSED, build=backends.EAGER.build)
     monkeypatch.setitem(backends._BY_NAME, "fused", around)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch, kernels: None) -> Iterator[None]:
+    """As ``kernels``, with those of a GPU, interpreted."""
+    interpreter.use(monkeypatch)
+    with np.errstate(all="ignore"):  # what is behind the end of a row is computed as well
+        yield
 
 
 @pytest.fixture

@@ -40,14 +40,28 @@ class Problem:
 
     def to(self, dtype: torch.dtype) -> Problem:
         """The same numbers, rounded to ``dtype``."""
+        return self._with(lambda tree: cast(tree, dtype), _module_to(self.step, dtype))
+
+    def on(self, device: str) -> Problem:
+        """The same on another device."""
+
+        def move(tree: Tree) -> Tree:
+            def to(leaf: Tensor) -> Tensor:
+                return leaf.detach().to(device).requires_grad_(leaf.requires_grad)
+
+            return tree_map(to, tree)
+
+        return self._with(move, _module_to(self.step, device))
+
+    def _with(self, change: Callable[[Tree], Tree], step: Any) -> Problem:
         x, y = self.x, self.y
         return replace(
             self,
-            step=_module_to(self.step, dtype),
-            params=cast(self.params, dtype),
-            state=cast(self.state, dtype),
-            x=lambda steps: cast(x(steps), dtype),
-            y=lambda steps: cast(y(steps), dtype),
+            step=step,
+            params=change(self.params),
+            state=change(self.state),
+            x=lambda steps: change(x(steps)),
+            y=lambda steps: change(y(steps)),
         )
 
 
@@ -66,10 +80,10 @@ def cast(tree: Tree, dtype: torch.dtype) -> Tree:
     return tree_map(to, tree)
 
 
-def _module_to(step: Any, dtype: torch.dtype) -> Any:
+def _module_to(step: Any, to: torch.dtype | str) -> Any:
     if isinstance(step, Step) and step.module is not None:
-        return replace(step, module=_module_to(step.module, dtype))
-    return copy.deepcopy(step).to(dtype) if isinstance(step, nn.Module) else step
+        return replace(step, module=_module_to(step.module, to))
+    return copy.deepcopy(step).to(to) if isinstance(step, nn.Module) else step
 
 
 class Draw:

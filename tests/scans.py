@@ -15,7 +15,6 @@ from ftbptt.compiler.distribute import ScanBlock
 from ftbptt.compiler.trace import trace_function
 from ftbptt.kernels.cpp import print_cpp
 from ftbptt.kernels.lower import make_row_loop
-from ftbptt.kernels.schedule import make_schedule
 
 from .oracle import SMALLEST_SCALE
 
@@ -92,7 +91,7 @@ class Scan:
 
     def fused(self, *given: Sequence[Tensor], reverse: bool = False) -> list[Tensor]:
         described = FUSED.describe(self.block)
-        assert described == KERNEL, described
+        assert described.startswith("one generated"), described
         return self.run(FUSED, *given, reverse=reverse)
 
     def check(self, *given: Sequence[Tensor], tolerance: float = 1e-12) -> None:
@@ -109,8 +108,7 @@ def _shapes(given: Sequence[Sequence[Tensor]]) -> list[Any]:
 
 def source_of(block: ScanBlock, *, reverse: bool = False) -> str:
     """The C++ of a block's kernel."""
-    loop = make_row_loop(block)
-    return print_cpp(loop, make_schedule(loop), block.history, reverse=reverse)
+    return print_cpp(make_row_loop(block), block.history, reverse=reverse)
 
 
 def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import oracle, report, run
+from bench import gpu, gpu_peers, oracle, report, run
 from bench.cases import Case, build
 from bench.cells import KINDS
 from bench.peers import Skip, find
@@ -124,3 +124,15 @@ def test_a_library_that_errs_with_the_problem_is_marked_and_kept() -> None:
         "engine": ("wrong", True),
         "library": ("wrong", True),
     }
+
+
+def test_gpu_peers_agree() -> None:
+    """Every peer of the bench on a GPU, at sizes that a CPU does at once."""
+    seen = set()
+    for own in map(gpu.quick, gpu.cases()):
+        problem, reset = build(own.case), gpu.resets(own)
+        wanted = gpu_peers.PEERS["eager"](problem, reset)()
+        for name in set(own.peers) - {*gpu.OWN, "eager", "jax"} - seen:
+            seen.add(name)
+            assert gpu.error(gpu_peers.PEERS[name](problem, reset)(), wanted) < 1e-5, name
+    assert seen == {"library", "split", "scan", "vmap"}

@@ -2,12 +2,15 @@
 
 from .base import Backend
 from .compile import COMPILE
+from .cudagraph import CUDAGRAPH
 from .eager import EAGER
 from .fused import FUSED
 
-__all__ = ["COMPILE", "EAGER", "FUSED", "NAMES", "Backend", "choose"]
+__all__ = ["COMPILE", "CUDAGRAPH", "EAGER", "FUSED", "NAMES", "Backend", "choose"]
 
-_BY_NAME = {"auto": FUSED, "eager": EAGER, "compile": COMPILE, "fused": FUSED}
+_BY_NAME = {
+    "auto": FUSED, "eager": EAGER, "compile": COMPILE, "fused": FUSED, "cudagraph": CUDAGRAPH,
+}  # fmt: skip
 NAMES = tuple(_BY_NAME)
 
 

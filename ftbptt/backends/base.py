@@ -20,9 +20,11 @@ class Backend:
 
     ``build(function, examples, mode)`` makes a function of the program ready for tensors like the
     fake ``examples``; None: it runs as it is. ``describe`` says in words how a scan block runs.
+    ``captured``: on a GPU, a whole segment becomes one CUDA graph.
     """
 
     name: str
     describe: Callable[[ScanBlock], str]
     run_scan: RunScan
     build: Callable[[Function, Sequence[Tensor], Any], Function] | None
+    captured: bool = False

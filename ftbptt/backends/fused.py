@@ -1,15 +1,17 @@
 """The fused backend: each scan block that a kernel can be made of is one call of that kernel.
 
-The call is a custom operator, so the rest of the program is compiled around it as by ``compile``,
-which also runs the blocks that do not qualify.
+The kernel is in C++ on a CPU, in Triton on a GPU. The call is a custom operator, so the rest of the
+program is compiled around it as by ``compile``, which also runs the blocks that do not qualify on a
+CPU; on a GPU they run as by ``cudagraph``.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +24,13 @@ from ..kernels.build import INCLUDE, abandon, finish, load, start
 from ..kernels.cpp import print_cpp
 from ..kernels.expressions import Unsupported
 from ..kernels.lower import make_row_loop
-from ..kernels.schedule import make_schedule
+from ..kernels.rowloop import RowLoop
+from ..kernels.triton_module import launch, write
+from ..kernels.triton_source import print_triton
 from .base import Backend, Function
 from .compile import COMPILE
 from .compile import build as build_program
-from .compile import run_scan as run_while_loop
+from .cudagraph import CUDAGRAPH
 
 # c10::ScalarType, by which C++ knows a dtype.
 _SCALAR_TYPES = {
@@ -57,7 +61,7 @@ def _outputs(
     """The outputs, not yet filled: what the operator returns for fake tensors."""
     ends = list(accumulate(ranks))
     return [
-        torch.empty(list(shapes[end - rank : end]), dtype=_DTYPES[code])
+        torch.empty(list(shapes[end - rank : end]), dtype=_DTYPES[code], device=inputs[0].device)
         for end, rank, code in zip(ends, ranks, dtypes, strict=True)
     ]
 
@@ -65,13 +69,17 @@ def _outputs(
 def _scan(inputs: Sequence[Tensor], library: str, numbers: Sequence[int], *spec: Any) -> Any:
     """The operator outside of a compiled program, which calls the kernel as SHIM does."""
     outputs = _outputs(inputs, library, numbers, *spec)
+    if library.endswith(".py"):
+        launch(library, inputs, outputs, numbers)
+        return outputs
     memory = [t.data_ptr() for t in (*inputs, *outputs)]
     run = load(library)
     run((ctypes.c_void_p * len(memory))(*memory), (ctypes.c_int64 * len(numbers))(*numbers))
     return outputs
 
 
-_library.impl("scan", _scan, "CPU")
+for _device in ("CPU", "CUDA"):
+    _library.impl("scan", _scan, _device)
 torch.library.register_fake("ftbptt::scan", _outputs, lib=_library)
 _SHIM = (INCLUDE / "shim.h").read_text()
 
@@ -87,13 +95,43 @@ class Kernel:
     row_axes: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Language:
+    """What kernels are written in: what prints the source of one, and what makes it ready.
+
+    ``least_features``: the axes that are never rows. A CPU's vectors go along the last one; on a
+    GPU each element of a loop that is elementwise can be a row, with a thread of its own.
+    """
+
+    name: str
+    print_source: Callable[..., str]
+    make_ready: Callable[[str], Path]
+    least_features: int
+
+
+# By the type of the device.
+LANGUAGES = {
+    "cpu": Language("C++", print_cpp, start, least_features=1),
+    "cuda": Language("Triton", print_triton, write, least_features=0),
+}
+
+
+def _source_for(block: ScanBlock, reverse: bool) -> tuple[Language, RowLoop, str]:
+    """The block's kernel as it is written; raises Unsupported."""
+    device_type = value_of(block.carries[0]).device.type
+    if device_type not in LANGUAGES:
+        raise Unsupported(f"there are no kernels for {device_type}")
+    language = LANGUAGES[device_type]
+    with not_traced():
+        loop = make_row_loop(block, least_features=language.least_features)
+        return language, loop, language.print_source(loop, block.history, reverse=reverse)
+
+
 def _kernel_for(block: ScanBlock, reverse: bool) -> Kernel:
     """The block's kernel, built if it is new; raises Unsupported."""
-    with not_traced():
-        loop = make_row_loop(block)
-        source = print_cpp(loop, make_schedule(loop), block.history, reverse=reverse)
+    language, loop, source = _source_for(block, reverse)
     return Kernel(
-        str(start(source)),
+        str(language.make_ready(source)),
         sorted(loop.invariants),
         list(loop.weight_dtypes),
         sorted(loop.sequences),
@@ -109,13 +147,12 @@ def run_scan(
     steps: Any,
     reverse: bool,
 ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-    """A scan block as one call of its kernel, or as a ``while_loop`` if it has none."""
-    if carries[0].device.type != "cpu":
-        return run_while_loop(block, invariants, sequences, carries, steps, reverse)
+    """A scan block as one call of its kernel, or as another backend's loop if it has none."""
     try:
         kernel = _kernel_for(block, reverse)
     except Unsupported:
-        return run_while_loop(block, invariants, sequences, carries, steps, reverse)
+        other = _otherwise(block)
+        return other.run_scan(block, invariants, sequences, carries, steps, reverse)
     # The strides of a weight are those of the numbers that the kernel sees.
     weights = [invariants[i].resolve_conj().resolve_neg() for i in kernel.weights]
     own = [_steps_in_order(sequences[i]) for i in kernel.sequences]
@@ -149,6 +186,11 @@ def run_scan(
     return result[: len(finals)], histories, result[len(finals) + len(kept) :]
 
 
+def _otherwise(block: ScanBlock) -> Backend:
+    """The backend for a block that no kernel is made of."""
+    return CUDAGRAPH if value_of(block.carries[0]).device.type == "cuda" else COMPILE
+
+
 def _steps_in_order(sequence: Tensor) -> Tensor:
     """Each step of it in order; the steps may lie anyhow, as those of windows that overlap."""
     sequence = sequence.resolve_conj().resolve_neg()
@@ -160,14 +202,11 @@ def _in_order(tensor: Tensor) -> Tensor:
 
 
 def _describe(block: ScanBlock) -> str:
-    if value_of(block.carries[0]).device.type != "cpu":
-        return COMPILE.describe(block)
     try:
-        with not_traced():
-            make_row_loop(block)
+        language, _, _ = _source_for(block, reverse=False)
     except Unsupported as reason:
-        return f"{COMPILE.describe(block)}; not fused: {reason}"
-    return "one generated C++ kernel for all steps"
+        return f"{_otherwise(block).describe(block)}; not fused: {reason}"
+    return f"one generated {language.name} kernel for all steps"
 
 
 def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
@@ -181,4 +220,4 @@ def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Functio
     return program
 
 
-FUSED = Backend("fused", _describe, run_scan, _build)
+FUSED = Backend("fused", _describe, run_scan, _build, captured=True)

@@ -49,7 +49,7 @@ class MapBlock:
     batched: fx.GraphModule
 
 
-@dataclass
+@dataclass(eq=False)
 class ScanBlock:
     """A true recurrence: K dependent steps.
 

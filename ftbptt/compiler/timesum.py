@@ -133,7 +133,7 @@ def time_sum(node: Node, varying: set[Node], given: set[Node]) -> Term:
         if a_varies and b_varies and target in (aten.mm.default, aten.bmm.default):
             return Term("gemm", node, (args[0], args[1]))
         return Term("sum", node)
-    if target is aten.cat.default:
+    if target is aten.cat.default and len(node.users) == 1:  # others read it joined
         return pushed([into(arg) for arg in args[0]], *args[1:])
     if target in (aten.slice_scatter.default, aten.select_scatter.default):
         return pushed(into(args[0]), into(args[1]), *args[2:])

@@ -13,7 +13,7 @@ import torch
 from .accesses import RowPattern
 from .cpp_nest import NestPrinter, c_type, memory_name
 from .rowloop import Memory, Product, Read, RowLoop, Value, compute_dtype, reads
-from .schedule import Nest, Schedule
+from .schedule import Nest, make_schedule
 
 # The rows of a tile: their values of one step should stay in a core's own caches, and a weight
 # that does not must be read for many rows at once.
@@ -21,14 +21,14 @@ _TILE_BYTES = 256 << 10
 _LEAST_ROWS, _MOST_ROWS = 8, 64
 
 
-def print_cpp(loop: RowLoop, schedule: Schedule, history: list[bool], *, reverse: bool) -> str:
-    """print_cpp : RowLoop, its Schedule, which carries have a history -> source of the kernel
+def print_cpp(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
+    """print_cpp : RowLoop, which carries have a history -> source of the kernel
 
     The function is ``run(memory, numbers)``; ``memory`` are pointers to: invariants, weights,
     sequences, carries, final carries, histories, emits. ``numbers`` are: steps, the sizes of the
     row axes, elements of each sequence per step, strides (group, k, n) of each weight.
     """
-    printer = _Printer(loop, schedule, history, reverse)
+    printer = _Printer(loop, history, reverse)
     return "\n".join(_indented(printer.lines())) + "\n"
 
 
@@ -42,10 +42,9 @@ def _indented(lines: Iterator[str]) -> Iterator[str]:
 
 
 class _Printer:
-    def __init__(
-        self, loop: RowLoop, schedule: Schedule, history: list[bool], reverse: bool
-    ) -> None:
-        self.loop, self.schedule, self.history, self.reverse = loop, schedule, history, reverse
+    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool) -> None:
+        self.loop, self.history, self.reverse = loop, history, reverse
+        self.schedule = make_schedule(loop)
         self.products = {
             op.weight: op for op in loop.operations if isinstance(op, Product)
         }  # a weight of several products has the same k and n in each

@@ -30,17 +30,17 @@ _REDUCTIONS = {
 }  # fmt: skip
 
 
-def make_row_loop(block: ScanBlock) -> RowLoop:
+def make_row_loop(block: ScanBlock, *, least_features: int = 1) -> RowLoop:
     """make_row_loop : ScanBlock -> RowLoop
 
-    Raises Unsupported, which names the node, for a block that no kernel can be made of.
+    As many axes of the carries are rows as can be, but for ``least_features``. Raises Unsupported,
+    which names the node, for a block that no kernel can be made of.
     """
     shapes = [tuple(value_of(node).shape) for node in block.carries]
     shared = 0
     while all(len(s) > shared and s[shared] == shapes[0][shared] for s in shapes):
         shared += 1
-    # At least one axis is left for the features of the largest carry.
-    most = max(min(shared, max(map(len, shapes)) - 1), 0)
+    most = max(min(shared, max(map(len, shapes)) - least_features), 0)
     error: Unsupported | None = None
     for rank in range(most, -1, -1):
         try:

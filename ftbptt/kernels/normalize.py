@@ -167,6 +167,9 @@ def _push_views(node: Node, has_rows: bool) -> None:
             pushed = _on_views(node, view)
         if pushed is not None:
             view.replace_all_uses_with(pushed)
+            node.graph.erase_node(view)
+    if not node.users:  # so that it is no reader of its operands
+        node.graph.erase_node(node)
 
 
 def _on_views(node: Node, view: Node) -> Node | None:

@@ -1,0 +1,298 @@
+"""The bench on a GPU: one command, a few minutes, nothing to install.
+
+    python -m bench.gpu                 everything; writes bench/results/
+    python -m bench.gpu --quick         small sizes, few rounds, on any device; writes runs/bench/
+
+For each case: every peer's first call; its result against the loop in float64 on the same device (a
+wrong one gets no speed); then rounds in which the peers take turns, timed by the device's own
+events; then the kernels that one call launches. Ceilings are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from tqdm import tqdm
+
+from . import gpu_report, limits, report
+from .cases import Case, Problem, build
+from .gpu_peers import PEERS
+from .peers import Call, Skip
+from .targets import row
+
+TIMES_EAGER = 3.0  # a result's error, against that of the eager loop in the same precision
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """A case in a precision ("fp32", "tf32", "bf16"), who takes part, and what is to be reached.
+
+    ``targets``: (peer, how many times faster than it the best of this package is to be).
+    """
+
+    case: Case
+    precision: str
+    peers: tuple[str, ...]
+    targets: tuple[tuple[str, float], ...] = ()
+    of_floor: float | None = None
+    reset: float = 0.0  # the part of steps and rows that restart
+
+    @property
+    def title(self) -> str:
+        ending = f", {self.reset:.0%} resets" if self.reset else ""
+        return f"{self.case.title} {self.precision}{ending}"
+
+
+OWN = ("fused", "cudagraph")
+LSTM = (*OWN, "eager", "library")
+
+
+def cases() -> list[GpuCase]:
+    """Those of the targets first, then cells that no library has."""
+
+    def lstm(name: str, steps: int, batch: int, hidden: int, **options: Any) -> Case:
+        return Case(name, "lstm", steps, batch, hidden, hidden, **options)
+
+    small, found = lstm("lstm", 64, 16, 256), []
+    for precision in ("fp32", "tf32", "bf16"):
+        found.append(GpuCase(small, precision, (*LSTM, "jax"), (("eager", 30), ("library", 1))))
+    found += [
+        GpuCase(lstm("medium", 64, 128, 512), "bf16", LSTM, (("library", 1.0),)),
+        GpuCase(lstm("rows", 32, 4096, 256), "tf32", LSTM, (("library", 1.2),), of_floor=0.6),
+        GpuCase(lstm("rows-128", 32, 4096, 128), "bf16", LSTM, (("library", 1.5),)),
+        GpuCase(lstm("resets", 64, 128, 256), "tf32", (*OWN, "eager", "split"), (("split", 2),),
+                reset=0.01),
+        GpuCase(Case("layer-norm", "lnlstm", 64, 64, 256, 256), "tf32",
+                (*OWN, "eager", "scan", "jax"), (("scan", 10), ("jax", 2))),
+        GpuCase(lstm("vmap", 32, 4096, 128, per_sequence=False), "tf32", (*OWN, "vmap"),
+                (("vmap", 15),)),
+        GpuCase(Case("ensemble", "lstm", 32, 8, 64, 64, models=256), "tf32", (*OWN, "library"),
+                (("library", 50),)),
+        GpuCase(lstm("latency", 1024, 16, 128), "tf32", LSTM),
+        GpuCase(Case("peephole", "peephole", 64, 64, 128, 128), "tf32", (*OWN, "eager", "jax")),
+        GpuCase(Case("cho-gru", "chogru", 64, 64, 128, 128), "tf32", (*OWN, "eager", "jax")),
+        GpuCase(Case("min-gru", "mingru", 256, 16, 128, 128), "tf32", (*OWN, "eager", "jax")),
+    ]  # fmt: skip
+    return found
+
+
+def quick(own: GpuCase) -> GpuCase:
+    """The same, of sizes that any device can do in seconds."""
+    c = own.case
+    small = Case(c.name, c.kind, 5, min(c.batch, 6), 8, 8, per_sequence=c.per_sequence,
+                 models=min(c.models, 3))  # fmt: skip
+    return GpuCase(small, own.precision, own.peers, own.targets, own.of_floor, own.reset)
+
+
+class Clock:
+    """Seconds of a call on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, call: Callable[[], object], *, waits: bool = False) -> float:
+        """``waits``: the call ends when its work has, which may not be in torch's queue."""
+        if waits or self.device.type != "cuda":
+            self.wait()
+            began = time.perf_counter()
+            call()
+            return time.perf_counter() - began
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return 1e-3 * start.elapsed_time(end)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@contextmanager
+def precision_of(own: GpuCase) -> Iterator[torch.dtype]:
+    """Float32 products in TF32 or not, for torch and cuDNN alike; the dtype of the case."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    tf32 = own.precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    try:
+        yield torch.bfloat16 if own.precision == "bf16" else torch.float32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def on_device(problem: Problem, device: torch.device) -> Problem:
+    def move(leaf: Tensor) -> Tensor:
+        return leaf.to(device)
+
+    state, x, y = (pytree.tree_map(move, t) for t in (problem.state, problem.x, problem.y))
+    return Problem(problem.case, tuple(m.to(device) for m in problem.models), state, x, y)
+
+
+def run_case(
+    own: GpuCase, device: torch.device, rounds: int, ceilings: dict[str, float], bar: tqdm[Any]
+) -> dict[str, Any]:
+    """A row for each peer, as it goes into the results."""
+    clock = Clock(device)
+    bar.set_postfix_str("float64 loop")
+    reset = resets(own).to(device)
+    with precision_of(own) as dtype:
+        exact = PEERS["eager"](on_device(build(own.case, torch.float64), device), reset)()
+        problem = on_device(build(own.case, dtype), device)
+        loop = error(PEERS["eager"](problem, reset)(), exact)
+        rows: dict[str, dict[str, Any]] = {}
+        calls: dict[str, Call] = {}
+        for name in own.peers:
+            bar.set_postfix_str(f"{name}: first call")
+            rows[name] = {"status": "ok"}
+            try:
+                began = time.perf_counter()
+                call = PEERS[name](problem, reset)
+                for turn in range(3):
+                    result = call()
+                    clock.wait()
+                    if turn == 0:
+                        rows[name]["first_s"] = time.perf_counter() - began
+                rows[name]["error"] = apart = error(result, exact)
+                if apart > TIMES_EAGER * loop + torch.finfo(dtype).eps:
+                    rows[name].update(status="wrong", why=f"errs {apart:.1e}, the loop {loop:.1e}")
+                else:
+                    calls[name] = call
+            except Skip as reason:
+                rows[name].update(status="skip", why=str(reason))
+            except Exception as reason:  # the others go on; the table says so
+                lines = str(reason).strip().splitlines() or [""]
+                rows[name].update(status="error", why=f"{type(reason).__name__}: {lines[0][:200]}")
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(rounds):
+            bar.set_postfix_str(f"round {turn + 1} of {rounds}")
+            for name, call in calls.items():
+                times[name].append(clock(call, waits=name == "jax"))
+        least = _floor(own, ceilings, problem)
+        for name, call in calls.items():
+            seconds = statistics.median(times[name])
+            rows[name].update(ms=1e3 * seconds, round_ms=[1e3 * s for s in times[name]],
+                              of_floor=least / seconds, kernels=_kernels(call, device))  # fmt: skip
+    return {"title": own.title, "floor_ms": 1e3 * least, "peers": rows}
+
+
+def resets(own: GpuCase) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(own.case.steps, own.case.batch, generator=generator) < own.reset
+
+
+def error(found: Any, exact: Any) -> float:
+    """The worst of the loss and the gradients, relative to the largest number of each."""
+    worst = 0.0
+    pairs = [(found[0], exact[0]), *((found[1][name], exact[1][name]) for name in exact[1])]
+    for a, b in pairs:
+        a = (a if isinstance(a, Tensor) else torch.as_tensor(np.asarray(a, np.float64))).to(b)
+        worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)))
+    return worst
+
+
+def _floor(own: GpuCase, ceilings: dict[str, float], problem: Problem) -> float:
+    """Seconds that the case's FLOPs or bytes take at the ceilings, whichever is longer."""
+    step, batched = limits.gemms(own.case)
+    flops = sum(gemm.flops * gemm.count for gemm in step) + sum(gemm.flops for gemm in batched)
+    parameters = sum(p.numel() for p in problem.model.parameters())
+    moved = limits.least_bytes(own.case, parameters)
+    moved *= 0.5 if own.precision == "bf16" else 1.0
+    return max(flops / ceilings[own.precision], moved / ceilings["bytes"])
+
+
+def measure_ceilings(device: torch.device, size: int) -> dict[str, float]:
+    """FLOP/s of a large product in each precision, bytes/s of a large copy."""
+    clock, found = Clock(device), {}
+
+    def best(call: Callable[[], object]) -> float:
+        return min(clock(call) for _ in range(10))
+
+    for precision in ("fp32", "tf32", "bf16"):
+        with precision_of(GpuCase(Case("", "lstm", 1, 1, 1, 1), precision, ())) as dtype:
+            a = torch.randn(size, size, device=device, dtype=dtype)
+            b = torch.randn(size, size, device=device, dtype=dtype)
+            found[precision] = 2.0 * size**3 / best(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+    source = torch.zeros(16 * size * size, device=device)
+    target = torch.empty_like(source)
+    found["bytes"] = 2.0 * source.nbytes / best(lambda: target.copy_(source))
+    return found
+
+
+def _kernels(call: Call, device: torch.device) -> int | None:
+    """Kernels that one call runs, those of a graph's replay among them."""
+    if device.type != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in seen.events())
+
+
+def targets(own: GpuCase, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was to be reached, by the faster of this package's backends."""
+    rows, peers = [], found["peers"]
+    mine = [peers[name] for name in OWN if "ms" in peers.get(name, {})]
+    best = min(mine, key=lambda peer: peer["ms"], default=None)
+    for other, factor in own.targets:
+        ratio = None
+        if best is not None and "ms" in peers.get(other, {}):
+            pairs = zip(peers[other]["round_ms"], best["round_ms"], strict=True)
+            ratio = statistics.median(theirs / ours for theirs, ours in pairs)
+        rows.append(row(f"{own.title}, vs {other}", ratio, ">=", factor))
+    if own.of_floor is not None:
+        part = None if best is None else best["of_floor"]
+        rows.append(row(f"{own.title}, of its floor", part, ">=", own.of_floor, ""))
+    if own.case.name == "latency":
+        step = None if best is None else 1e3 * best["ms"] / own.case.steps
+        rows.append(row(f"{own.title}, a step forward and back", step, "<=", 8.0, " µs"))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit status is 1 if a result was wrong or there is no GPU."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds, any device")
+    parser.add_argument("--out", type=Path, help="folder (default bench/results)")
+    options = parser.parse_args(arguments)
+    if not (torch.cuda.is_available() or options.quick):
+        parser.exit(1, "bench.gpu: torch sees no GPU here; --quick runs small sizes without one\n")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves the others memory
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder = options.out or Path("runs/bench" if options.quick else "bench/results")
+    rounds = 2 if options.quick else 20
+    results: dict[str, Any] = {"machine": report.machine(), "suite": "gpu", "rounds": rounds}
+    if device.type == "cuda":
+        results["machine"]["gpu"] = torch.cuda.get_device_name(device)
+    ceilings = measure_ceilings(device, 256 if options.quick else 8192)
+    chosen = [quick(own) if options.quick else own for own in cases()]
+    results.update(ceilings=ceilings, targets=[], tables=[], cases={})
+    with tqdm(chosen, unit="case", dynamic_ncols=True) as bar:
+        for own in bar:
+            bar.set_description(own.case.name)
+            found = run_case(own, device, rounds, ceilings, bar)
+            results["cases"][f"{own.case.name} {own.precision}"] = found
+            results["targets"] += targets(own, found)
+    gpu_report.write(results, folder)
+    states = [p["status"] for case in results["cases"].values() for p in case["peers"].values()]
+    return int("wrong" in states)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,176 @@
+"""Who is timed on a GPU: ``make(problem, reset) -> call``, which leaves its results on the device.
+
+``reset`` is ``[K, B]``; all false in most cases, where it is not given at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftbptt import make_train_segment
+
+from .cases import Problem, loss
+from .peers import Call, Result, Skip, eager, jax_scan, library, torch_func
+
+Make = Callable[[Problem, Tensor], Call]
+
+
+def engine(problem: Problem, reset: Tensor, backend: str) -> Call:
+    """This package."""
+    segment: Callable[..., Any] = make_train_segment(problem.model, loss, backend=backend)
+    if problem.case.apart:
+        segment = torch.func.vmap(segment, in_dims=problem.case.in_dims)
+    params, options = problem.params, {"reset": reset} if reset.any() else {}
+
+    def call() -> Result:
+        result = segment(params, problem.state, problem.x, problem.y, **options)
+        return result.loss, result.grads
+
+    return call
+
+
+def loop(problem: Problem, reset: Tensor) -> Call:
+    """The loop as it is written by hand, with the restarts in it."""
+    if not reset.any():
+        return eager(problem)
+    model, leaves = problem.model, dict(problem.model.named_parameters())
+
+    def call() -> Result:
+        state, outs = problem.state, []
+        for x_t, restart in zip(problem.x, reset, strict=True):
+            state = _restarted(state, restart)
+            out, state = model(x_t, state)
+            outs.append(out)
+        value = loss(torch.stack(outs), problem.y)
+        grads = torch.autograd.grad(value, list(leaves.values()))
+        return value.detach(), dict(zip(leaves, grads, strict=True))
+
+    return call
+
+
+def _restarted(state: Any, restart: Tensor) -> Any:
+    def leaf(own: Tensor) -> Tensor:
+        return torch.where(restart[:, None], 0, own)
+
+    return tuple(tuple(leaf(own) for own in layer) for layer in state)
+
+
+def split(problem: Problem, reset: Tensor) -> Call:
+    """cuDNN with resets: each row cut where it restarts, the pieces padded to the longest."""
+    pieces: list[tuple[int, int, int]] = []  # row, first step, behind the last
+    for row_index, flags in enumerate(reset.t().tolist()):
+        cuts = [0, *(t for t, flag in enumerate(flags) if flag and t), len(flags)]
+        pieces += [(row_index, a, b) for a, b in pairwise(cuts)]
+    longest = max(b - a for _, a, b in pieces)
+    rows = reset.shape[1]
+    # Where each piece's steps are in [K * B] data; what is behind its end reads the first element.
+    index = torch.zeros(longest, len(pieces), dtype=torch.int64)
+    valid = torch.zeros(longest, len(pieces), dtype=torch.bool)
+    for i, (own, a, b) in enumerate(pieces):
+        index[: b - a, i] = torch.arange(a, b) * rows + own
+        valid[: b - a, i] = True
+    index, valid = index.to(reset.device), valid.to(reset.device)
+    layer, leaves, readout = _library_layer(problem)
+    first = torch.tensor([a == 0 and not reset[0, own] for own, a, _ in pieces])
+    own_rows = torch.tensor([own for own, _, _ in pieces]).to(reset.device)
+    starts = [
+        torch.where(first.to(reset.device)[:, None], leaf[own_rows], 0)[None]
+        for leaf in problem.state[0]
+    ]
+
+    def call() -> Result:
+        x = problem.x.flatten(0, 1)[index]
+        out = readout(layer(x, tuple(starts))[0])
+        y = problem.y.flatten(0, 1)[index]
+        value = ((out - y).square() * valid[..., None]).sum() / problem.y.numel()
+        grads = torch.autograd.grad(value, list(leaves.values()))
+        return value.detach(), dict(zip(leaves, grads, strict=True))
+
+    return call
+
+
+def _library_layer(problem: Problem) -> tuple[Any, dict[str, Tensor], Any]:
+    case, model = problem.case, problem.model
+    layer = torch.nn.LSTM(case.inputs, case.hidden).to(problem.x)
+    leaves = dict(model.named_parameters())
+    for name, own in layer.named_parameters():
+        of_cell = f"cells.0.{name.removesuffix('_l0')}"
+        own.data.copy_(leaves[of_cell].data)
+        leaves[of_cell] = own
+    return layer, leaves, model.readout
+
+
+def vmapped_loop(problem: Problem, reset: Tensor) -> Call:
+    """``vmap`` of an eager functional loop, a gradient for each sequence; their mean."""
+    model = problem.model
+    params = {name: p.detach() for name, p in problem.params.items()}
+
+    def value(params: Any, state: Any, x: Tensor, y: Tensor) -> Tensor:
+        outs = []
+        for x_t in x:
+            out, state = torch.func.functional_call(model, params, (x_t, state))
+            outs.append(out)
+        return loss(torch.stack(outs), y)
+
+    each = torch.func.vmap(torch.func.grad_and_value(value), in_dims=(None, 0, 1, 1))
+
+    def call() -> Result:
+        grads, values = each(params, problem.state, problem.x, problem.y)
+        return values.mean(), {name: grad.mean(0) for name, grad in grads.items()}
+
+    return call
+
+
+def compiled_scan(problem: Problem, reset: Tensor) -> Call:
+    """``torch.compile`` of torch's scan operator, with its own autograd."""
+    try:
+        from torch._higher_order_ops.scan import scan
+    except ImportError as error:
+        raise Skip("this torch has no scan") from error
+    from torch.utils import _pytree as pytree
+
+    model, leaves = problem.model, dict(problem.model.named_parameters())
+
+    def segment(x: Tensor, y: Tensor, state: Any) -> Tensor:
+        def step(carried: Any, x_t: Tensor) -> Any:
+            out, after = model(x_t, carried)
+            return pytree.tree_map(torch.clone, after), out
+
+        return loss(scan(step, state, x)[1], y)
+
+    compiled = torch.compile(segment, fullgraph=True)
+
+    def call() -> Result:
+        value = compiled(problem.x, problem.y, problem.state)
+        grads = torch.autograd.grad(value, list(leaves.values()))
+        return value.detach(), dict(zip(leaves, grads, strict=True))
+
+    return call
+
+
+def _without_resets(make: Callable[[Problem], Call]) -> Make:
+    def of(problem: Problem, reset: Tensor) -> Call:
+        if reset.any():
+            raise Skip("has no resets")
+        return make(problem)
+
+    return of
+
+
+PEERS: dict[str, Make] = {
+    "fused": partial(engine, backend="fused"),
+    "cudagraph": partial(engine, backend="cudagraph"),
+    "eager": loop,
+    "library": _without_resets(library),
+    "split": split,
+    "scan": compiled_scan,
+    "vmap": vmapped_loop,
+    "torch-func": _without_resets(torch_func),
+    "jax": _without_resets(jax_scan),
+}

@@ -1,0 +1,68 @@
+"""What the bench on a GPU found, as JSON and a Markdown table."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+_LABELS = {
+    "fused": "ftbptt, fused", "cudagraph": "ftbptt, cudagraph", "eager": "eager autograd loop",
+    "library": "cuDNN", "split": "cuDNN, split and padded", "scan": "torch's scan, compiled",
+    "vmap": "vmap of an eager loop", "jax": "JAX scan, jit",
+}  # fmt: skip
+
+
+def write(results: dict[str, Any], folder: Path) -> None:
+    """Writes both, and prints the table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    about = results["machine"]
+    name = re.sub(r"\([^)]*\)|@.*", " ", about.get("gpu") or about["cpu"]).lower()
+    stem = folder / "-".join([*re.findall(r"[a-z0-9]+", name), "gpu"])
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    text = markdown(results)
+    stem.with_suffix(".md").write_text(text)
+    print(text)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    about, ceilings = results["machine"], results["ceilings"]
+    versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items() if v)
+    lines = [
+        "# On a GPU",
+        "",
+        f"{about.get('gpu', 'no GPU: ' + about['cpu'])}; {versions}; {about['date']}, commit "
+        f"{about['commit']}; medians over {results['rounds']} rounds in which the peers took "
+        "turns. One segment: forward, loss and the gradients of all parameters. *Error* is the "
+        "worst of the loss's and the gradients' from the loop in float64; *of floor*: the case's "
+        "FLOPs or bytes at the ceilings, over its time; *kernels*: in one call.",
+        "",
+        "Ceilings measured in this run: "
+        + ", ".join(f"{ceilings[p] / 1e12:.1f} TFLOP/s in {p}" for p in ("fp32", "tf32", "bf16"))
+        + f", {ceilings['bytes'] / 1e9:.0f} GB/s.",
+        "",
+        "| what | target | measured | |",
+        "| --- | --- | ---: | --- |",
+    ]
+    for own in results["targets"]:
+        found = "" if own["measured"] is None else f"{own['measured']:.2f}{own['unit']}"
+        lines.append(f"| {own['what']} | {own['target']} | {found} | {own['verdict']} |")
+    for case in results["cases"].values():
+        lines += ["", f"## {case['title']}", "", f"Floor {case['floor_ms']:.3f} ms.", ""]
+        lines.append("| | ms | of floor | kernels | first call | error |")
+        lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+        lines += [_row(_LABELS.get(name, name), row) for name, row in case["peers"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _row(label: str, row: dict[str, Any]) -> str:
+    if row["status"] != "ok":
+        word = {"skip": "skipped", "wrong": "WRONG", "error": "failed"}[row["status"]]
+        reason = row["why"].replace("|", "/")
+        return f"| {label} | {word}: {reason} | | | | |"
+    kernels = "" if row["kernels"] is None else str(row["kernels"])
+    return (
+        f"| {label} | {row['ms']:.3f} | {row['of_floor']:.0%} | {kernels} | {row['first_s']:.1f} s "
+        f"| {row['error']:.0e} |"
+    )

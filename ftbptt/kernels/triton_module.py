@@ -1,0 +1,101 @@
+"""The source of a kernel in Triton -> a module on disk, and a call of it.
+
+Triton compiles a kernel when it is first called, for the dtypes and sizes it finds, and keeps the
+result itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import compile_cache_dir, uses_tf32
+
+# A tile has as many rows as a matrix unit takes at least, or more where there are enough of them
+# for every multiprocessor and a step's tiles stay in the registers of eight warps.
+_LEAST_ROWS, _MOST_ROWS, _WARPS = 16, 64, 8
+_TILE_BYTES = 8 << 10
+_TILE_BYTES_EXACT = 4 << 10  # products without a matrix unit need more registers
+# Elementwise loops: a thread for each number.
+_ROWS_OF_ONE_NUMBER, _WARPS_OF_ONE_NUMBER = 128, 4
+
+
+def write(source: str) -> Path:
+    """write : source of a module -> where it is, whole or not at all"""
+    key = hashlib.sha256(source.encode()).hexdigest()[:32]
+    path = Path(compile_cache_dir()) / "ftbptt" / "triton" / f"kernel_{key}.py"
+    if not path.exists() or path.read_text() != source:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
+            file.write(source)
+        os.replace(file.name, path)
+    return path
+
+
+@cache
+def load(path: str) -> Any:
+    """load : path of a module -> the module"""
+    name = Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where Triton looks for what a kernel names
+    spec.loader.exec_module(module)
+    return module
+
+
+def launch(
+    path: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], numbers: Sequence[int]
+) -> None:
+    """launch : a module, its tensors and numbers -> nothing; fills the outputs"""
+    module, device = load(path), outputs[0].device
+    steps, axes = numbers[0], numbers[1 : 1 + module.AXES]
+    total, groups = math.prod(axes), math.prod(axes[: module.GROUPED])
+    if not total:
+        return
+    own = [
+        torch.empty((steps + 1 if each_step else 1) * total * size,
+                    dtype=getattr(torch, dtype), device=device)
+        for dtype, size, each_step in module.OWN
+    ]  # fmt: skip
+    processors = 1
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    precision = "tf32" if uses_tf32() else "ieee"
+    rows, warps = options_for(total // groups, groups, module.ROW_BYTES, processors, precision)
+    grid = (-(-total // groups // rows), groups)
+    with torch.cuda.device_of(outputs[0]):
+        module.run[grid](
+            *inputs, *outputs, *own, *numbers,
+            ROWS=rows,
+            PRECISION=precision,
+            num_warps=warps,
+            num_stages=1,  # more would read the steps ahead that this one has not written yet
+        )  # fmt: skip
+
+
+def options_for(
+    rows: int, groups: int, row_bytes: int, processors: int, precision: str
+) -> tuple[int, int]:
+    """The rows of a tile and the warps of a program, for so many rows in each group and so many
+    multiprocessors."""
+    if row_bytes <= 16:
+        return _ROWS_OF_ONE_NUMBER, _WARPS_OF_ONE_NUMBER
+    room = _TILE_BYTES if precision == "tf32" else _TILE_BYTES_EXACT
+    most = min(_MOST_ROWS, max(_LEAST_ROWS, room // row_bytes))
+    own = _LEAST_ROWS
+    while own < most and rows // (2 * own) * groups >= processors:
+        own *= 2
+    return own, _WARPS

@@ -1,0 +1,125 @@
+"""Kernels compiled for an H200 (sm_90), on any machine: ``python -m tests.compile_triton`` prints,
+as JSON, the shared memory, registers and spilled bytes of each.
+
+Triton brings its own assembler and needs no GPU to compile. It is a process of its own because a
+kernel is either interpreted or compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ftbptt import make_train_segment
+from ftbptt.compiler.distribute import ScanBlock
+from ftbptt.kernels.lower import make_row_loop
+from ftbptt.kernels.triton_module import load, options_for, write
+from ftbptt.kernels.triton_source import print_triton
+
+TYPES = {
+    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.bool: "i1", torch.int64: "i64",
+}  # fmt: skip
+CASES = {
+    "lstm-64-fp32": (64, torch.float32, "ieee"),
+    "lstm-64-tf32": (64, torch.float32, "tf32"),
+    "lstm-50-fp32": (50, torch.float32, "ieee"),
+    "lstm-128-bf16": (128, torch.bfloat16, "ieee"),
+    "lstm-31-fp64": (31, torch.float64, "ieee"),
+}
+
+
+def blocks(hidden: int, dtype: torch.dtype) -> dict[str, tuple[ScanBlock, bool]]:
+    """The loops of a segment of an LSTM, forward and reverse."""
+    cell = nn.LSTMCell(24, hidden, dtype=dtype)
+    state = (torch.zeros(32, hidden, dtype=dtype),) * 2
+    x, y = torch.zeros(3, 32, 24, dtype=dtype), torch.zeros(3, 32, hidden, dtype=dtype)
+    segment = make_train_segment(cell, lambda out, y: (out - y).square().mean(), backend="eager")
+    plan, _ = segment.plan(dict(cell.named_parameters()), state, x, y)
+    found = {}
+    for name, loop in (("forward", plan.forward), ("reverse", plan.reverse)):
+        for block in loop.blocks:
+            if isinstance(block, ScanBlock):
+                found[name] = block, name == "reverse"
+    return found
+
+
+def compiled(block: ScanBlock, reverse: bool, precision: str) -> dict[str, int]:
+    """One kernel, with the tile that many rows would give it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    loop = make_row_loop(block, least_features=0)
+    module = load(str(write(print_triton(loop, block.history, reverse=reverse))))
+    rows, warps = options_for(1 << 20, 1, module.ROW_BYTES, 132, precision)
+    function = module.run
+    signature: dict[str, str] = {}
+    constants: dict[Any, Any] = {}
+    multiples: dict[
+        Any, Any
+    ] = {}  # of 16, as Triton finds in addresses and sizes when it is called
+    memory = {
+        **{f"invariant{i}": m.dtype for i, m in loop.invariants.items()},
+        **{f"weight{i}": dtype for i, dtype in loop.weight_dtypes.items()},
+        **{f"sequence{i}": m.dtype for i, m in loop.sequences.items()},
+        **{f"{kind}{i}": m.dtype for kind in ("start", "final", "history")
+           for i, m in enumerate(loop.carries)},
+        **{f"emit{i}": m.dtype for i, m in enumerate(loop.emits)},
+        **{f"scratch{i}": getattr(torch, dtype) for i, (dtype, _, each) in enumerate(module.OWN)
+           if not each},
+    }  # fmt: skip
+    for i, name in enumerate(function.arg_names):
+        if name in memory:
+            signature[name] = f"*{TYPES[memory[name]]}"
+            multiples[(i,)] = [["tt.divisibility", 16]]
+        elif name in ("ROWS", "PRECISION"):
+            signature[name] = "constexpr"
+            constants[(i,)] = {"ROWS": rows, "PRECISION": precision}[name]
+        elif name.startswith("k_stride" if reverse else "n_stride"):
+            signature[name] = "constexpr"
+            constants[(i,)] = 1
+        else:
+            signature[name] = "i32"
+            if name.startswith(("step", "k_", "n_", "group_")) and name != "steps":
+                multiples[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constants, multiples)
+    options = {"num_warps": warps, "num_stages": 1}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return {"rows": rows, "shared": made.metadata.shared, **usage(made.asm["ptx"])}
+
+
+def usage(ptx: str) -> dict[str, int]:
+    """What the assembler says of a kernel."""
+    import triton
+
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        done = subprocess.run(
+            [ptxas, "-v", "-arch=sm_90a", source, "-o", f"{folder}/kernel.cubin"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    spilled = re.findall(r"(\d+) bytes spill", done.stderr)
+    (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
+    return {"registers": int(registers), "spilled": sum(map(int, spilled))}
+
+
+def main() -> None:
+    found = {}
+    for name, (hidden, dtype, precision) in CASES.items():
+        for phase, (block, reverse) in blocks(hidden, dtype).items():
+            found[f"{name}-{phase}"] = compiled(block, reverse, precision)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

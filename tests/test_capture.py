@@ -1,0 +1,202 @@
+"""What goes around a CUDA graph, with a stand-in for the graph that runs on any machine.
+
+The stand-in does what a replay does: it works on the tensors that it was captured with, reads no
+others, and leaves its results where the first ones were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ftbptt import make_train_segment
+
+from .cells import REPRESENTATIVE, problem
+from .oracle import assert_close, check
+from .problem import Problem
+from .test_parity import flags
+
+
+class Captures:
+    """How often something was captured, and replayed."""
+
+    def __init__(self) -> None:
+        self.made = self.replayed = 0
+
+    def capture(
+        self, function: Callable[[], list[Tensor]]
+    ) -> tuple[list[Tensor], Callable[[], None]]:
+        outputs = [tensor.clone() for tensor in function()]
+        self.made += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            for output, tensor in zip(outputs, function(), strict=True):
+                output.copy_(tensor)
+
+        return outputs, replay
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch, kernels: None) -> Captures:
+    """Graphs of segments that run operation by operation, with the kernels of the CPU."""
+    from ftbptt import _capture
+
+    found = Captures()
+    monkeypatch.setattr(_capture, "_CAPTURED_ON", {"cpu"})
+    monkeypatch.setattr(_capture, "_capture", found.capture)
+    return found
+
+
+def make(given: Problem, **options: Any) -> Any:
+    options = {"backend": "fused", "time_dim": given.time_dim or None} | options
+    return make_train_segment(given.step, given.loss, **options)
+
+
+@pytest.mark.parametrize("name", ["lstm_readout", "nested_everything", "counter_and_flag"])
+def test_captured_when_a_length_comes_again(name: str, captures: Captures) -> None:
+    given = problem(name)
+    segment = make(given)
+    counts = []
+    for steps in (7, 7, 7, 3, 7, 1, 3):
+        check(segment, given, steps)
+        counts.append((captures.made, captures.replayed))
+    assert counts == [(0, 0), (1, 1), (1, 2), (1, 2), (1, 3), (1, 3), (2, 4)]
+    assert segment.trace_count == 1
+
+
+def test_it_reads_what_it_is_given_and_keeps_nothing(captures: Captures) -> None:
+    given = problem("lstm_readout")
+    segment = make(given)
+    params, state, x, y = given.data(7)
+    for _ in range(3):
+        kept = segment(params, state, x, y)
+    before = tree_map(Tensor.clone, tuple(kept))
+    for other in (problem("lstm_readout", seed=1), problem("lstm_readout", seed=2)):
+        check(segment, other, 7)
+    x = x.clone()
+    first = segment(params, state, x, y)
+    x.mul_(-0.5)  # in place, as from a buffer that is filled again
+    assert_close(segment(params, state, x, y), make(given, backend="eager")(params, state, x, y))
+    assert_close(tuple(first), before)
+    assert_close(tuple(kept), before)
+    own = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tuple(kept))}
+    assert not own & {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tuple(first))}
+
+
+def test_output_that_may_be_overwritten(captures: Captures) -> None:
+    """Also when it is the next call's input."""
+    given = problem("lstm_readout")
+    segment = make(given, reuse_output=True)
+    params, state, x, y = given.data(7)
+    eager = make(given, backend="eager")
+    for i in range(5):
+        wanted = eager(params, state, x, y)
+        found = segment(params, state, x, y)
+        assert_close(tuple(found), tuple(wanted))
+        state = found.state if i % 2 else tree_map(Tensor.clone, wanted.state)
+    again = segment(params, state, x, y)
+    assert tree_leaves(again.out)[0].data_ptr() == tree_leaves(found.out)[0].data_ptr()
+
+
+def test_resets_that_change(captures: Captures) -> None:
+    given = problem("lstm_readout")
+    segment = make(given, recompute=True)
+    for seed in range(4):
+        check(segment, given, 7, reset=flags(7, given.rows, seed=seed))
+    assert captures.replayed == 3
+
+
+def test_two_segments_in_turns(captures: Captures) -> None:
+    made = [(problem(name), make(problem(name))) for name in ("lstm_readout", "embedding_tied")]
+    for steps in (7, 7, 3, 7, 3):
+        for given, segment in made:
+            check(segment, given, steps)
+    assert captures.made == 4
+
+
+def test_gradients_and_evaluation_have_graphs_of_their_own(captures: Captures) -> None:
+    given = problem("lstm_readout")
+    segment = make(given)
+    for _ in range(3):
+        found, evaluated = segment(*given.data(7)), segment.evaluate(*given.data(7))
+        assert_close(tuple(evaluated)[1:], tuple(found)[1:])
+    assert captures.made == 2
+
+
+def test_few_graphs_are_kept(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftbptt._capture._MOST_GRAPHS", 2)
+    given = problem("lstm_readout")
+    segment = make(given)
+    for steps in (2, 3, 4, 2, 3, 4):  # each is forgotten before it comes again
+        check(segment, given, steps)
+    assert captures.made == 0
+    for steps in (4, 4):
+        check(segment, given, steps)
+    assert captures.made == 1
+
+
+def test_precision_is_part_of_a_graph(captures: Captures) -> None:
+    given = problem("lstm_readout", torch.float32)
+    segment = make(given)
+    for _ in range(2):
+        segment(*given.data(7))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        for _ in range(2):
+            segment(*given.data(7))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert captures.made == 2
+
+
+def test_what_cannot_be_captured_runs_without(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(function: Callable[[], Any]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("ftbptt._capture._capture", refuse)
+    given = problem("lstm_readout")
+    segment = make(given)
+    check(segment, given, 7)
+    with pytest.warns(RuntimeWarning, match="could not be captured as a CUDA graph .operation not"):
+        check(segment, given, 7)
+    for _ in range(2):  # said once
+        check(segment, given, 7)
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_steps_called_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loops of the backend itself, operation by operation, on a CPU."""
+    from dataclasses import replace
+
+    from ftbptt import backends
+    from ftbptt.backends import cudagraph
+
+    monkeypatch.setattr(cudagraph, "build", lambda function, examples, mode: function)
+    around = replace(backends.CUDAGRAPH, build=None)
+    monkeypatch.setitem(backends._BY_NAME, "cudagraph", around)
+    given = problem(name)
+    segment = make(given, backend="cudagraph")
+    for steps in (7, 1, 2):
+        check(segment, given, steps)
+
+
+@pytest.mark.parametrize(
+    "name", ["lstm_readout", *(pytest.param(n, marks=pytest.mark.slow) for n in REPRESENTATIVE[1:])]
+)
+def test_steps_compiled(name: str) -> None:
+    given = problem(name)
+    segment = make(given, backend="cudagraph")
+    for steps in (7, 1, 2, 63):
+        check(segment, given, steps)
+    assert segment.trace_count == 1
+    found = segment.explain(*given.data(7))
+    assert any("its step compiled once, and called K times" in b.runs for b in found.blocks)

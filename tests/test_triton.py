@@ -1,0 +1,167 @@
+"""The kernels of a GPU in Triton's interpreter: every cell of the table, and every operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given as drawn
+
+from ftbptt.backends import EAGER, FUSED
+
+from . import test_fused_operations as operations
+from .cells import CELLS, NOT_BFLOAT16, WITH_ROWS, problem
+from .oracle import check, check_low_precision
+from .random_steps import Recipe, recipes
+from .scans import Scan, assert_same, random
+from .test_fused import NOT_FUSED, make, not_fused, slow_but, start_from_params
+from .test_fused_shapes import data_for, gated
+from .test_parity import MASKABLE_ROWS, check_all_steps, flags
+from .test_parity import where_time_is as over_time
+from .test_random_cells import check_recipe, examples
+from .test_vmap import check_ensemble, check_shared
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+# Triton has no complex numbers.
+REFUSED = NOT_FUSED | {
+    "lru_complex": [("forward", "torch.complex128 is not known to the GPU's kernels"),
+                    ("reverse", "torch.complex128 is not known to the GPU's kernels")],
+}  # fmt: skip
+QUICK = [
+    "lstm_readout", "layer_norm_lstm", "embedding_tied", "counter_and_flag", "lru_complex",
+    "delay_line", "elman_one_sequence", "schedule_scalar", "fast_weights", "gru_3_layers",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_what_is_fused(name: str) -> None:
+    found = make(problem(name)).explain(*problem(name).data(3))
+    assert not_fused(found) == REFUSED.get(name, [])
+    kernels = [b.runs for b in found.blocks if "scan" in b.kind and "not fused" not in b.runs]
+    assert all("one generated Triton kernel for all steps" in runs for runs in kernels)
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, CELLS))
+def test_cells(name: str) -> None:
+    check_all_steps(make(problem(name)), name)
+
+
+@pytest.mark.parametrize("name", slow_but(["gru_batch_first", "counter_and_flag"], MASKABLE_ROWS))
+def test_mask_and_reset_by_row(name: str) -> None:
+    given, segment = problem(name), make(problem(name))
+    for steps in (7, 1):
+        reset = over_time(given, flags(steps, given.rows, seed=1))
+        mask = over_time(given, flags(steps, given.rows, seed=2, true=0.7))
+        check(segment, given, steps, reset=reset, mask=mask)
+
+
+@pytest.mark.parametrize("name", slow_but(["lstm_readout"], WITH_ROWS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_low_precision(name: str, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and (name in NOT_BFLOAT16 or "relu" in name):
+        pytest.skip("no such complex numbers; a unit of relu at its kink is there or not")
+    check_low_precision(make(problem(name, dtype)), problem(name, dtype), 7)
+
+
+def test_learned_initial_state() -> None:
+    given = problem("lstm_readout")
+    segment = make(given, initial_state=start_from_params, recompute=True)
+    reset = flags(7, given.rows, true=0.5)
+    check(segment, given, 7, reset=reset, initial_state=start_from_params)
+
+
+@pytest.mark.parametrize("name", slow_but(["lstm_readout", "elman_one_sequence"], CELLS))
+def test_vmap(name: str) -> None:
+    """Weights of their own for each model: programs of one group each."""
+    check_shared(make(problem(name)), name, 3)
+    check_ensemble(make(problem(name)), name, 3)
+
+
+@pytest.mark.parametrize("table", ["REDUCTIONS", "JOINS", "VIEWS"])
+def test_features(table: str) -> None:
+    operations.check(getattr(operations, table), random(2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("features", [(1,), (2,), (1, 5), (5, 1), (16,), (4, 16)])
+def test_sizes_with_and_without_padding(features: tuple[int, ...]) -> None:
+    names = ("sum_inner", "amax", "softmax", "layer_norm", "prod")
+    chosen = {name: operations.REDUCTIONS[name] for name in names}
+    operations.check(chosen, random(2, *features))
+
+
+def test_nan_is_the_maximum() -> None:
+    """As in torch, whatever is padded."""
+    carry = random(3, 5)
+    carry[1, 2] = float("nan")
+
+    def step(_: Any, x: Any, carried: Any) -> Any:
+        h = carried[0] + x[0]
+        return [h], [h.amax(-1), h.amin(-1), torch.maximum(h, -h), torch.relu(h), h.clamp(-1, 1)]
+
+    scan = Scan(step, [], [random(3, 3, 5, seed=1)], [carry])
+    assert_same(scan.fused(), scan.run(EAGER), 1e-12)
+
+
+def test_mathematics() -> None:
+    """Each function of torch is the right one of Triton's or NVIDIA's."""
+    functions: dict[str, operations.Operation] = {
+        **{name: getattr(torch, name) for name in
+           ("exp", "exp2", "expm1", "sin", "cos", "tan", "sinh", "cosh", "atan", "tanh", "sigmoid",
+            "erf", "erfc", "floor", "ceil", "round", "trunc", "sign", "relu", "abs", "neg",
+            "reciprocal", "square")},
+        **{name: lambda h, name=name: getattr(torch, name)(h.abs() + 0.1) for name in
+           ("log", "log2", "log1p", "sqrt", "rsqrt")},
+        **{name: lambda h, name=name: getattr(torch, name)(torch.tanh(h)) for name in
+           ("acos", "asin")},
+        "pow": lambda h: (h.abs() + 0.1) ** torch.sin(h),
+        "atan2": lambda h: torch.atan2(h, h.cos()),
+        "fmod": lambda h: torch.fmod(h, 0.3),
+        "gelu": torch.nn.functional.gelu,
+        "softplus": torch.nn.functional.softplus,
+        "where": lambda h: torch.where((h > 0) & (h < 1) | ~(h > -1), h, -0.5),
+    }  # fmt: skip
+    operations.check(functions, random(3, 7), 1e-9)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 37])
+@pytest.mark.parametrize("units", [1, 3, 16, 33])
+def test_rows_and_units(rows: int, units: int) -> None:
+    """Tiles that are full, begun, or several."""
+    Scan(gated, *data_for(3, (rows,), units)).check()
+
+
+@pytest.mark.parametrize("rows", [(1, 3), (3, 1), (2, 3)])
+def test_row_axes(rows: tuple[int, ...]) -> None:
+    Scan(gated, *data_for(3, rows, 5)).check()
+
+
+def test_elements_of_an_elementwise_loop_are_rows() -> None:
+    """A program of a linear scan has an element for each thread, not a row."""
+    from ftbptt.backends.fused import _source_for
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        return [given[0] * carried[0] + x[0] * x[1]], []
+
+    sequences = [random(4, 3, 5, seed=1), random(4, 3, 1, seed=2)]
+    scan = Scan(step, [random(5)], sequences, [random(3, 5)])
+    assert _source_for(scan.block, False)[1].rows.dims == (3, 5)
+    scan.check()
+
+
+def test_weights_that_are_too_large_are_left_to_others() -> None:
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        return [torch.tanh(x[0] + carried[0] @ given[0])], []
+
+    for units, runs in ((128, "one generated Triton kernel"), (129, "not fused: its weights take")):
+        given = [torch.zeros(units, units)]
+        scan = Scan(step, given, [torch.zeros(2, 1, units)], [torch.zeros(1, units)])
+        assert runs in FUSED.describe(scan.block)
+
+
+@pytest.mark.slow
+@examples(30)
+@drawn(recipes())
+def test_random_cells(recipe: Recipe) -> None:
+    check_recipe(recipe, "fused")
