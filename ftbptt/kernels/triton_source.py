@@ -13,27 +13,11 @@ from typing import Any
 import torch
 
 from .accesses import RowPattern, contiguous
-from .expressions import Apply, Expression, Literal, Unsupported
+from .expressions import Expression, Literal, Unsupported
 from .rowloop import Memory, Product, Read, Reduce, RowLoop, Value, compute_dtype
 from .tiles import Space, columns, make_tiles, space_of
+from .triton_expressions import TYPES, apply, literal, type_of
 
-_TYPES = {
-    torch.float32: "tl.float32", torch.float64: "tl.float64", torch.bfloat16: "tl.bfloat16",
-    torch.float16: "tl.float16", torch.bool: "tl.int1", torch.int64: "tl.int64",
-    torch.int32: "tl.int32", torch.int16: "tl.int16", torch.int8: "tl.int8",
-    torch.uint8: "tl.uint8",
-}  # fmt: skip
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
-    "gt": ">", "ge": ">=", "bit_and": "&", "bit_or": "|", "bit_xor": "^",
-}  # fmt: skip
-_IN_TRITON = {"abs", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "erf", "floor", "ceil"}
-_IN_LIBDEVICE = {
-    "pow": "pow", "log1p": "log1p", "expm1": "expm1", "rsqrt": "rsqrt", "tan": "tan",
-    "sinh": "sinh", "cosh": "cosh", "atan": "atan", "atan2": "atan2", "tanh": "tanh",
-    "erfc": "erfc", "round": "rint", "trunc": "trunc", "fmod": "fmod", "acos": "acos",
-    "asin": "asin",
-}  # fmt: skip
 _NEUTRAL = {"sum": 0.0, "product": 1.0, "maximum": -math.inf, "minimum": math.inf}
 
 # Of the 227 KB of shared memory that a program can have on an H100, for all its weights. The rest
@@ -68,7 +52,7 @@ class _Printer:
     def __init__(self, loop: RowLoop, history: list[bool], reverse: bool) -> None:
         self.loop, self.reverse, self.asked = loop, reverse, history
         for dtype in _dtypes(loop):
-            _type(dtype)
+            type_of(dtype)
         self.tiles = make_tiles(loop, history)
         self.products = {op.weight: op for op in loop.operations if isinstance(op, Product)}
         self.grouped = max((op.grouped for op in self.products.values()), default=0)
@@ -195,7 +179,7 @@ class _Printer:
             self.body.append(f"carry{i} = {self._whole(after)}")
             memory = self.loop.carries[i]
             if memory.dtype != compute_dtype(memory.dtype):
-                self.body.append(f"carry{i} = carry{i}.to({_TYPES[memory.dtype]})")
+                self.body.append(f"carry{i} = carry{i}.to({TYPES[memory.dtype]})")
                 self._computed(self.body, f"carry{i}", memory.dtype)
 
     def _finish(self) -> Iterator[str]:
@@ -296,7 +280,7 @@ class _Printer:
     def _computed(self, lines: list[str], name: str, dtype: torch.dtype) -> None:
         """Converts what was loaded to what is computed in."""
         if compute_dtype(dtype) != dtype:
-            lines.append(f"{name} = {name}.to({_TYPES[compute_dtype(dtype)]})")
+            lines.append(f"{name} = {name}.to({TYPES[compute_dtype(dtype)]})")
 
     def _store(self, value: Value) -> None:
         memory = value.memory
@@ -324,23 +308,23 @@ class _Printer:
 
     def _expression(self, expr: Expression, space: Space) -> str:
         if isinstance(expr, Literal):
-            return _literal(expr.value, compute_dtype(expr.dtype))
+            return literal(expr.value, compute_dtype(expr.dtype))
         if isinstance(expr, Read):
             return self._read(expr, space)
         args = [self._expression(arg, space) for arg in expr.args]
         if expr.name == "cast":
             return self._cast(args[0], expr.args[0].dtype, expr.dtype)
-        return _apply(expr, args)
+        return apply(expr, args)
 
     def _cast(self, text: str, have: torch.dtype, want: torch.dtype) -> str:
         if compute_dtype(have) == compute_dtype(want):
             return text
         if want == torch.bool:
             return f"({text} != 0)"
-        return f"{text}.to({_type(compute_dtype(want))})"
+        return f"{text}.to({type_of(compute_dtype(want))})"
 
     def _reduce(self, op: Reduce, value: str, space: Space) -> None:
-        neutral = _literal(_NEUTRAL[op.kind], compute_dtype(op.value.dtype))
+        neutral = literal(_NEUTRAL[op.kind], compute_dtype(op.value.dtype))
         x = f"tl.broadcast_to({value}, (ROWS, {space.width}))"
         if space.is_padded:
             x = f"tl.where({self._space(space)}_in, {x}, {neutral})"
@@ -395,7 +379,7 @@ class _Printer:
         return _name(value, 0, value.size) if value in self.tiles.pieces else _name(value)
 
     def _dot(self, op: Product, a: str, k: int, n: int, weight: str, name: str, first: bool) -> str:
-        own, kind = self.loop.weight_dtypes[op.weight], _type(compute_dtype(op.value.dtype))
+        own, kind = self.loop.weight_dtypes[op.weight], type_of(compute_dtype(op.value.dtype))
         if columns(k) != k:
             a = f"tl.where({self._space(self._flat(k))}_in, {a}, 0)"
         if k == 1 or n == 1:
@@ -405,7 +389,7 @@ class _Printer:
             return product if first else f"{name} + {product}"
         more = "" if first else f", acc={name}"
         return (
-            f"tl.dot({a}.to({_TYPES[own]}), {weight}{more}, input_precision=PRECISION, "
+            f"tl.dot({a}.to({TYPES[own]}), {weight}{more}, input_precision=PRECISION, "
             f"out_dtype={kind})"
         )
 
@@ -448,43 +432,3 @@ def _other(mask: str) -> str:
 
 def _name(value: Value, offset: int | None = None, length: int = 0) -> str:
     return f"v_{value.name}" if offset is None else f"v_{value.name}_{offset}_{length}"
-
-
-def _type(dtype: torch.dtype) -> str:
-    if dtype not in _TYPES:
-        raise Unsupported(f"{dtype} is not known to the GPU's kernels")
-    return _TYPES[dtype]
-
-
-def _literal(value: Any, dtype: torch.dtype) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        value = f'float("{value}")'
-    else:
-        value = (float if dtype.is_floating_point else bool if dtype == torch.bool else int)(value)
-    return f"tl.full((1, 1), {value}, {_type(dtype)})"
-
-
-def _apply(expr: Apply, args: list[str]) -> str:
-    name = expr.name
-    if name in _INFIX:
-        return f"({args[0]} {_INFIX[name]} {args[1]})"
-    if name in _IN_TRITON:
-        return f"tl.{name}({args[0]})"
-    if name in _IN_LIBDEVICE:
-        return f"libdevice.{_IN_LIBDEVICE[name]}({', '.join(args)})"
-    if name in ("maximum", "minimum"):
-        return f"tl.{name}({args[0]}, {args[1]}, propagate_nan=tl.PropagateNan.ALL)"
-    x, zero = args[0], _literal(0, compute_dtype(expr.dtype))
-    in_words = {
-        "neg": f"(-{x})",
-        "reciprocal": f"({_literal(1, compute_dtype(expr.dtype))} / {x})",
-        "sigmoid": f"tl.sigmoid({x})",
-        "relu": f"tl.where({x} < 0, {zero}, {x})",
-        "sign": f"(({x} > 0).to({_type(compute_dtype(expr.dtype))}) - ({x} < 0))",
-        "bit_not": f"({x} == 0)",
-    }
-    if name == "where":
-        return f"tl.where({', '.join(args)})"
-    if name not in in_words:
-        raise Unsupported(f"{name} is not known to the GPU's kernels")
-    return in_words[name]
