@@ -17,7 +17,7 @@ test-all: lint
 
 # On a machine with a GPU, whose torch, Triton and pytest are used as they are.
 test-gpu:
-	$(PYTHON) -m pytest tests/test_gpu.py tests/test_triton.py $(ARGS)
+	$(PYTHON) -m pytest tests/test_gpu.py $(ARGS)
 
 # Two thousand random cells, others at each call; takes hours.
 fuzz: $(VENV)/ready

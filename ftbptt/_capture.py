@@ -90,7 +90,7 @@ class CapturedExecutable(Executable):
                 f"ftbptt: a segment could not be captured as a CUDA graph ({error}). Its kernels "
                 "are launched one by one instead, slower.",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
             return None
 

@@ -1,5 +1,7 @@
-"""Kernels compiled for an H200 (sm_90), on any machine: ``python -m tests.compile_triton`` prints,
-as JSON, the shared memory, registers and spilled bytes of each.
+"""Kernels compiled for an H200 (sm_90), on any machine.
+
+``python -m tests.compile_triton [CELL...]`` prints, as JSON, the shared memory, registers and
+spilled bytes of each.
 
 Triton brings its own assembler and needs no GPU to compile. It is a process of its own because a
 kernel is either interpreted or compiled.
@@ -7,9 +9,11 @@ kernel is either interpreted or compiled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,13 +23,16 @@ from torch import nn
 
 from ftbptt import make_train_segment
 from ftbptt.compiler.distribute import ScanBlock
+from ftbptt.kernels.expressions import Unsupported
 from ftbptt.kernels.lower import make_row_loop
 from ftbptt.kernels.triton_module import load, options_for, write
 from ftbptt.kernels.triton_source import print_triton
 
+from .cells import problem
+
 TYPES = {
     torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16",
-    torch.bool: "i1", torch.int64: "i64",
+    torch.bool: "i1", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8",
 }  # fmt: skip
 CASES = {
     "lstm-64-fp32": (64, torch.float32, "ieee"),
@@ -36,19 +43,27 @@ CASES = {
 }
 
 
-def blocks(hidden: int, dtype: torch.dtype) -> dict[str, tuple[ScanBlock, bool]]:
-    """The loops of a segment of an LSTM, forward and reverse."""
+def of_lstm(hidden: int, dtype: torch.dtype) -> list[tuple[str, ScanBlock]]:
+    """The loops of a segment, forward and reverse."""
     cell = nn.LSTMCell(24, hidden, dtype=dtype)
     state = (torch.zeros(32, hidden, dtype=dtype),) * 2
     x, y = torch.zeros(3, 32, 24, dtype=dtype), torch.zeros(3, 32, hidden, dtype=dtype)
     segment = make_train_segment(cell, lambda out, y: (out - y).square().mean(), backend="eager")
-    plan, _ = segment.plan(dict(cell.named_parameters()), state, x, y)
-    found = {}
-    for name, loop in (("forward", plan.forward), ("reverse", plan.reverse)):
-        for block in loop.blocks:
-            if isinstance(block, ScanBlock):
-                found[name] = block, name == "reverse"
-    return found
+    return loops(segment.plan(dict(cell.named_parameters()), state, x, y)[0])
+
+
+def of_cell(name: str) -> list[tuple[str, ScanBlock]]:
+    given = problem(name, torch.float32)
+    segment = make_train_segment(
+        given.step, given.loss, backend="eager", time_dim=given.time_dim or None
+    )
+    return loops(segment.plan(*given.data(3))[0])
+
+
+def loops(plan: Any) -> list[tuple[str, ScanBlock]]:
+    phases = (("forward", plan.forward), ("reverse", plan.reverse))
+    blocks = [(phase, block) for phase, loop in phases for block in loop.blocks]
+    return [(phase, block) for phase, block in blocks if isinstance(block, ScanBlock)]
 
 
 def compiled(block: ScanBlock, reverse: bool, precision: str) -> dict[str, int]:
@@ -113,13 +128,17 @@ def usage(ptx: str) -> dict[str, int]:
     return {"registers": int(registers), "spilled": sum(map(int, spilled))}
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
+    """Of these cells of the table; without any, of the LSTMs."""
     found = {}
-    for name, (hidden, dtype, precision) in CASES.items():
-        for phase, (block, reverse) in blocks(hidden, dtype).items():
-            found[f"{name}-{phase}"] = compiled(block, reverse, precision)
+    for name in names or CASES:
+        hidden, dtype, precision = CASES.get(name, (0, torch.float32, "tf32"))
+        own = of_lstm(hidden, dtype) if hidden else of_cell(name)
+        for i, (phase, block) in enumerate(own):
+            with contextlib.suppress(Unsupported):
+                found[f"{name}-{phase}-{i}"] = compiled(block, phase == "reverse", precision)
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -124,6 +124,7 @@ class _Printer:
     def _rows(self) -> Iterator[str]:
         axes = self._axis_names()
         groups = " * ".join(axes[: self.grouped]) or "1"
+        yield "last = tl.cast(steps, tl.int64)  # so are all numbers of elements behind it"
         yield f"total = {' * '.join(axes) or '1'}"
         yield f"rows = total // ({groups})"
         yield "group = tl.program_id(1).to(tl.int64)"
@@ -152,7 +153,7 @@ class _Printer:
             mask = self._mask(space, True)
             self.before.append(f"carry{i} = tl.load(start{i} + {own}{_other(mask)})")
             if self.tiles.history[i]:
-                slot = "steps" if self.reverse else "0"
+                slot = "last" if self.reverse else "0"
                 first = self._slot(f"history{i}", slot, memory)
                 self.before.append(f"tl.store({first} + {own}, carry{i}{mask})")
             if i in self.tiles.carried:
@@ -190,7 +191,7 @@ class _Printer:
             own = f"row * {memory.size} + {self._space(space)}"
             mask = self._mask(space, True)
             if i not in self.tiles.carried:
-                slot = "0" if self.reverse else "steps"
+                slot = "0" if self.reverse else "last"
                 last = self._slot(f"history{i}", slot, memory)
                 yield f"carry{i} = tl.load({last} + {own}{_other(mask)})"
             yield f"tl.store(final{i} + {own}, carry{i}{mask})"
