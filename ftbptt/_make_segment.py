@@ -56,7 +56,7 @@ def make_train_segment(
         "fused" (generated kernels for the loops, C++ on a CPU and Triton on a GPU, Inductor around
         them), "compile" (Inductor alone), "cudagraph" (each loop's step compiled once; a segment
         as one CUDA graph on a GPU, as those of "fused" are), "eager" (operation by operation), or
-        "auto": "fused", with one warning and "eager" if that fails.
+        "auto": "fused", with one warning and "eager" (on a GPU first "cudagraph") if that fails.
     ``time_dim``
         The axis of time in ``x``, ``y``, ``out``, and in a ``reset`` or ``mask`` of ``[K, B]``.
         None: 1 for batched data of a ``batch_first`` module, else 0.

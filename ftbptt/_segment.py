@@ -22,7 +22,7 @@ from ._output import EarlyGradients, SegmentOutput, TappedOutput
 from ._probes import find_taps, taps_of, with_probes
 from ._recall import Known, Recall, Trees, like
 from ._vmap import Found, SegmentFunction
-from .backends import EAGER, choose
+from .backends import Backend, choose, fallback
 from .compiler.plan import Plan, make_plan
 from .compiler.signature import Recipe
 from .compiler.trace import TRACING
@@ -331,18 +331,19 @@ class TrainSegment:
             try:
                 return executable.run(groups, graded=graded, early=early)
             except Exception as error:
+                failed = executable.backend
+                other = fallback(failed, tensors[0].device.type)
                 warnings.warn(
-                    f"ftbptt: the {executable.backend.name} backend failed for "
-                    f"{self.recipe.step.name} ({_first_line(error)}); this segment runs on the "
-                    f"eager backend instead, slower. backend={executable.backend.name!r} shows the "
-                    "whole error.",
+                    f"ftbptt: the {failed.name} backend failed for {self.recipe.step.name} "
+                    f"({_first_line(error)}); this segment runs on the {other.name} backend "
+                    f"instead, slower. backend={failed.name!r} shows the whole error.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
-                executable = Executable(executable.plan, EAGER, self._count_compile)
+                executable = self._on(executable.plan, other)
                 self._executables[call.key(tensors)] = executable
                 self._recall.forget()
-                return executable.run(groups, graded=graded)
+                return self._run(call, graded, found, tensors, executable)
 
     def _executable(self, call: Call, tensors: Sequence[Tensor]) -> Executable:
         key = call.key(tensors)
@@ -354,11 +355,11 @@ class TrainSegment:
                 use_a_folder_that_works()
                 recipe = replace(self.recipe, probes=call.probes)
                 plan = make_plan(recipe, call.signature(tensors), call.buffer_names)
-                backend = choose(self._backend)
-                self._executables[key] = make_executable(
-                    plan, backend, self._count_compile, reuse_output=self._reuse_output
-                )
+                self._executables[key] = self._on(plan, choose(self._backend))
         return self._executables[key]
+
+    def _on(self, plan: Plan, backend: Backend) -> Executable:
+        return make_executable(plan, backend, self._count_compile, reuse_output=self._reuse_output)
 
     def _count_compile(self) -> None:
         self.compile_count += 1

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ftbptt import make_train_segment
+from ftbptt.backends import CUDAGRAPH, EAGER, FUSED, fallback
 
 from .cells import REPRESENTATIVE, problem
 from .oracle import assert_close, check
@@ -170,6 +171,12 @@ def test_what_cannot_be_captured_runs_without(
         check(segment, given, 7)
     for _ in range(2):  # said once
         check(segment, given, 7)
+
+
+def test_what_is_tried_after_a_backend_that_failed() -> None:
+    assert fallback(FUSED, "cuda") is CUDAGRAPH
+    assert fallback(CUDAGRAPH, "cuda") is EAGER
+    assert fallback(FUSED, "cpu") is EAGER
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)

@@ -150,14 +150,20 @@ def test_elements_of_an_elementwise_loop_are_rows() -> None:
     scan.check()
 
 
-def test_weights_that_are_too_large_are_left_to_others() -> None:
+def test_weights_that_are_too_large_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(given: Any, x: Any, carried: Any) -> Any:
         return [torch.tanh(x[0] + carried[0] @ given[0])], []
 
-    for units, runs in ((128, "one generated Triton kernel"), (129, "not fused: its weights take")):
+    def runs(units: int) -> str:
         given = [torch.zeros(units, units)]
         scan = Scan(step, given, [torch.zeros(2, 1, units)], [torch.zeros(1, units)])
-        assert runs in FUSED.describe(scan.block)
+        return FUSED.describe(scan.block)
+
+    assert runs(128) == "one generated Triton kernel for all steps"
+    assert "its weights take 256 KB of a multiprocessor, which has 192 for them" in runs(129)
+    # A GPU with less of it.
+    monkeypatch.setattr("ftbptt.kernels.triton_source._SHARED_BYTES", 48 << 10)
+    assert "its weights take 64 KB of a multiprocessor, which has 13 for them" in runs(128)
 
 
 @pytest.mark.slow

@@ -20,9 +20,8 @@ from .triton_expressions import TYPES, apply, literal, type_of
 
 _NEUTRAL = {"sum": 0.0, "product": 1.0, "maximum": -math.inf, "minimum": math.inf}
 
-# Of the 227 KB of shared memory that a program can have on an H100, for all its weights. The rest
-# is for what a product's rows are rearranged in.
-_MOST_WEIGHT_BYTES = 192 << 10
+# The shared memory that a program can have on an H100, and what of it rows are rearranged in.
+_SHARED_BYTES, _SHARED_BYTES_OF_ROWS = 227 << 10, 35 << 10
 
 _HEAD = """\
 import triton
@@ -355,10 +354,11 @@ class _Printer:
             joined = self.tiles.row_pieces(op)
             tall = sum(columns(v.size) for v, _ in joined) if joined else columns(op.k)
             size += wide * tall * self.loop.weight_dtypes[op.weight].itemsize
-        if size > _MOST_WEIGHT_BYTES:
+        room = _weight_room()
+        if size > room:
             raise Unsupported(
-                f"its weights take {size >> 10} KB of a multiprocessor, which has "
-                f"{_MOST_WEIGHT_BYTES >> 10} for them"
+                f"its weights take {size >> 10} KB of a multiprocessor, which has {room >> 10} for "
+                "them"
             )
 
     def _product(self, op: Product) -> None:
@@ -416,6 +416,15 @@ class _Printer:
         masked = f", mask={' & '.join(mask)}, other=0" if mask else ""
         self.before.append(f"{name} = tl.load(weight{w} + {place}{masked})")
         return name
+
+
+def _weight_room() -> int:
+    """Bytes of shared memory for the weights of a program."""
+    whole = _SHARED_BYTES
+    if torch.cuda.is_available():  # its name is not in torch's stubs, and AMD's have none
+        found = torch.cuda.get_device_properties()
+        whole = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+    return whole - _SHARED_BYTES_OF_ROWS
 
 
 def _dtypes(loop: RowLoop) -> Iterator[torch.dtype]:
