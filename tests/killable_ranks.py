@@ -27,6 +27,7 @@ UPDATES = 60
 
 
 def main(folder: Path, kills: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     torch.set_num_threads(1)
     meeting = os.environ.get("MEETING")
     dist.init_process_group(
