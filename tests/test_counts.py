@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ftbptt import make_train_segment
+from ftbptt.compiler.distribute import ScanBlock
+from ftbptt.kernels.lower import make_row_loop
+from ftbptt.kernels.rowloop import Product
+
 from .cells import CELLS, problem
+from .problem import H
 
 Segments = Callable[..., Any]
 GEMMS = {
@@ -130,3 +136,29 @@ def test_rows_reset_at_no_gemm_of_their_own(segments: Segments) -> None:
     with Made() as within:
         segment(*given.data(7), reset=reset)
     assert within.gemms == without.gemms
+
+
+def scans_of(name: str) -> tuple[ScanBlock, ScanBlock]:
+    """The loops of a cell's segment, forward and reverse."""
+    given = problem(name)
+    segment = make_train_segment(given.step, given.loss, backend="eager")
+    plan, _ = segment.plan(*given.data(3))
+    forward, reverse = (
+        [block for block in loop.blocks if isinstance(block, ScanBlock)]
+        for loop in (plan.forward, plan.reverse)
+    )
+    return forward[0], reverse[0]
+
+
+def test_gradients_of_gates_leave_the_loop_once() -> None:
+    """Joined, for the weight's GEMM and the bias's sum alike."""
+    _, reverse = scans_of("lstm_readout")
+    assert [node.target for node in reverse.emits] == [torch.ops.aten.cat.default]
+
+
+def test_a_kernel_adds_projections_where_it_uses_them() -> None:
+    """Nothing as wide as all gates is computed, but by the product."""
+    forward, _ = scans_of("lstm_readout")
+    operations = make_row_loop(forward).operations
+    widths = {op.value.size for op in operations if not isinstance(op, Product)}
+    assert widths == {H}
