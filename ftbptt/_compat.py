@@ -74,7 +74,6 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "uncompiled",
-    "uses_tf32",
     "version_of",
 ]
 
@@ -414,11 +413,6 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     What ``torch.optim`` uses for its ``foreach`` variants; torch has no public name for it.
     """
     torch._foreach_copy_(list(targets), list(sources))
-
-
-def uses_tf32() -> bool:
-    """Whether torch multiplies float32 matrices in TF32 on a GPU."""
-    return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import compile_cache_dir, uses_tf32
+from .._compat import compile_cache_dir
 
 # A tile has as many rows as a matrix unit takes at least, or more where there are enough of them
 # for every multiprocessor and a step's tiles stay in the registers of eight warps.
@@ -73,7 +73,7 @@ def launch(
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    precision = "tf32" if uses_tf32() else "ieee"
+    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     rows, warps = options_for(total // groups, groups, module.ROW_BYTES, processors, precision)
     grid = (-(-total // groups // rows), groups)
     with torch.cuda.device_of(outputs[0]):
