@@ -6,6 +6,7 @@ Nothing else in the package imports a private torch module. Read in torch 2.11 a
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -356,31 +357,49 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-def cpp_command(source: str, library: str, include: Sequence[str]) -> str:
+def cpp_command(source: str, library: str, include: Sequence[str], header: str = "") -> str:
     """The command that makes a shared library of one C++ file, as Inductor would.
 
-    It names the compiler, vector instructions, OpenMP and torch's headers on each platform.
+    It names the compiler, vector instructions, OpenMP and torch's headers on each platform, and a
+    precompiled header if there is one.
     """
+    options = _cpp_options(include)
+    options.precompiled_header = header or None
+    return str(_cpp_builder(source, library, options).get_command_line())
+
+
+def header_command(source: str, folder: str, include: Sequence[str]) -> tuple[str, str]:
+    """The command that compiles a header, and the file that it makes in ``folder``."""
+    output = os.path.join(folder, os.path.basename(source))
+    builder = _cpp_builder(source, output, _cpp_options(include, precompiling=True))
+    return builder.get_command_line(), builder.get_target_file_path()
+
+
+def _cpp_builder(source: str, output: str, options: Any) -> Any:
+    from torch._inductor.cpp_builder import CppBuilder
+
+    folder, name = os.path.split(os.path.splitext(output)[0])
+    return CppBuilder(name=name, sources=source, BuildOption=options, output_dir=folder)
+
+
+def _cpp_options(include: Sequence[str], precompiling: bool = False) -> Any:
     from torch._inductor import config, cpu_vec_isa
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpp_builder import CppTorchDeviceOptions
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         with config.patch({"cpp.vec_isa_ok": True}):
-            options = CppTorchDeviceOptions(
+            return CppTorchDeviceOptions(
                 vec_isa=cpu_vec_isa.pick_vec_isa(),
                 device_type="cpu",
-                extra_flags=["-w", *(f"-I{path}" for path in include)],
+                extra_flags=["-w", *(f"-I{shlex.quote(path)}" for path in include)],
+                precompiling=precompiling,
             )
     except InvalidCxxCompiler as error:
         raise RuntimeError(
             f"a kernel needs a C++ compiler, and there is none that works ({error}). Install g++ "
             "or clang++, or name one in the environment variable CXX; backend='eager' needs none."
         ) from error
-    folder, name = os.path.split(os.path.splitext(library)[0])
-    builder = CppBuilder(name=name, sources=source, BuildOption=options, output_dir=folder)
-    command: str = builder.get_command_line()
-    return command
 
 
 def compile_cache_dir() -> str:

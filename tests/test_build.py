@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from ftbptt._compat import kernel_cache_dir
-from ftbptt.kernels import build
+from ftbptt.kernels import build, toolchain
 from ftbptt.kernels.build import load
 
 SOURCE = """#include <cstdint>
@@ -183,3 +185,72 @@ def test_the_cache_is_beside_inductors_own(monkeypatch: pytest.MonkeyPatch, tmp_
     folder = Path(kernel_cache_dir())
     assert folder.is_relative_to(tmp_path)
     assert folder.name == torch.backends.cpu.get_cpu_capability()
+
+
+# -- the compiled header --------------------------------------------------------------------------
+
+WITH_HEADER = '#include "rows.h"\n' + SOURCE
+
+
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compiled header, as a process makes it that builds kernels."""
+    folder = tmp_path_factory.mktemp("kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "kernel_cache_dir", lambda: str(folder))
+        patch.setattr(toolchain, "_WORTH_A_HEADER", 2)
+        library_of(SOURCE)
+        assert not list(folder.glob("*.?ch")), "one kernel does not pay for it"
+        library_of(SOURCE + "// another")
+    while not list(folder.glob("*.?ch")):  # begun by then, and nobody waits for it
+        assert list(folder.glob("build-*")), "it was begun, and has failed"
+        time.sleep(0.05)
+    (made,) = folder.glob("*.?ch")
+    return made
+
+
+@pytest.fixture
+def header(made_once: Path, empty_cache: Path) -> Path:
+    """The same in a cache of its own."""
+    empty_cache.mkdir()
+    for path in (made_once.with_suffix(""), made_once):
+        shutil.copy2(path, empty_cache)
+    return empty_cache / made_once.name
+
+
+def commands_of(empty_cache: Path) -> list[list[str]]:
+    return toolchain.commands(empty_cache / "a.cpp", empty_cache / "a.so", empty_cache)
+
+
+def test_many_kernels_share_a_compiled_header(header: Path, empty_cache: Path) -> None:
+    with_header, without = commands_of(empty_cache)
+    assert str(header.with_suffix("")) in with_header
+    assert str(header.with_suffix("")) not in without
+    text = header.with_suffix("")
+    text.write_text("#error the text is read\n")  # and not the compiled form
+    path = empty_cache / "a.cpp"
+    path.write_text(WITH_HEADER)
+    assert subprocess.run(with_header, capture_output=True).returncode == 0
+    assert half_of(WITH_HEADER, 6) == 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "text"])
+def test_a_damaged_header_is_done_without(damage: str, header: Path, empty_cache: Path) -> None:
+    content = header.read_bytes()
+    header.write_bytes(content[: len(content) // 2] if damage == "cut" else b"not a header")
+    assert half_of(WITH_HEADER + f"// {damage}", 6) == 3
+    if damage == "cut":  # what is no header at all is passed over by the compiler itself
+        assert len(commands_of(empty_cache)) == 1, "it was deleted"
+
+
+def test_of_several_processes_one_compiles_the_header(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "_WORTH_A_HEADER", 1)
+    empty_cache.mkdir()
+    (empty_cache / "a.so").touch()
+    compile_header = toolchain.header_to_compile(empty_cache)
+    assert compile_header
+    with FileLock(next(empty_cache.glob("*.h")).with_suffix(".lock")):
+        compile_header()
+    assert not list(empty_cache.glob("*.?ch"))

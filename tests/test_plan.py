@@ -242,7 +242,7 @@ ORDER = [
     "compiler.distribute", "compiler.loss", "compiler.program", "compiler.windows",
     "compiler.plan", "kernels.expressions", "kernels.accesses", "kernels.normalize",
     "kernels.rowloop", "kernels.lower", "kernels.schedule", "kernels.cpp_nest", "kernels.cpp",
-    "kernels.build", "kernels.tiles", "kernels.triton_expressions",
+    "kernels.toolchain", "kernels.build", "kernels.tiles", "kernels.triton_expressions",
     "kernels.triton_source", "kernels.triton_module",
     "backends.base", "backends.eager", "backends.compile", "backends.cudagraph", "backends.fused",
     "backends", "_cache", "_programs", "_early", "_sliding", "_execute", "_capture", "_explain",

@@ -24,7 +24,7 @@ from torch.func import vmap
 from ftbptt import make_train_segment
 from ftbptt._compat import cpp_command
 from ftbptt.backends import fused
-from ftbptt.kernels.build import INCLUDE
+from ftbptt.kernels.toolchain import INCLUDE
 
 from .cells import problem
 from .scans import Scan, assert_same, random

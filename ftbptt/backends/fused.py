@@ -20,11 +20,12 @@ from torch import Tensor
 from .._compat import calls_in_cpp, not_traced
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import value_of
-from ..kernels.build import INCLUDE, abandon, finish, load, start
+from ..kernels.build import abandon, finish, load, start
 from ..kernels.cpp import print_cpp
 from ..kernels.expressions import Unsupported
 from ..kernels.lower import make_row_loop
 from ..kernels.rowloop import RowLoop
+from ..kernels.toolchain import INCLUDE
 from ..kernels.triton_module import launch, write
 from ..kernels.triton_source import print_triton
 from .base import Backend, Function

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -19,26 +18,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from .._compat import cpp_command, kernel_cache_dir
-
-INCLUDE = Path(__file__).parent / "include"
+from .._compat import kernel_cache_dir
+from . import toolchain
 
 
 class KernelBuildError(RuntimeError):
     """The compiler has failed."""
 
 
-def _command(source: str, library: str) -> str:
-    return cpp_command(source, library, [str(INCLUDE)])
-
-
-@cache
-def _headers() -> bytes:
-    return b"".join(path.read_bytes() for path in sorted(INCLUDE.glob("*.h")))
-
-
 _builders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ftbptt-build")
 _started: dict[Path, Future[None]] = {}
+_with_header: set[Path] = set()  # folders of kernels for which this process has made a header
 
 
 def start(source: str) -> Path:
@@ -46,16 +36,15 @@ def start(source: str) -> Path:
 
     Several are compiled at once, and while the program around them is.
     """
-    content = [source.encode(), _headers(), _command("", "").encode()]
-    key = hashlib.sha256(b"\0".join(content)).hexdigest()[:32]
-    library = Path(kernel_cache_dir()) / f"{key}.so"
+    folder, key = Path(kernel_cache_dir()), toolchain.key_of(source)
+    library = folder / f"{key}.so"
     if library not in _started and not _is_whole(library):
-        library.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(dir=library.parent, prefix="build-")
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=folder, prefix="build-")
         path, built = Path(scratch.name) / f"{key}.cpp", Path(scratch.name) / f"{key}.so"
         path.write_text(source)
-        command = _command(str(path), str(built))
-        _started[library] = _builders.submit(_build, scratch, command, built, library)
+        commands = toolchain.commands(path, built, folder)
+        _started[library] = _builders.submit(_build, scratch, commands, built, library)
     return library
 
 
@@ -64,11 +53,17 @@ def finish() -> None:
 
     Raises :class:`KernelBuildError` if the compiler refuses a source.
     """
+    folders = {library.parent for library in _started}
     for library, started in list(_started.items()):
         try:
             started.result()
         finally:
             _started.pop(library, None)  # what failed is tried again
+    for folder in folders - _with_header:
+        compile_header = toolchain.header_to_compile(folder)
+        if compile_header:
+            _with_header.add(folder)
+            _builders.submit(compile_header)
 
 
 def abandon() -> None:
@@ -89,13 +84,18 @@ def load(library: str) -> Callable[[Any, Any], None]:
 
 
 def _build(
-    scratch: tempfile.TemporaryDirectory[str], command: str, built: Path, library: Path
+    scratch: tempfile.TemporaryDirectory[str], commands: list[list[str]], built: Path, library: Path
 ) -> None:
     with scratch:
-        done = subprocess.run(shlex.split(command), capture_output=True, text=True)
-        if done.returncode != 0:
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode == 0:
+                break
+        else:
             said = [line for line in done.stderr.splitlines() if "error" in line.lower()]
             raise KernelBuildError(f"no kernel could be compiled: {' '.join(said[:3])}")
+        if command is not commands[0]:
+            toolchain.forget_header(library.parent)
         content = built.read_bytes()
         built.write_bytes(content + _hash(content))
         os.replace(built, library)

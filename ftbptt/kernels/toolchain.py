@@ -1,0 +1,88 @@
+"""The commands that make a kernel's library, and a compiled header that makes them fast.
+
+What every kernel includes takes as long to read as a small cell's kernel takes to compile. Where
+many are built it is compiled once, and kept beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+from .._compat import cpp_command, header_command
+
+INCLUDE = Path(__file__).parent / "include"
+# Compiling the header takes as long as so many kernels save by it, and 120 MB.
+_WORTH_A_HEADER = 4
+
+
+@cache
+def _headers() -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(INCLUDE.glob("*.h")))
+
+
+def key_of(source: str) -> str:
+    """key_of : a source -> a name for it, and for all that its library depends on"""
+    flags = cpp_command("", "", [str(INCLUDE)])
+    content = [source.encode(), _headers(), flags.encode(), torch.__version__.encode()]
+    return hashlib.sha256(b"\0".join(content)).hexdigest()[:32]
+
+
+def commands(source: Path, library: Path, folder: Path) -> list[list[str]]:
+    """commands : C++ file x its library x where kernels are kept -> what to run
+
+    If the first fails the next may not: it does without the compiled header.
+    """
+    header = _header(folder)
+    tried = [str(header)] if any(_compiled(header)) else []
+    return [
+        shlex.split(cpp_command(str(source), str(library), [str(INCLUDE)], use))
+        for use in (*tried, "")
+    ]
+
+
+def header_to_compile(folder: Path) -> Callable[[], None] | None:
+    """header_to_compile : where kernels are kept -> what compiles their header, if that pays
+
+    A process that needs a kernel or two has no use for it. If it fails, kernels do without it.
+    """
+    header = _header(folder)
+    kernels = sum(path.suffix == ".so" for path in folder.iterdir())
+    if kernels < _WORTH_A_HEADER or any(_compiled(header)):
+        return None
+    header.write_text('#include "rows.h"\n')
+    lock = FileLock(header.with_suffix(".lock"), blocking=False)
+    scratch = tempfile.TemporaryDirectory(dir=folder, prefix="build-")
+    command, made = header_command(str(header), scratch.name, [str(INCLUDE)])
+
+    def compile_header() -> None:
+        with scratch, suppress(Timeout), lock:  # of several processes one does it
+            if subprocess.run(shlex.split(command), capture_output=True).returncode == 0:
+                os.replace(made, f"{header}{Path(made).suffix}")
+
+    return compile_header
+
+
+def forget_header(folder: Path) -> None:
+    """Deletes the compiled header, which the compiler refuses."""
+    for path in _compiled(_header(folder)):
+        path.unlink(missing_ok=True)
+
+
+def _header(folder: Path) -> Path:
+    return folder / f"{key_of('')}.h"
+
+
+def _compiled(header: Path) -> list[Path]:
+    """Compilers find it by its name: ``x.h.gch`` or ``x.h.pch`` for ``x.h``."""
+    return list(header.parent.glob(f"{header.name}.?ch"))
