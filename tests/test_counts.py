@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ftbptt import make_train_segment
-from ftbptt.compiler.distribute import ScanBlock
+from ftbptt.compiler.distribute import MapBlock, ScanBlock
+from ftbptt.compiler.plan import Plan
 from ftbptt.kernels.lower import make_row_loop
 from ftbptt.kernels.rowloop import Product
 
@@ -138,16 +139,25 @@ def test_rows_reset_at_no_gemm_of_their_own(segments: Segments) -> None:
     assert within.gemms == without.gemms
 
 
-def scans_of(name: str) -> tuple[ScanBlock, ScanBlock]:
-    """The loops of a cell's segment, forward and reverse."""
+def plan_of(name: str) -> Plan:
     given = problem(name)
     segment = make_train_segment(given.step, given.loss, backend="eager")
     plan, _ = segment.plan(*given.data(3))
+    return plan
+
+
+def scans_of(name: str) -> tuple[ScanBlock, ScanBlock]:
+    """The loops of a cell's segment, forward and reverse."""
     forward, reverse = (
         [block for block in loop.blocks if isinstance(block, ScanBlock)]
-        for loop in (plan.forward, plan.reverse)
+        for loop in (plan_of(name).forward, plan_of(name).reverse)
     )
     return forward[0], reverse[0]
+
+
+def operations_of(block: MapBlock | ScanBlock) -> set[str]:
+    called = [node for node in block.module.graph.nodes if node.op == "call_function"]
+    return {node.target.__name__.partition(".")[0] for node in called}
 
 
 def test_gradients_of_gates_leave_the_loop_once() -> None:
@@ -162,3 +172,17 @@ def test_a_kernel_adds_projections_where_it_uses_them() -> None:
     operations = make_row_loop(forward).operations
     widths = {op.value.size for op in operations if not isinstance(op, Product)}
     assert widths == {H}
+
+
+def test_the_state_after_a_step_is_read_where_it_is_kept() -> None:
+    """The readout's weight needs h of after each step: the h of before the next, not o tanh(c)."""
+    first = plan_of("lstm_readout").reverse.blocks[0]
+    assert isinstance(first, MapBlock)
+    assert operations_of(first) == {"mm", "permute"}
+
+
+def test_all_chunks_of_a_projection_are_cut_in_the_loop() -> None:
+    """Its bias is added there too: before the loop nothing is left but the product."""
+    first = plan_of("gru_cell").forward.blocks[0]
+    assert isinstance(first, MapBlock)
+    assert operations_of(first) == {"mm", "permute"}

@@ -257,16 +257,20 @@ def _sink(found: _Analysis, core: set[Node], carries: set[Node]) -> set[Node]:
     def reads() -> set[Node]:
         return {a for n in body for a in inputs_of(n) if a in found.varying} - body - carries
 
+    def new(node: Node) -> frozenset[Node]:
+        return frozenset(a for a in inputs_of(node) if a in found.varying) - before
+
     before = reads()
     changed = True
     while changed:
         changed = False
-        for node in sorted(before, key=lambda n: n.name):
-            if node not in found.stage or node.target not in CHEAP | VIEWS:
-                continue
-            new = {a for a in inputs_of(node) if a in found.varying} - before
-            if sum(map(nbytes, new)) <= nbytes(node):
-                body.add(node)
+        able = [n for n in before if n in found.stage and n.target in CHEAP | VIEWS]
+        by_new: dict[frozenset[Node], list[Node]] = {}  # such as all chunks of one value
+        for node in sorted(able, key=lambda n: n.name):
+            by_new.setdefault(new(node), []).append(node)
+        for inputs, same in by_new.items():
+            if sum(map(nbytes, inputs)) <= sum(map(nbytes, same)):
+                body.update(same)
                 before = reads()
                 changed = True
                 break

@@ -12,7 +12,17 @@ from collections.abc import Iterable
 
 import networkx as nx
 
-from .graphs import CHEAP, VIEWS, Node, inputs_of, is_getitem, is_random, is_tuple, nbytes
+from .graphs import (
+    CHEAP,
+    VIEWS,
+    Node,
+    inputs_of,
+    is_getitem,
+    is_random,
+    is_tuple,
+    nbytes,
+    needed_for,
+)
 
 
 def values_to_save(
@@ -25,14 +35,16 @@ def values_to_save(
 ) -> list[Node]:
     """values_to_save : forward values read in reverse, known ones, carried state -> kept values
 
-    ``free`` are values that are kept anyway.
+    ``free`` are values that are kept anyway; those that are read are among the kept ones.
 
     ``recompute=False`` computes only views and cheap elementwise operations again;
     ``recompute=True`` everything but the carried state and random numbers.
     """
+    wanted = list(wanted)
     graph = nx.DiGraph()
     graph.add_node("source")
     graph.add_node("sink")
+    known = known | free
     stack, seen = list(wanted), set()
     for node in stack:
         if node not in known:
@@ -44,8 +56,6 @@ def values_to_save(
         seen.add(node)
         # A view is saved as what it looks at, if that costs the same.
         cost = math.inf if is_tuple(node) else nbytes(node) + (0.5 if node.target in VIEWS else 0)
-        if node in free:
-            cost = 0.5
         graph.add_edge((node, "in"), (node, "out"), capacity=cost)
         again = recompute or node.target in CHEAP or node.target in VIEWS
         if node in carried or is_random(node) or not (again or is_getitem(node)):
@@ -59,4 +69,5 @@ def values_to_save(
                 graph.add_edge((arg, "out"), (node, "in"), capacity=math.inf)
                 stack.append(arg)
     _, (reachable, _) = nx.minimum_cut(graph, "source", "sink")
-    return [node for node in seen if (node, "in") in reachable and (node, "out") not in reachable]
+    cut = [node for node in seen if (node, "in") in reachable and (node, "out") not in reachable]
+    return cut + list(free & needed_for(wanted, stop=[*known, *cut]))
