@@ -146,3 +146,18 @@ def seconds(call: Callable[[], object], bursts: int = 30, least: float = 1e-3) -
 
     calls = max(1, int(least / min(burst(1) for _ in range(5))))
     return min(burst(calls) for _ in range(bursts))
+
+
+def thread_gain(threads: int) -> float:
+    """How many times faster a GEMM in cache is with so many threads than with one, at this moment.
+
+    Takes about 50 ms. A virtual machine has all its cores only at times.
+    """
+    a, b, c = torch.randn(3, 256, 256).unbind()
+    before = torch.get_num_threads()
+    taken = []
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        taken.append(seconds(lambda: torch.mm(a, b, out=c), bursts=5, least=4e-3))
+    torch.set_num_threads(before)
+    return taken[0] / taken[1]

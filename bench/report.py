@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .plots import peer_labels, plot_bars
+from .targets import SCALING_GAIN
 
 Results = dict[str, Any]
 
@@ -117,6 +118,12 @@ def markdown(results: Results) -> str:
         "the machine's floor that is reached: the case's GEMMs at the rates measured at their own "
         "shapes, or its bytes at copy speed, whichever takes longer.",
     ]
+    rows = [row for case in results["cases"].values() for row in case["peers"].values()]
+    if any("thread_gains" in row for row in rows):
+        lines[-1] += (
+            " How a peer scales is told from rounds in which the machine had its cores: a GEMM in "
+            f"cache gained {SCALING_GAIN:.0%} of each thread just before and after."
+        )
     if busy(results):
         used = f"{about['busy_before']:.0%} of its processors"
         lines += ["", f"**Other work was on the machine** ({used}): the figures are off."]

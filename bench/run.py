@@ -19,7 +19,7 @@ import multiprocessing
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,8 @@ def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> 
         for turn in range(rounds):
             bar.set_postfix_str(f"round {turn + 1} of {rounds}")
             for worker in workers:
-                times = worker.ask("time", TURN)
+                with _thread_gains(worker):
+                    times = worker.ask("time", TURN)
                 if times is not None:
                     times_of[worker.peer.name].append(times)
         for worker in workers:
@@ -127,6 +128,16 @@ def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> 
         "floor": floor.as_dict(),
         "peers": {worker.peer.name: worker.row for worker in workers},
     }
+
+
+@contextlib.contextmanager
+def _thread_gains(worker: Worker) -> Iterator[None]:
+    """Notes what several threads gained just before and after the turn of one that has them."""
+    count = worker.peer.threads or 1
+    before = limits.thread_gain(count) if count > 1 else 1.0
+    yield
+    if count > 1:
+        worker.row.setdefault("thread_gains", []).append(min(before, limits.thread_gain(count)))
 
 
 def _summarise(

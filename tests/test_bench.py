@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from bench import gpu, gpu_peers, oracle, report, run
+from bench import gpu, gpu_peers, limits, oracle, report, run
 from bench.cases import Case, build
 from bench.cells import KINDS
 from bench.peers import Skip, find
@@ -71,6 +72,25 @@ def test_threads_are_compared_with_the_fewest() -> None:
     assert (row["measured"], row["verdict"]) == (1.5, "short")
     results["cases"]["lstm-one-row"]["batch"] = 1
     assert targets(results)[0]["verdict"] == ""
+
+
+def test_threads_are_compared_while_the_machine_has_them() -> None:
+    results = _results(engine_at_1=(2.0, 2.0, 2.0, 2.0), engine_at_2=(1.0, 1.9, 1.0, 1.0))
+    many = results["cases"]["lstm-one-row"]["peers"]["engine@2"]
+    many["thread_gains"] = [1.9, 1.0, 1.7, 1.8]
+    (row,) = targets(results)
+    assert row["what"] == "LSTM: ftbptt, 2 threads, vs 1 (3 of 4 rounds)"
+    assert (row["measured"], row["verdict"]) == (2.0, "ok")
+    many["thread_gains"] = [1.9, 1.0, 1.2, 1.8]
+    (row,) = targets(results)
+    assert (row["measured"], row["verdict"]) == (None, "not measured")
+
+
+def test_the_gain_of_threads_leaves_their_number() -> None:
+    threads = torch.get_num_threads()
+    limits.thread_gain(threads + 1)
+    assert 0.1 < limits.thread_gain(1) < 10  # however busy the machine
+    assert torch.get_num_threads() == threads
 
 
 def test_every_target_is_of_a_case_and_its_peers() -> None:
