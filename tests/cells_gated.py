@@ -166,6 +166,31 @@ def peephole_lstm(draw: Draw) -> Problem:
     return Problem(module, named(module), (draw(B, H), draw(B, H)), x, y, per_row)
 
 
+class ChoGRU(nn.Module):
+    """The GRU of Cho et al. 2014: the reset gate acts before the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.from_x = nn.Linear(D, 3 * H)
+        self.from_h = nn.Linear(H, 2 * H, bias=False)
+        self.from_reset = nn.Linear(H, H, bias=False)
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        xr, xz, xn = self.from_x(x_t).chunk(3, dim=-1)
+        hr, hz = self.from_h(h).chunk(2, dim=-1)
+        r, z = torch.sigmoid(xr + hr), torch.sigmoid(xz + hz)
+        h = z * h + (1 - z) * torch.tanh(xn + self.from_reset(r * h))
+        return h, h
+
+
+@cell
+def cho_gru(draw: Draw) -> Problem:
+    module = draw.module(ChoGRU)
+    return Problem(
+        module, named(module), draw(B, H), draw.sequence(B, D), draw.sequence(B, H), per_row
+    )
+
+
 @cell
 def tied_weights(draw: Draw) -> Problem:
     """One matrix mixes the state and reads the input and writes the output."""

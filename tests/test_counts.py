@@ -33,6 +33,7 @@ PER_STEP = {
     "stacked_lstm_cells": 6,
     "layer_norm_lstm": 2,
     "peephole_lstm": 2,
+    "cho_gru": 4,
     "tied_weights": 2,
     "embedding_tied": 2,
     "weight_normalised": 2,  # its work on the weights alone is not in the loop
@@ -186,3 +187,14 @@ def test_all_chunks_of_a_projection_are_cut_in_the_loop() -> None:
     first = plan_of("gru_cell").forward.blocks[0]
     assert isinstance(first, MapBlock)
     assert operations_of(first) == {"mm", "permute"}
+
+
+def test_gates_are_joined_once() -> None:
+    """Two gates of a GRU, joined for the state's weight, lie among the three for the input's."""
+    _, reverse = scans_of("cho_gru")
+    (joined,) = reverse.emits
+    assert joined.target is torch.ops.aten.cat.default
+    assert len(joined.args[0]) == 3
+    after = plan_of("cho_gru").reverse.blocks[-1]
+    assert isinstance(after, MapBlock)
+    assert operations_of(after) <= {"slice", "permute"}

@@ -32,8 +32,8 @@ NOT_FUSED = {
 }
 # Building takes seconds: the others are marked slow. Each of these is of another kind.
 QUICK = {
-    "lstm_readout", "layer_norm_lstm", "embedding_tied", "counter_and_flag", "lru_complex",
-    "delay_line", "elman_one_sequence", "schedule_scalar", "fast_weights",
+    "lstm_readout", "layer_norm_lstm", "cho_gru", "embedding_tied", "counter_and_flag",
+    "lru_complex", "delay_line", "elman_one_sequence", "schedule_scalar", "fast_weights",
 }  # fmt: skip
 
 

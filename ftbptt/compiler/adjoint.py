@@ -26,6 +26,7 @@ from .graphs import (
     reachable_from,
     value_of,
 )
+from .joins import share_joins
 from .saving import values_to_save
 from .signature import Level, differentiable, vmapped, with_level_axes
 from .trace import trace_function
@@ -171,6 +172,7 @@ def _split_joint(
     d_invariants, rest = gradients[: len(trained_inv)], gradients[len(trained_inv) :]
     d_sequences, d_before = rest[:n_trained_seq], rest[n_trained_seq:]
     d_outs, d_after = cotangents[: len(graded_outs)], cotangents[len(graded_outs) :]
+    share_joins(graph, d_before)
 
     in_reverse = reachable_from(cotangents, graph.nodes) - {graph.output_node()}
     at_a_step = reachable_from(
