@@ -368,9 +368,8 @@ def cpp_command(source: str, library: str, include: Sequence[str], header: str =
     return str(_cpp_builder(source, library, options).get_command_line())
 
 
-def header_command(source: str, folder: str, include: Sequence[str]) -> tuple[str, str]:
-    """The command that compiles a header, and the file that it makes in ``folder``."""
-    output = os.path.join(folder, os.path.basename(source))
+def header_command(source: str, output: str, include: Sequence[str]) -> tuple[str, str]:
+    """The command that compiles a header, and the file that it makes: ``output`` with an ending."""
     builder = _cpp_builder(source, output, _cpp_options(include, precompiling=True))
     return builder.get_command_line(), builder.get_target_file_path()
 

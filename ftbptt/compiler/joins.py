@@ -19,24 +19,31 @@ def share_joins(graph: fx.Graph, carried: Iterable[Node]) -> None:
 
     Changes the graph. What the loop itself reads of a single value stays as it is.
     """
-    joins = graph.find_nodes(op="call_function", target=aten.cat.default)
-    joins.sort(key=lambda join: len(join.args[0]), reverse=True)
     carried = list(carried)
+    joins = [n for n in graph.find_nodes(op="call_function", target=aten.cat.default) if _plain(n)]
+    joins.sort(key=lambda join: len(join.args[0]), reverse=True)
     for i, large in enumerate(joins):
-        before = needed_for([large])
-        in_loop = needed_for(carried)
+        before, in_loop = needed_for([large]), needed_for(carried)
+        all_in_loop = in_loop.issuperset(large.args[0])
         for small in joins[i + 1 :]:
-            at = _place(small.args[0], large.args[0])
-            if at is not None and _dim(small) == _dim(large) and small not in before:
-                for inside in (True, False):  # each reads a view of its own
-                    users = [user for user in small.users if (user in in_loop) == inside]
-                    _replace(graph, small, users, large, at, len(small.args[0]))
+            at = _place(small, large)
+            if at is None or small in before or (small in in_loop and not all_in_loop):
+                continue
+            for inside in (True, False):  # each reads a view of its own
+                users = [user for user in small.users if (user in in_loop) == inside]
+                _replace(graph, small, users, large, at, len(small.args[0]))
         in_loop = needed_for(carried)
         if large in in_loop:
             for at, part in enumerate(large.args[0]):
-                users = [u for u in part.users if u not in in_loop | before]
+                users = [user for user in part.users if user not in in_loop | before]
                 _replace(graph, part, users, large, at, 1)
     _sort(graph)
+
+
+def _plain(join: Node) -> bool:
+    """Whether each part lies in it as it is: not converted, and not an empty vector."""
+    value, parts = value_of(join), [value_of(part) for part in join.args[0]]
+    return all(part.dtype == value.dtype and part.dim() == value.dim() for part in parts)
 
 
 def _dim(join: Node) -> int:
@@ -44,9 +51,10 @@ def _dim(join: Node) -> int:
     return int(dim) % value_of(join).dim()
 
 
-def _place(few: list[Node], many: list[Node]) -> int | None:
-    """Where the few stand among the many, one after the other."""
-    if len(few) < len(many):
+def _place(small: Node, large: Node) -> int | None:
+    """Where the parts of a join stand among those of a larger one, one after the other."""
+    few, many = small.args[0], large.args[0]
+    if len(few) < len(many) and _dim(small) == _dim(large):
         for at in range(len(many) - len(few) + 1):
             if many[at : at + len(few)] == few:
                 return at
@@ -56,7 +64,8 @@ def _place(few: list[Node], many: list[Node]) -> int | None:
 def _replace(
     graph: fx.Graph, node: Node, users: list[Node], join: Node, at: int, count: int
 ) -> None:
-    """These users read ``node`` as the parts of ``join`` from ``at`` on."""
+    """These users read ``node`` as parts of ``join``, from ``at`` on; a result stays as it is."""
+    users = [user for user in users if user.op != "output"]
     if not users:
         return
     dim, parts = _dim(join), join.args[0]

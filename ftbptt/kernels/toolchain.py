@@ -10,7 +10,7 @@ import hashlib
 import os
 import shlex
 import subprocess
-import tempfile
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -60,15 +60,18 @@ def header_to_compile(folder: Path) -> Callable[[], None] | None:
     kernels = sum(path.suffix == ".so" for path in folder.iterdir())
     if kernels < _WORTH_A_HEADER or any(_compiled(header)):
         return None
-    header.write_text('#include "rows.h"\n')
-    lock = FileLock(header.with_suffix(".lock"), blocking=False)
-    scratch = tempfile.TemporaryDirectory(dir=folder, prefix="build-")
-    command, made = header_command(str(header), scratch.name, [str(INCLUDE)])
+    output = str(folder / f"build-{uuid.uuid4().hex}")
+    command, made = header_command(str(header), output, [str(INCLUDE)])
 
     def compile_header() -> None:
-        with scratch, suppress(Timeout), lock:  # of several processes one does it
-            if subprocess.run(shlex.split(command), capture_output=True).returncode == 0:
+        # Of several processes one does it; a full disk is no reason to stop.
+        with suppress(Timeout, OSError), FileLock(header.with_suffix(".lock"), blocking=False):
+            header.write_text('#include "rows.h"\n')
+            done = subprocess.run(shlex.split(command), capture_output=True)
+            if done.returncode == 0:
                 os.replace(made, f"{header}{Path(made).suffix}")
+            else:
+                Path(made).unlink(missing_ok=True)
 
     return compile_header
 
