@@ -3,7 +3,7 @@
     python -m bench.run                     everything, about ten minutes; writes bench/results/
     python -m bench.run --quick             three cases, few rounds; writes runs/bench/
     python -m bench.run --suite fused       the fused kernels against nn.LSTM and JAX
-    python -m bench.run --backends compile,fused --threads 1,2
+    python -m bench.run --backends compile,fused --threads 1
                                             two backends side by side, and how each scales
 
 For each case: the machine's floor; then every peer in a process of its own, cold, so that its
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from . import limits, oracle, report
@@ -58,6 +59,8 @@ class Worker:
         row: dict[str, Any] = {"label": peer.label, "status": "ok"}
         if peer.threads:
             row["threads"] = peer.threads
+        elif peer.name.startswith("engine"):
+            row["all_threads"] = torch.get_num_threads()
         return cls(peer, pipe, process, cache, row)
 
     def ask(self, *command: Any) -> Any:
@@ -104,10 +107,11 @@ def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> 
         own = [peer.name for peer in peers if peer.name.startswith("engine")]
         oracle.check(case, results, BASE, own, {w.peer.name: w.row for w in workers})
         times_of: dict[str, list[list[float]]] = {w.peer.name: [] for w in workers}
+        scaling = any(peer.threads for peer in peers)
         for turn in range(rounds):
             bar.set_postfix_str(f"round {turn + 1} of {rounds}")
             for worker in workers:
-                with _thread_gains(worker):
+                with _thread_gains(worker) if scaling else contextlib.nullcontext():
                     times = worker.ask("time", TURN)
                 if times is not None:
                     times_of[worker.peer.name].append(times)
@@ -133,7 +137,7 @@ def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> 
 @contextlib.contextmanager
 def _thread_gains(worker: Worker) -> Iterator[None]:
     """Notes what several threads gained just before and after the turn of one that has them."""
-    count = worker.peer.threads or 1
+    count = worker.row.get("threads") or worker.row.get("all_threads") or 1
     before = limits.thread_gain(count) if count > 1 else 1.0
     yield
     if count > 1:
@@ -179,7 +183,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--cases", help="a comma-separated choice of the suite's cases")
     add("--peers", help=f"a comma-separated choice of peers; {BASE} always takes part")
     add("--backends", help="this package's backends to time, in place of its own choice")
-    add("--threads", help="also time this package with these numbers of threads, such as 1,2")
+    add("--threads", help="also time this package with other numbers of threads, such as 1,4")
     add("--rounds", type=int, help="rounds in which the peers take turns (default 12, quick 4)")
     add("--out", type=Path, help="folder (default bench/results; for part of the bench runs/bench)")
     options = parser.parse_args(arguments)
@@ -216,7 +220,8 @@ def choose_peers(options: argparse.Namespace) -> list[Peer]:
     names.sort(key=lambda name: order.index(name) if name in order else 0)
     if options.threads:
         own = [name for name in names if name.startswith("engine") and "@" not in name]
-        names += [f"{name}@{count}" for name in own for count in options.threads.split(",")]
+        others = [n for n in options.threads.split(",") if n != str(torch.get_num_threads())]
+        names += [f"{name}@{count}" for name in own for count in others]
     return [find(name) for name in dict.fromkeys(names)]
 
 

@@ -96,24 +96,29 @@ def _against_best(case: Row, wanted: tuple[Best, ...]) -> list[Row]:
 def _scaling(case: Row) -> list[Row]:
     """The fewest threads of a peer against each larger number of them."""
     rows = []
-    by_peer: dict[str, list[Row]] = {}
-    for name, peer in case["peers"].items():
+    peers = case["peers"]
+    by_label: dict[str, dict[int, Row]] = {}
+    for name, peer in peers.items():
         if "threads" in peer:
-            by_peer.setdefault(name.partition("@")[0], []).append(peer)
-    for same in by_peer.values():
-        few, *more = sorted(same, key=lambda peer: peer["threads"])
-        for many in more:
-            threads = many["threads"]
+            label = peer["label"].rpartition(", ")[0]
+            by_label.setdefault(label, {})[peer["threads"]] = peer
+            plain = peers.get(name.partition("@")[0], {})
+            if "all_threads" in plain:
+                by_label[label][plain["all_threads"]] = plain
+    for label, same in by_label.items():
+        few, *more = sorted(same)
+        for threads in more:
+            what = f"{case['title']}: {label}, {threads} threads, vs {few}"
+            many = same[threads]
             gains = many.get("thread_gains", [threads] * len(many.get("round_ms", [])))
             had_them = [gain >= SCALING_GAIN * threads for gain in gains]
-            what = f"{case['title']}: {many['label']}, vs {few['threads']}"
             if not all(had_them):
                 what += f" ({sum(had_them)} of {len(had_them)} rounds)"
             enough = sum(had_them) >= min(SCALING_ROUNDS, len(had_them))
-            measured = _faster(many, few, had_them) if enough else None
+            measured = _faster(many, same[few], had_them) if enough else None
             line = row(what, measured, ">=", SCALING)
             if case["batch"] < SCALING_ROWS:
-                line.update(target="none below B=32", verdict="")
+                line.update(target=f"none below B={SCALING_ROWS}", verdict="")
             rows.append(line)
     return rows
 

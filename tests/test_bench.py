@@ -74,6 +74,13 @@ def test_threads_are_compared_with_the_fewest() -> None:
     assert targets(results)[0]["verdict"] == ""
 
 
+def test_a_peer_with_all_threads_is_compared_with_itself_on_fewer() -> None:
+    results = _results(engine=(1.0,), engine_at_1=(1.8,))
+    results["cases"]["lstm-one-row"]["peers"]["engine"]["all_threads"] = 2
+    rows = {row["what"]: row["measured"] for row in targets(results)}
+    assert rows["LSTM: ftbptt, 2 threads, vs 1"] == 1.8
+
+
 def test_threads_are_compared_while_the_machine_has_them() -> None:
     results = _results(engine_at_1=(2.0, 2.0, 2.0, 2.0), engine_at_2=(1.0, 1.9, 1.0, 1.0))
     many = results["cases"]["lstm-one-row"]["peers"]["engine@2"]
@@ -109,10 +116,13 @@ def test_recorded_results_still_render() -> None:
 
 
 def test_backends_stand_side_by_side() -> None:
-    options = run.parse(["--suite", "fused", "--backends", "compile,other", "--threads", "1,2"])
+    threads = torch.get_num_threads()  # the plain peers have as many
+    choice = ["--backends", "compile,other", "--threads", f"{threads + 1},{threads},{threads + 2}"]
+    options = run.parse(["--suite", "fused", *choice])
     assert [peer.name for peer in options.peers] == [
         *("engine-compile", "engine-other", "eager", "library", "jax"),
-        *("engine-compile@1", "engine-compile@2", "engine-other@1", "engine-other@2"),
+        *(f"engine-compile@{threads + 1}", f"engine-compile@{threads + 2}"),
+        *(f"engine-other@{threads + 1}", f"engine-other@{threads + 2}"),
     ]
     with pytest.raises(Skip, match="found 'other'"):
         options.peers[1].make(build(CASES[0]))
