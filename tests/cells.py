@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
+import pytest
 import torch
 
 from . import cells_gated, cells_memory, cells_structure, cells_torch
 from .problem import TABLE, Draw, Problem
 
-__all__ = ["CELLS", "NOT_BFLOAT16", "REPRESENTATIVE", "WITH_ROWS", "problem"]
+__all__ = ["CELLS", "NOT_BFLOAT16", "REPRESENTATIVE", "WITH_ROWS", "problem", "slow_but"]
 
 _modules = (cells_torch, cells_gated, cells_memory, cells_structure)  # they fill the table
 CELLS: list[str] = list(TABLE)
@@ -34,6 +37,12 @@ def problem(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Pro
     """The cell's problem; the seed fixes weights, state and data. Tests must not change it."""
     made = TABLE[name](Draw(seed))
     return made if dtype == torch.float64 else made.to(dtype)
+
+
+def slow_but(quick: Iterable[Any], given: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, such as names of cells, marked slow but for the quick ones."""
+    slow = pytest.mark.slow
+    return [one if one in quick else pytest.param(one, marks=slow) for one in given]
 
 
 WITH_ROWS: list[str] = [name for name in CELLS if problem(name).rows is not None]

@@ -156,6 +156,7 @@ def test_a_library_that_errs_with_the_problem_is_marked_and_kept() -> None:
     }
 
 
+@pytest.mark.slow
 def test_gpu_peers_agree() -> None:
     """Every peer of the bench on a GPU, at sizes that a CPU does at once."""
     seen = set()

@@ -46,6 +46,7 @@ def assert_says_so(lines: list[str], cache: Path) -> None:
     assert "This process compiles in a temporary folder." in lines[0]
 
 
+@pytest.mark.slow
 def test_a_file_in_its_place(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.write_text("not a folder")

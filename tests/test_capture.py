@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ftbptt import make_train_segment
 from ftbptt.backends import CUDAGRAPH, EAGER, FUSED, fallback
 
-from .cells import REPRESENTATIVE, problem
+from .cells import REPRESENTATIVE, problem, slow_but
 from .oracle import assert_close, check
 from .problem import Problem
 from .test_parity import flags
@@ -59,7 +59,13 @@ def make(given: Problem, **options: Any) -> Any:
     return make_train_segment(given.step, given.loss, **options)
 
 
-@pytest.mark.parametrize("name", ["lstm_readout", "nested_everything", "counter_and_flag"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["lstm_readout", "counter_and_flag"],
+        ["lstm_readout", "nested_everything", "counter_and_flag"],
+    ),
+)
 def test_captured_when_a_length_comes_again(name: str, captures: Captures) -> None:
     given = problem(name)
     segment = make(given)
@@ -196,9 +202,7 @@ def test_steps_called_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         check(segment, given, steps)
 
 
-@pytest.mark.parametrize(
-    "name", ["lstm_readout", *(pytest.param(n, marks=pytest.mark.slow) for n in REPRESENTATIVE[1:])]
-)
+@pytest.mark.parametrize("name", slow_but(["lstm_readout"], REPRESENTATIVE))
 def test_steps_compiled(name: str) -> None:
     given = problem(name)
     segment = make(given, backend="cudagraph")

@@ -13,10 +13,9 @@ import ftbptt._execute
 from ftbptt import make_train_segment
 from ftbptt._output import EarlyGradients
 
-from .cells import CELLS, problem
+from .cells import CELLS, problem, slow_but
 from .oracle import assert_close, reference
 from .problem import Problem
-from .test_fused import slow_but
 
 STEPS = 37
 
@@ -72,9 +71,8 @@ def test_fused(name: str, short_chunks: None) -> None:
     check_parts(problem(name), "fused")
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["lstm_readout"], ["lstm_readout", "embedding_tied", "layer_norm_lstm"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lstm_readout", "embedding_tied", "layer_norm_lstm"])
 def test_compiled(name: str, short_chunks: None) -> None:
     segment = check_parts(problem(name), "compile")
     assert segment.trace_count == 1

@@ -6,7 +6,7 @@ and what a kernel does not write is NaN. A few tests at the end compile whole pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 
 from ftbptt import Explanation, make_train_segment
 
-from .cells import CELLS, REPRESENTATIVE, problem
+from .cells import CELLS, REPRESENTATIVE, problem, slow_but
 from .oracle import assert_close, assert_form, check, reference
 from .problem import Problem
 from .scans import KERNEL
@@ -35,12 +35,6 @@ QUICK = {
     "lstm_readout", "layer_norm_lstm", "cho_gru", "embedding_tied", "counter_and_flag",
     "lru_complex", "delay_line", "elman_one_sequence", "schedule_scalar", "fast_weights",
 }  # fmt: skip
-
-
-def slow_but(quick: Iterable[str], names: Iterable[str]) -> list[Any]:
-    """The names as parameters of a test, marked slow but for the quick ones."""
-    slow = pytest.mark.slow
-    return [name if name in quick else pytest.param(name, marks=slow) for name in names]
 
 
 def make(given: Problem, **options: Any) -> Any:

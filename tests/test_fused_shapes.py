@@ -15,7 +15,7 @@ from ftbptt.backends import EAGER, FUSED
 from ftbptt.kernels.expressions import Unsupported
 from ftbptt.kernels.lower import make_row_loop
 
-from .cells import problem
+from .cells import problem, slow_but
 from .oracle import assert_close, check, reference
 from .problem import Problem, mse
 from .scans import KERNEL, Scan, assert_same, random, scan_of
@@ -46,7 +46,7 @@ def data_for(steps: int, rows: tuple[int, ...], units: int) -> tuple[list[Tensor
 
 @pytest.mark.parametrize(
     "units",
-    [3, 16, 33, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 7, 8, 15, 17, 64))],
+    slow_but([3, 33], [3, 33, 1, 2, 7, 8, 15, 16, 17, 64]),
 )
 def test_units_rows_and_threads(units: int, threads: SetThreads) -> None:
     """Fewer rows than threads, no multiple of them, many tiles: in one library for all."""
@@ -71,7 +71,7 @@ def test_history_of_some_carries() -> None:
         Scan(gated, *data_for(4, (5,), 3), history=history).check()
 
 
-@pytest.mark.parametrize("units", [3, 4])
+@pytest.mark.parametrize("units", slow_but([3], [3, 4]))
 def test_as_many_rows_as_units(units: int) -> None:
     """Whatever mixes rows has the shape of what does not: it must be seen by its strides."""
     u, h = random(units, units, seed=1), random(units, units, seed=2)
@@ -187,7 +187,7 @@ def elman(rows: tuple[int, ...], units: int) -> Problem:
 
 
 @pytest.mark.parametrize("rows", [(), (1,), (2,), (200,)])
-@pytest.mark.parametrize("units", [1, 2, 5])
+@pytest.mark.parametrize("units", slow_but([2], [1, 2, 5]))
 def test_segments(rows: tuple[int, ...], units: int, kernels: None) -> None:
     given = elman(rows, units)
     segment = make_train_segment(given.step, given.loss, backend="fused")
@@ -215,7 +215,7 @@ def grouped(given: Tensors, x: Tensors, carried: Tensors) -> Any:
     return [h], [h.sum(-1)]
 
 
-@pytest.mark.parametrize("units", [3, 17])
+@pytest.mark.parametrize("units", slow_but([3], [3, 17]))
 def test_a_weight_for_each_model(units: int, threads: SetThreads) -> None:
     def data(models: int, rows: int) -> tuple[list[Tensor], ...]:
         x, h = random(3, models, rows, units), random(models, rows, units, seed=1)

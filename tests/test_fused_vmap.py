@@ -11,10 +11,9 @@ from torch.func import vmap
 
 from ftbptt import SegmentOutput, make_train_segment
 
-from .cells import CELLS, problem
+from .cells import CELLS, problem, slow_but
 from .oracle import assert_close
 from .sequences import N, looped, sequences, stacked
-from .test_fused import slow_but
 from .test_vmap import check_ensemble, check_shared, with_rows
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -16,17 +16,15 @@ from torch.utils._pytree import tree_map
 
 from ftbptt import make_train_segment
 
-from .cells import CELLS, REPRESENTATIVE, WITH_ROWS, problem
+from .cells import CELLS, REPRESENTATIVE, WITH_ROWS, problem, slow_but
 from .oracle import assert_close, assert_form, check, reference
 from .problem import Problem
 
 STEPS = (7, 1, 2, 3, 63)  # 7 first: what is compiled for it must do for the others
 Segments = Callable[..., Any]
 
-# Compiling takes seconds: the others are marked slow.
-COMPILED = [
-    name if name in REPRESENTATIVE else pytest.param(name, marks=pytest.mark.slow) for name in CELLS
-]
+# Compiling takes many seconds: the others are marked slow.
+COMPILED = ["lstm_readout", "nested_everything", "counter_and_flag", "lru_complex", "delay_line"]
 
 
 def flags(*shape: int, seed: int = 0, true: float = 0.3) -> Tensor:
@@ -70,7 +68,7 @@ def test_eager(name: str, segments: Segments) -> None:
     check_all_steps(segments(name, "eager"), name)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", slow_but(COMPILED, CELLS))
 def test_compile(name: str, segments: Segments) -> None:
     segment = segments(name, "compile")
     check_all_steps(segment, name)
@@ -131,7 +129,9 @@ def test_mask_of_steps_beside_reset_of_rows(name: str, segments: Segments) -> No
     check(segments(name, "eager"), given, 7, mask=flags(7))
 
 
-@pytest.mark.parametrize("name", ["lstm_cell", "gru_batch_first", "counter_and_flag"])
+@pytest.mark.parametrize(
+    "name", slow_but(["gru_batch_first"], ["lstm_cell", "gru_batch_first", "counter_and_flag"])
+)
 def test_reset_and_mask_compiled(name: str, segments: Segments) -> None:
     segment, given = segments(name, "compile"), problem(name)
     for steps in STEPS:
@@ -159,7 +159,7 @@ def start_from_params(params: Any) -> tuple[Tensor, Tensor]:
     return h, 0.5 * h * params["readout.bias"].sum()
 
 
-@pytest.mark.parametrize("backend", ["eager", "compile"])
+@pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "compile"]))
 def test_learned_initial_state(backend: str, segments: Segments) -> None:
     given = problem("lstm_readout")
     segment = segments("lstm_readout", backend, initial_state=start_from_params)

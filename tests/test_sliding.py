@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ftbptt import as_step, make_train_segment, reference_segment
 
-from .cells import CELLS, problem
+from .cells import CELLS, problem, slow_but
 from .oracle import assert_close
 from .problem import Draw, Problem
-from .test_fused import QUICK, slow_but
+from .test_fused import QUICK
 
 TIME_FIRST = [name for name in CELLS if not problem(name).time_dim]
 WINDOWS = [(1, 1), (3, 1), (5, 3)]

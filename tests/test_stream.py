@@ -114,6 +114,7 @@ def test_windows_with_resets(name: str, segment: Segments) -> None:
     check(segment(), 22, reset=reset, **CASES[name])
 
 
+@pytest.mark.slow
 def test_windows_compiled(segment: Segments) -> None:
     """Every K on one compilation, also with a context and with states kept within a window."""
     train_segment, _ = segment(backend="fused")

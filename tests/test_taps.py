@@ -98,6 +98,7 @@ def test_a_stack_of_cells(taps: Any) -> None:
     stacked_cells("eager", taps)
 
 
+@pytest.mark.slow
 def test_a_stack_of_cells_compiled() -> None:
     stacked_cells("fused", ["cells.3.h", "cells.0.c", "cells.2.f"])
 

@@ -11,11 +11,11 @@ from hypothesis import given as drawn
 from ftbptt.backends import EAGER, FUSED
 
 from . import test_fused_operations as operations
-from .cells import CELLS, NOT_BFLOAT16, WITH_ROWS, problem
+from .cells import CELLS, NOT_BFLOAT16, WITH_ROWS, problem, slow_but
 from .oracle import check, check_low_precision
 from .random_steps import Recipe, recipes
 from .scans import Scan, assert_same, random
-from .test_fused import NOT_FUSED, make, not_fused, slow_but, start_from_params
+from .test_fused import NOT_FUSED, make, not_fused, start_from_params
 from .test_fused_shapes import data_for, gated
 from .test_parity import MASKABLE_ROWS, check_all_steps, flags
 from .test_parity import where_time_is as over_time

@@ -12,7 +12,7 @@ from torch.func import stack_module_state, vmap
 
 from ftbptt import SegmentOutput, make_train_segment, reference_segment
 
-from .cells import CELLS, problem
+from .cells import CELLS, problem, slow_but
 from .oracle import assert_close, unchanged
 from .problem import B, D, Draw, H, mse
 from .sequences import N, looped, sequences, stacked
@@ -20,16 +20,14 @@ from .sequences import N, looped, sequences, stacked
 Tree = Any
 Segments = Callable[..., Any]
 
-# Compiling takes seconds: these stand for their kind.
-COMPILED = [
-    "lstm",
-    "lstm_cell",
-    pytest.param("gru_3_layers", marks=pytest.mark.slow),
-    pytest.param("sequence_model", marks=pytest.mark.slow),
-    pytest.param("embedding_tied", marks=pytest.mark.slow),
-    pytest.param("counter_and_flag", marks=pytest.mark.slow),
-    pytest.param("fast_weights", marks=pytest.mark.slow),
-]
+# These stand for their kind; compiling takes seconds, so all but one are marked slow.
+COMPILED = slow_but(
+    ["lstm"],
+    [
+        *("lstm", "lstm_cell", "gru_3_layers", "sequence_model"),
+        *("embedding_tied", "counter_and_flag", "fast_weights"),
+    ],
+)
 
 
 # -- the whole table ----------------------------------------------------------------------------

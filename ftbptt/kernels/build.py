@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .._compat import kernel_cache_dir
-from . import toolchain
+from .toolchain import commands, forget_header, header_to_compile, key_of
 
 
 class KernelBuildError(RuntimeError):
@@ -36,15 +36,15 @@ def start(source: str) -> Path:
 
     Several are compiled at once, and while the program around them is.
     """
-    folder, key = Path(kernel_cache_dir()), toolchain.key_of(source)
+    folder, key = Path(kernel_cache_dir()), key_of(source)
     library = folder / f"{key}.so"
     if library not in _started and not _is_whole(library):
         folder.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=folder, prefix="build-")
         path, built = Path(scratch.name) / f"{key}.cpp", Path(scratch.name) / f"{key}.so"
         path.write_text(source)
-        commands = toolchain.commands(path, built, folder)
-        _started[library] = _builders.submit(_build, scratch, commands, built, library)
+        tried = commands(path, built, folder)
+        _started[library] = _builders.submit(_build, scratch, tried, built, library)
     return library
 
 
@@ -60,7 +60,7 @@ def finish() -> None:
         finally:
             _started.pop(library, None)  # what failed is tried again
     for folder in folders - _with_header:
-        compile_header = toolchain.header_to_compile(folder)
+        compile_header = header_to_compile(folder)
         if compile_header:
             _with_header.add(folder)
             _builders.submit(compile_header)
@@ -84,18 +84,18 @@ def load(library: str) -> Callable[[Any, Any], None]:
 
 
 def _build(
-    scratch: tempfile.TemporaryDirectory[str], commands: list[list[str]], built: Path, library: Path
+    scratch: tempfile.TemporaryDirectory[str], tried: list[list[str]], built: Path, library: Path
 ) -> None:
     with scratch:
-        for command in commands:
+        for command in tried:
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode == 0:
                 break
         else:
             said = [line for line in done.stderr.splitlines() if "error" in line.lower()]
             raise KernelBuildError(f"no kernel could be compiled: {' '.join(said[:3])}")
-        if command is not commands[0]:
-            toolchain.forget_header(library.parent)
+        if command is not tried[0]:
+            forget_header(library.parent)
         content = built.read_bytes()
         built.write_bytes(content + _hash(content))
         os.replace(built, library)
