@@ -327,7 +327,8 @@ def calls_in_cpp(op: Any, definition: str) -> Any:
     from torch._inductor import config
 
     text = f'"C++" {{\n{definition}\n}}'
-    return config.patch({"aot_inductor.custom_ops_to_c_shims": {op: [text]}})
+    others = config.aot_inductor.custom_ops_to_c_shims
+    return config.patch({"aot_inductor.custom_ops_to_c_shims": {**others, op: [text]}})
 
 
 def inside_functorch() -> bool:

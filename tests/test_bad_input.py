@@ -142,6 +142,16 @@ def test_initial_state_of_another_shape_or_dtype() -> None:
             segment(**given, reset=reset)
 
 
+def test_initial_state_that_closes_over_a_parameter() -> None:
+    own = torch.zeros(B, H, requires_grad=True)
+    segment = make_train_segment(
+        dict_step, per_row, backend="eager", initial_state=lambda params: {"h": own + 1}
+    )
+    words = r"initial_state: uses a tensor of shape .* not taken from params.*Take it from params"
+    with pytest.raises(ValueError, match=words):
+        segment(**arguments(), reset=torch.zeros(K, dtype=torch.bool))
+
+
 def test_state_that_changes_its_shape_in_the_step() -> None:
     words = r"step: state\['h'\] went in with shape \[1, 7\] and came out with \[3, 7\]"
     refused(ValueError, words, state={"h": torch.zeros(1, H)})

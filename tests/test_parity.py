@@ -173,6 +173,17 @@ def test_learned_initial_state(backend: str, segments: Segments) -> None:
     assert_close(found, reference(given, 7, reset=first, initial_state=start_from_params))
 
 
+def test_initial_state_that_closes_over_tensors(segments: Segments) -> None:
+    given, own = problem("lstm_readout"), torch.randn(7, dtype=torch.float64)
+
+    def start(params: Any) -> tuple[Tensor, Tensor]:
+        return own.expand(3, 7), 0.5 * own * params["gates_x.bias"][:7].expand(3, 7)
+
+    segment = segments("lstm_readout", "eager", initial_state=start)
+    for flag in (flags(7, given.rows, true=0.5), torch.arange(7) == 3):
+        check(segment, given, 7, reset=flag, initial_state=start)
+
+
 def test_given_initial_state(segments: Segments) -> None:
     given = problem("nested_everything")
     start = problem("nested_everything", seed=1).state

@@ -106,3 +106,14 @@ def test_fused(recipe: Recipe) -> None:
 def test_compiled(recipe: Recipe) -> None:
     check_recipe(recipe, "compile")
     check_vmapped(recipe, "compile")
+
+
+def test_a_learned_start_with_a_count() -> None:
+    """The count's own start is made of a tensor that ``initial_state`` closes over."""
+    check_recipe(
+        Recipe(
+            operations=(("tanh", (0,)),), leaves="vi", shape=0, after=(0, 2),
+            bounded=(False, False), outs=(0,), loss="per row", start="learned", tied=False, seed=0,
+        ),
+        "eager",
+    )  # fmt: skip

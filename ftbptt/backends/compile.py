@@ -20,6 +20,7 @@ from .._compat import inductor_compile, make_program_graph, while_loop
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import gemm_flops
 from .base import Backend, Function
+from .products import products_in_cpp, share_products
 
 
 def run_scan(
@@ -166,7 +167,10 @@ def _keep_freed_memory() -> None:
 def build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
     """The function as one Inductor graph."""
     _keep_freed_memory()
-    return inductor_compile(make_program_graph(function, examples, mode), examples, mode)
+    program = make_program_graph(function, examples, mode)
+    share_products(program)
+    with products_in_cpp():
+        return inductor_compile(program, examples, mode)
 
 
 def _describe(block: ScanBlock) -> str:

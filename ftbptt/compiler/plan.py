@@ -20,7 +20,7 @@ from .restart import with_reset_and_mask
 from .signature import Leaf, Recipe, Signature, differentiable, vmapped, with_level_axes
 from .split import split_products
 from .stacked import Packing, split_stacked_state
-from .trace import trace_function, trace_step
+from .trace import lift_captures, trace_function, trace_step
 from .windows import Sliding
 
 
@@ -73,8 +73,12 @@ def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str])
     module = split_products(module, sum(packing.count for packing in packings))
 
     unbatched = (False,) * len(s.levels)
-    captures = [Leaf(tuple(c.shape), c.dtype, c.device, unbatched) for c in base.captures]
-    given = [*s.params, *s.buffers, *captures, *s.initial]
+    captures = list(base.captures)
+
+    def leaf_of(capture: Tensor) -> Leaf:
+        return Leaf(tuple(capture.shape), capture.dtype, capture.device, unbatched)
+
+    given = [*s.params, *s.buffers, *map(leaf_of, captures), *s.initial]
     sequences = [*s.x, *(leaf for leaf in (s.reset, s.mask) if leaf is not None)]
     stepped = with_reset_and_mask(recipe, s, module, packings, row_axes, n_fixed)
     with mode:
@@ -85,6 +89,13 @@ def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str])
             stepped = vmapped(stepped, [s.shared], [flags])
             examples = with_level_axes(examples, [s.shared], [flags])
     graph = trace_function(stepped, examples, mode, before_autograd=True)
+    more = lift_captures(
+        "initial_state", graph, after=n_fixed, remedy="Take it from params, or detach it."
+    )
+    captures += more
+    given[n_fixed:n_fixed] = map(leaf_of, more)
+    with mode:
+        examples[n_fixed:n_fixed] = [leaf_of(capture).example() for capture in more]
     prepare, graph = split_invariants(graph, len(given))
 
     levels = range(len(s.levels))
@@ -122,7 +133,7 @@ def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str])
     )  # fmt: skip
     return Plan(
         signature=s,
-        captures=base.captures,
+        captures=captures,
         out_spec=base.out_spec,
         packings=packings,
         preparation=preparation,

@@ -156,7 +156,13 @@ def trace_step(
     with own_words("step", step), _unchanged_attributes(step):
         module = trace_function(run, examples, mode, before_autograd=True)
     _forbid_input_mutation(step, module, names)
-    captures = _lift_captures(module, after=sizes[0] + sizes[1])
+    captures = lift_captures(
+        "step",
+        module,
+        after=sizes[0] + sizes[1],
+        remedy="Pass it in params (for a module use torch.func.functional_call, or give the module "
+        "itself as step), or detach it.",
+    )
     outs = len(module.graph.output_node().args[0]) - sizes[3]
     return StepGraph(module, captures, out_spec[0], outs)
 
@@ -308,17 +314,12 @@ def _forbid_input_mutation(step: Step, module: fx.GraphModule, names: list[str])
             )
 
 
-def _lift_captures(module: fx.GraphModule, after: int) -> list[Tensor]:
-    """Makes tensors that the step closes over inputs, right after the first ``after`` inputs."""
+def lift_captures(argument: str, module: fx.GraphModule, after: int, remedy: str) -> list[Tensor]:
+    """Makes tensors that ``argument`` closes over inputs, right after the first ``after`` ones."""
     placeholders = module.graph.find_nodes(op="placeholder")
     nodes = module.graph.find_nodes(op="get_attr")
     values = [getattr(module, node.target) for node in nodes]
-    forbid_trained_captures(
-        "step",
-        values,
-        "Pass it in params (for a module use torch.func.functional_call, or give the module itself "
-        "as step), or detach it.",
-    )
+    forbid_trained_captures(argument, values, remedy)
     for i, node in enumerate(nodes):
         with module.graph.inserting_before(placeholders[after]):
             lifted = module.graph.placeholder(f"captured_{i}")

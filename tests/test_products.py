@@ -1,0 +1,53 @@
+"""Products that a compiled program shares out between threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from ftbptt._compat import FakeTensorMode
+from ftbptt.backends.compile import build
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+# Rows, reduced, columns: large enough to be shared, odd ones too; too small; of nothing.
+SIZES = [(300, 700, 129), (129, 701, 301), (40, 40000, 7), (3, 5, 2), (0, 5, 2), (7, 0, 3)]
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def products(a: Tensor, b: Tensor, a_t: Tensor, b_t: Tensor) -> list[Tensor]:
+    """The same matrices in all layouts; one that is a part of another; one that is added to."""
+    return [a @ b, a_t.t() @ b, a @ b_t.t(), a_t.t() @ b_t.t(), a[:, 1:] @ b[1:], a @ b + 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_all_layouts(dtype: torch.dtype, threads: int) -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for n, k, m in SIZES:
+        a, b = torch.randn(n, k, dtype=dtype), torch.randn(k, m, dtype=dtype)
+        args = [a, b, a.t().contiguous(), b.t().contiguous()]
+        with mode:
+            examples = [torch.empty(arg.shape, dtype=dtype) for arg in args]
+        found = build(products, examples, mode)(*args)
+        for one, expected in zip(found, products(*(arg.double() for arg in args)), strict=True):
+            torch.testing.assert_close(one, expected.to(dtype), rtol=1e-4, atol=1e-3)
+            assert one.is_contiguous()
+
+
+def test_other_types_stay_with_the_library() -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    a = torch.randn(130, 300).bfloat16()
+    with mode:
+        examples = [torch.empty(a.shape, dtype=a.dtype)]
+    (found,) = build(lambda a: [a @ a.t()], examples, mode)(a)
+    torch.testing.assert_close(found, a @ a.t())
