@@ -253,7 +253,29 @@ def make_program_graph(
     from torch._inductor.decomposition import select_decomp_table
 
     with mode:
-        return make_fx(function, decomposition_table=select_decomp_table())(*examples)
+        program = make_fx(function, decomposition_table=select_decomp_table())(*examples)
+    _write_to_whole_tensors(program.graph)
+    return program
+
+
+def _write_to_whole_tensors(graph: torch.fx.Graph) -> None:
+    """Copies an expanded tensor before ``index_put``.
+
+    Inductor (2.11 to 2.13) does index_put in place on what nothing else reads, also where it is a
+    tensor expanded over the steps: all of them would be written to the memory of one.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default):
+        whole = node.args[0]
+        value = whole.meta["val"]
+        if any(s == 0 and n != 1 for s, n in zip(value.stride(), value.shape, strict=True)):
+            with graph.inserting_before(node):
+                copied = graph.call_function(
+                    torch.ops.aten.clone.default,
+                    (whole,),
+                    {"memory_format": torch.contiguous_format},
+                )
+                copied.meta["val"] = value.contiguous()
+            node.replace_input_with(whole, copied)
 
 
 def inductor_compile(

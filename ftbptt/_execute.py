@@ -41,7 +41,7 @@ class Executable(Programs):
 
     def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
         super().__init__(plan, backend, count_compile)
-        per_step = max(_passing_bytes(plan.forward), _passing_bytes(plan.reverse), 1)
+        per_step = max(_passing_bytes(self.forward), _passing_bytes(self.reverse), 1)
         most = _CHUNK_BYTES_RECOMPUTE if plan.recompute else _CHUNK_BYTES
         if plan.signature.x[0].device.type == "cuda":
             most = _CHUNK_BYTES_GPU
@@ -99,7 +99,7 @@ class Executable(Programs):
             steps = x[0].shape[0]
             prepared = plan.preparation.prepare(*given) if plan.preparation is not None else []
             invariants = [*given, *prepared]
-            loop = plan.forward if graded else plan.evaluate
+            loop = self.forward if graded else self.evaluate
             finals, stacked, _ = run_loop(
                 loop, self.backend.run_scan, invariants, x, carries, steps
             )
@@ -108,7 +108,7 @@ class Executable(Programs):
                 return [*finals, *graphs.value(*out, *rest), *out]
             loss, *d_outs = graphs.joint(*out, *rest)
             _, d_probes, sums = run_loop(
-                plan.reverse,
+                self.reverse,
                 self.backend.run_scan,
                 invariants,
                 [*x, *saved, *d_outs],
@@ -127,7 +127,7 @@ class Executable(Programs):
             last = n_given + n_x + n_rest if key is None else n_given
             self.build_once(name, function, [*given, *x, *rest, *carries], n_given, last)
         result = self.functions[name](*given, *x, *rest, *carries)
-        n_probes = len(plan.reverse.loop.stacked) if graded else 0
+        n_probes = len(self.reverse.loop.stacked) if graded else 0
         result, d_probes = result[: len(result) - n_probes], result[len(result) - n_probes :]
         n_grads = len(result) - len(carries) - 1 - n_outs
         grads, result = result[:n_grads], result[n_grads:]
@@ -153,7 +153,7 @@ class Executable(Programs):
         # The windows of a sliding gradient read from all steps.
         bounds = _chunks(steps, self.chunk if plan.sliding is None else steps)
 
-        loop = plan.forward if graded else plan.evaluate
+        loop = self.forward if graded else self.evaluate
         outs: list[list[Tensor]] = []
         saved: list[list[Tensor]] = []
         for a, b in bounds:
@@ -197,7 +197,7 @@ class Executable(Programs):
 
         And those of each probe, at every step.
         """
-        loop = self.plan.reverse
+        loop = self.reverse
         d_carries = self.zero_gradients(x[0].device)
         sums: list[Tensor] = []
         stacked: list[list[Tensor]] = []

@@ -13,7 +13,6 @@ from .backends import Backend
 from .compiler.distribute import Block, DistributedLoop, MapBlock, ShiftBlock
 from .compiler.graphs import GEMMS, VIEWS, Node, gemm_flops, is_getitem, nbytes, value_of
 from .compiler.plan import Plan
-from .compiler.timesum import Term
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def explain(executable: Executable, step_name: str, steps: int) -> Explanation:
     preparation = plan.preparation
     if preparation is not None:
         blocks.append(_invariant(preparation.prepare, "once per segment", backend))
-    for phase, loop in (("forward", plan.forward), ("reverse", plan.reverse)):
+    for phase, loop in (("forward", executable.forward), ("reverse", executable.reverse)):
         if loop.hoisted is not None:
             blocks.append(_invariant(loop.hoisted, phase, backend))
         blocks += [_block(block, phase, names, steps, backend) for block in loop.blocks]
@@ -160,23 +159,17 @@ def _invariant(module: fx.GraphModule, phase: str, backend: Backend) -> BlockRep
 def _sums(loop: DistributedLoop, steps: int) -> list[BlockReport]:
     """The parameters' gradients: each a GEMM over all steps and rows, or a sum."""
     gemms, sums, flops = [], 0, 0
-    for term in _terms(loop.sums):
+    for term in (own for whole in loop.sums for own in whole.all()):
         if term.kind == "gemm":
             a, b = (value_of(operand).shape for operand in term.operands)
             flops += steps * gemm_flops(term.node)
             gemms.append(_gemm_text(a, b, f"contracted over {steps} steps and rows at once"))
-        else:
+        elif term.kind != "total":  # a loop has done it
             sums += 1
     if not gemms and not sums:
         return []
     title = "of each step's share in the parameters' gradients"
     return [BlockReport("reverse", "sum", title, gemms, sums, flops, 0, "one GEMM per weight")]
-
-
-def _terms(terms: Sequence[Term]) -> Iterable[Term]:
-    for term in terms:
-        yield term
-        yield from _terms(term.terms())
 
 
 def _work(module: fx.GraphModule, steps: int, how_often: str) -> tuple[list[str], int, int]:

@@ -13,7 +13,7 @@ from ._cache import built_somewhere
 from ._compat import is_pinned, symbolic_steps
 from .backends import Backend
 from .backends.base import Function
-from .compiler.distribute import DistributedLoop
+from .compiler.distribute import DistributedLoop, distribute
 from .compiler.graphs import value_of
 from .compiler.plan import Plan
 from .compiler.program import run_loop
@@ -27,6 +27,14 @@ class Programs:
     def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
         self.plan, self.backend, self.count_compile = plan, backend, count_compile
         self.functions: dict[Any, Function] = {}
+        self.forward = self._fused(plan.forward)
+        self.evaluate = self._fused(plan.evaluate)
+        self.reverse = self._fused(plan.reverse)
+
+    def _fused(self, loop: DistributedLoop) -> DistributedLoop:
+        fusion = self.backend.fusion
+        on_gpu = self.plan.signature.x[0].device.type != "cpu"
+        return loop if fusion is None or on_gpu else distribute(loop.loop, fusion)
 
     @cached_property
     def windowed(self) -> WindowedLoop:

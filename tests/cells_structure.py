@@ -172,6 +172,22 @@ def constant_output(draw: Draw) -> Problem:
 
 
 @cell
+def recurrence_on_recurrence(draw: Draw) -> Problem:
+    """One recurrence reads the other with only cheap operations between; a delayed inner value."""
+
+    def step(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        low, high, late = state
+        gate = torch.sigmoid(x_t @ params["w"] + low @ params["u"])
+        new = torch.relu(gate * low + x_t @ params["w"])
+        high = torch.tanh(new + high)
+        return high * late, (new, high, gate)
+
+    params = {"w": draw(D, H), "u": draw(H, H)}
+    state = (draw(B, H), draw(B, H), draw(B, H))
+    return Problem(step, params, state, draw.sequence(B, D), draw.sequence(B, H), mse)
+
+
+@cell
 def captured_tensor(draw: Draw) -> Problem:
     """The step closes over a constant; x_t is a scalar for each step."""
     table = draw(9)

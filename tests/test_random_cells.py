@@ -117,3 +117,16 @@ def test_a_learned_start_with_a_count() -> None:
         ),
         "eager",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "compile"])
+def test_features_in_another_order_behind_a_start_that_is_learned(backend: str) -> None:
+    """Inductor wrote the gradients of all steps' ``a[:, ORDER]`` to the memory of one."""
+    check_recipe(
+        Recipe(
+            operations=(("tanh", (2,)), ("maximum", (0, 4)), ("order", (5,))), leaves="vvi",
+            shape=2, after=(6, 0, 3), bounded=(True, False, False), outs=(6,), loss="per step",
+            start="learned", tied=True, seed=0,
+        ),
+        backend,
+    )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..compiler.distribute import ScanBlock
+from ..compiler.fusion import Fusion
 from ..compiler.program import RunScan
 
 Function = Callable[..., list[Tensor]]
@@ -20,7 +21,8 @@ class Backend:
 
     ``build(function, examples, mode)`` makes a function of the program ready for tensors like the
     fake ``examples``; None: it runs as it is. ``describe`` says in words how a scan block runs.
-    ``captured``: on a GPU, a whole segment becomes one CUDA graph.
+    ``captured``: on a GPU, a whole segment becomes one CUDA graph. ``fusion``: what its loops can
+    take in of the work behind them.
     """
 
     name: str
@@ -28,3 +30,4 @@ class Backend:
     run_scan: RunScan
     build: Callable[[Function, Sequence[Tensor], Any], Function] | None
     captured: bool = False
+    fusion: Fusion | None = None

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from .._compat import calls_in_cpp, not_traced
 from ..compiler.distribute import ScanBlock
-from ..compiler.graphs import value_of
+from ..compiler.fusion import Fusion
+from ..compiler.graphs import VIEWS, Node, aten, value_of
 from ..kernels.build import abandon, finish, load, start
 from ..kernels.cpp import print_cpp
-from ..kernels.expressions import Unsupported
+from ..kernels.expressions import Unsupported, is_elementwise
 from ..kernels.lower import make_row_loop
 from ..kernels.rowloop import RowLoop
 from ..kernels.toolchain import INCLUDE
@@ -152,6 +153,7 @@ def run_scan(
     try:
         kernel = _kernel_for(block, reverse)
     except Unsupported:
+        assert not block.totals  # they are only there where there is a kernel
         other = _otherwise(block)
         return other.run_scan(block, invariants, sequences, carries, steps, reverse)
     # The strides of a weight are those of the numbers that the kernel sees.
@@ -166,13 +168,15 @@ def run_scan(
     numbers = [steps, *kernel.row_axes, *(t.stride(0) for t in own)]
     for weight in weights:
         numbers += weight.stride() if weight.dim() == 3 else (0, *weight.stride())
-    values = [value_of(node) for node in (*block.carries, *block.emits)]
-    finals, emits = values[: len(carries)], values[len(carries) :]
+    finals, emits, totals = (
+        [value_of(node) for node in nodes] for nodes in (block.carries, block.emits, block.totals)
+    )
     kept = [value for value, flag in zip(finals, block.history, strict=True) if flag]
     shapes = [
         *(tuple(value.shape) for value in finals),
         *((steps + 1, *value.shape) for value in kept),
         *((steps, *value.shape) for value in emits),
+        *(tuple(value.shape) for value in totals),
     ]
     result = torch.ops.ftbptt.scan(
         inputs,
@@ -180,7 +184,7 @@ def run_scan(
         numbers,
         [size for shape in shapes for size in shape],
         [len(shape) for shape in shapes],
-        [_SCALAR_TYPES[value.dtype] for value in (*finals, *kept, *emits)],
+        [_SCALAR_TYPES[value.dtype] for value in (*finals, *kept, *emits, *totals)],
     )
     behind = iter(result[len(finals) : len(finals) + len(kept)])
     histories = [next(behind) if flag else None for flag in block.history]
@@ -221,4 +225,20 @@ def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Functio
     return program
 
 
-FUSED = Backend("fused", _describe, run_scan, _build, captured=True)
+def _takes_in(node: Node) -> bool:
+    """Whether a kernel does this operation, if it has its operands."""
+    return is_elementwise(node) or node.target in VIEWS or node.target is aten.sum.dim_IntList
+
+
+def _is_kernel(block: ScanBlock, reverse: bool) -> bool:
+    """Whether a kernel on a CPU can do all of the block."""
+    try:
+        language, _, _ = _source_for(block, reverse)
+    except Unsupported:
+        return False
+    return language is LANGUAGES["cpu"]
+
+
+FUSED = Backend(
+    "fused", _describe, run_scan, _build, captured=True, fusion=Fusion(_takes_in, _is_kernel)
+)

@@ -15,6 +15,7 @@ import networkx as nx
 from torch import fx
 
 from .adjoint import Loop
+from .fusion import Fusion, fused_nodes, keeps_rows
 from .graphs import (
     CHEAP,
     VIEWS,
@@ -55,7 +56,8 @@ class ScanBlock:
 
     ``module(*invariants, *sequences, *carries) -> [*next carries, *emits]`` is one step of it.
     ``history`` flags the carries whose value at every step is read elsewhere. ``linear``: the next
-    carry is elementwise affine in the carry.
+    carry is elementwise affine in the carry. ``totals``, behind the emits in the module, are sums
+    over the rows that are handed back summed over the steps.
     """
 
     carries: list[Node]
@@ -66,6 +68,7 @@ class ScanBlock:
     history: list[bool]
     linear: bool
     module: fx.GraphModule
+    totals: list[Node] = field(default_factory=list)
 
 
 @dataclass
@@ -105,10 +108,12 @@ class _Analysis:
     recurrent: list[bool] = field(default_factory=list)
     cores: list[set[Node]] = field(default_factory=list)
     stage: dict[Node, int] = field(default_factory=dict)
+    fused: set[Node] = field(default_factory=set)  # what the cores hold besides the recurrences
+    totals: list[list[Node]] = field(default_factory=list)
 
 
-def distribute(loop: Loop) -> DistributedLoop:
-    """distribute : Loop -> DistributedLoop
+def distribute(loop: Loop, fusion: Fusion | None = None) -> DistributedLoop:
+    """distribute : Loop, what its recurrences can take in -> DistributedLoop
 
     A 3-layer LSTM becomes three scan blocks, with the input GEMM of each layer in a map between.
     """
@@ -128,9 +133,52 @@ def distribute(loop: Loop) -> DistributedLoop:
     found = _Analysis(loop, [n for n in order if n in varying], varying, hoisted)
     _find_components(found)
     _assign_stages(found)
-    blocks = _make_blocks(found, {*loop.stacked, *leaves})
+    if fusion is not None:
+        for p in (p for p, recurrent in enumerate(found.recurrent) if recurrent):
+            sums = _fuse(found, p, sums, fusion)
+    blocks = _make_blocks(found, _at_every_step(found, sums))
     module = extract(loop.invariants, hoisted, loop.graph) if hoisted else None
     return DistributedLoop(loop, hoisted, module, blocks, sums)
+
+
+def _at_every_step(found: _Analysis, sums: list[Term]) -> set[Node]:
+    """Values that must exist as a sequence, whichever block makes them."""
+    loop, pairs = found.loop, zip(found.components, found.recurrent, strict=True)
+    shifted = {loop.next_carries[own[0]] for own, recurrent in pairs if not recurrent}
+    return {*loop.stacked, *shifted, *(leaf for term in sums for leaf in term.leaves())}
+
+
+def _fuse(found: _Analysis, p: int, sums: list[Term], fusion: Fusion) -> list[Term]:
+    """Moves into a recurrence what it can take in of the map behind it, and of the sums."""
+    core, stage, (carries, afters) = found.cores[p], dict(found.stage), _carried(found, p)
+    inside = {*core, *carries, *afters}
+    behind = [n for n in found.order if stage[n] == 2 * p + 2]
+    terms = (term for whole in sums for term in whole.all() if term.kind == "rows")
+    totals = {term.node for term in terms if term.operands[0] in {*inside, *behind}}
+    own, rows = {*core, *behind, *totals}, value_of(carries[0]).shape[:-1]
+
+    def can_move(node: Node) -> bool:
+        return node in totals or (fusion.operation(node) and keeps_rows(node, rows))
+
+    def read_elsewhere(node: Node) -> bool:
+        return any(user in stage and user not in own for user in node.users)
+
+    kept = _at_every_step(found, [term.with_totals(totals) for term in sums])
+    moved = fused_nodes(inside, [*behind, *totals], can_move, read_elsewhere, kept)
+    if not moved:
+        return sums
+    fewer = [term.with_totals(moved) for term in sums]
+    found.cores[p] = core | (moved - totals)
+    found.stage.update(dict.fromkeys(moved - totals, 2 * p + 1))
+    found.fused |= moved
+    found.totals[p] = [n for n in found.loop.graph.nodes if n in moved & totals]
+    block = _scan_block(found, p, _at_every_step(found, fewer))
+    block.history = [True] * len(carries)
+    if fusion.loop(block, found.loop.reverse):
+        return fewer
+    found.cores[p], found.stage, found.totals[p] = core, stage, []
+    found.fused -= moved
+    return sums
 
 
 def _is_heavy(node: Node, inputs: list[Node]) -> bool:
@@ -157,8 +205,8 @@ def _find_components(found: _Analysis) -> None:
     ready = nx.lexicographical_topological_sort(condensed, key=lambda c: min(members[c]))
     for component in ready:
         own = sorted(members[component])
-        carries, afters = [loop.carries[i] for i in own], [loop.next_carries[i] for i in own]
         found.components.append(own)
+        carries, afters = _carried(found, len(found.components) - 1)
         found.recurrent.append(len(own) > 1 or graph.has_edge(own[0], own[0]))
         core: set[Node] = set()
         if found.recurrent[-1]:
@@ -167,6 +215,7 @@ def _find_components(found: _Analysis) -> None:
             core = from_carry & needed_for(afters, stop=stop)
             core |= {u for n in core if is_tuple(n) for u in n.users if u in from_carry}
         found.cores.append(core)
+        found.totals.append([])
 
 
 def _assign_stages(found: _Analysis) -> None:
@@ -189,19 +238,23 @@ def _assign_stages(found: _Analysis) -> None:
             stage[node] = stage.get(node.args[0], earliest)
 
 
+def _carried(found: _Analysis, p: int) -> tuple[list[Node], list[Node]]:
+    """The carries of a component, and what they become."""
+    loop, own = found.loop, found.components[p]
+    return [loop.carries[i] for i in own], [loop.next_carries[i] for i in own]
+
+
 def _make_blocks(found: _Analysis, wanted: set[Node]) -> list[Block]:
-    loop = found.loop
-    at_every_step = set(wanted)  # values that must exist as a sequence over the steps
+    at_every_step = set(wanted)
     recurrences: list[ScanBlock | ShiftBlock] = []
-    for p, own in enumerate(found.components):
-        carries, afters = [loop.carries[i] for i in own], [loop.next_carries[i] for i in own]
-        if found.recurrent[p]:
-            block = _scan_block(found, p, carries, afters, wanted)
+    for p, recurrent in enumerate(found.recurrent):
+        if recurrent:
+            block = _scan_block(found, p, wanted)
             at_every_step |= set(block.sequences)
             recurrences.append(block)
         else:
-            at_every_step.add(afters[0])
-            recurrences.append(ShiftBlock(carries[0], afters[0]))
+            (carry,), (after,) = _carried(found, p)
+            recurrences.append(ShiftBlock(carry, after))
     maps: dict[int, list[Node]] = {}
     for node in found.order:
         if found.stage[node] % 2 == 0:
@@ -225,10 +278,8 @@ def _make_blocks(found: _Analysis, wanted: set[Node]) -> list[Block]:
     return blocks[::-1]
 
 
-def _scan_block(
-    found: _Analysis, p: int, carries: list[Node], afters: list[Node], wanted: set[Node]
-) -> ScanBlock:
-    core = found.cores[p]
+def _scan_block(found: _Analysis, p: int, wanted: set[Node]) -> ScanBlock:
+    core, totals, (carries, afters) = found.cores[p], found.totals[p], _carried(found, p)
     body = _sink(found, core, set(carries))
     outside = {arg for n in body for arg in inputs_of(n)} - body - set(carries)
     sequences = [n for n in _ordered(found, outside) if n in found.varying]
@@ -245,13 +296,14 @@ def _scan_block(
     invariants = _ordered(
         found, {n for n in read - found.varying if n.op == "placeholder" or inputs_of(n)}
     )
-    module = extract([*invariants, *sequences, *carries], [*afters, *emits], found.loop.graph)
-    linear = len(carries) == 1 and _is_linear(carries[0], core)
-    return ScanBlock(carries, afters, invariants, sequences, emits, [], linear, module)
+    inputs, results = [*invariants, *sequences, *carries], [*afters, *emits, *totals]
+    module = extract(inputs, results, found.loop.graph)
+    linear = len(carries) == 1 and _is_linear(carries[0], core - found.fused)
+    return ScanBlock(carries, afters, invariants, sequences, emits, [], linear, module, totals)
 
 
 def _sink(found: _Analysis, core: set[Node], carries: set[Node]) -> set[Node]:
-    """Cheap work that only feeds the loop is done in it: what the loop reads never grows."""
+    """Cheap work of maps that only feeds the loop is done in it: what it reads never grows."""
     body = set(core)
 
     def reads() -> set[Node]:
@@ -264,7 +316,8 @@ def _sink(found: _Analysis, core: set[Node], carries: set[Node]) -> set[Node]:
     changed = True
     while changed:
         changed = False
-        able = [n for n in before if n in found.stage and n.target in CHEAP | VIEWS]
+        mapped = (n for n in before if found.stage.get(n, 1) % 2 == 0)
+        able = [n for n in mapped if n.target in CHEAP | VIEWS]
         by_new: dict[frozenset[Node], list[Node]] = {}  # such as all chunks of one value
         for node in sorted(able, key=lambda n: n.name):
             by_new.setdefault(new(node), []).append(node)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ from .distribute import DistributedLoop, MapBlock, ScanBlock, ShiftBlock
 from .graphs import Node
 
 # A scan block as a callable: (block, invariants, sequences [K, ...], carries, steps, reverse) ->
-# (final carries, histories [K + 1, ...] or None for each carry, emits [K, ...]). Index t of a
-# history is the carry before step t in a forward loop; in a reverse loop index t + 1 is the carry
-# that comes into step t. This is the whole interface of a backend.
+# (final carries, histories [K + 1, ...] or None for each carry, emits [K, ...] and behind them
+# totals). Index t of a history is the carry before step t in a forward loop; in a reverse loop
+# index t + 1 is the carry that comes into step t. This is the whole interface of a backend.
 RunScan = Callable[
     [ScanBlock, list[Tensor], list[Tensor], list[Tensor], Any, bool],
     tuple[list[Tensor], list[Tensor | None], list[Tensor]],
@@ -39,6 +38,7 @@ class _Values:
     invariant: dict[Node, Tensor]
     sequence: dict[Node, Tensor]
     final: dict[Node, Tensor]
+    total: dict[Node, Tensor]
 
 
 def run_loop(
@@ -59,6 +59,7 @@ def run_loop(
     values = _Values(
         dict(zip(loop.invariants, invariants, strict=True)),
         dict(zip(loop.sequences, sequences, strict=True)),
+        {},
         {},
     )
     start = dict(zip(loop.carries, carries, strict=True))
@@ -85,9 +86,10 @@ def run_loop(
     def invariant(node: Node) -> Tensor:
         return _invariant(node, values)
 
-    @cache
     def total(node: Node) -> Tensor:
-        return sequence(node).sum(0)
+        if node not in values.total:
+            values.total[node] = sequence(node).sum(0)
+        return values.total[node]
 
     finals = [values.final[carry] for carry in loop.carries]
     stacked = [sequence(node) for node in loop.stacked]
@@ -150,7 +152,8 @@ def _run_recurrence(
     sequences = [values.sequence[node] for node in block.sequences]
     carries = [start[carry] for carry in block.carries]
     finals, histories, emits = run_scan(block, invariants, sequences, carries, steps, reverse)
-    values.sequence.update(zip(block.emits, emits, strict=True))
+    values.sequence.update(zip(block.emits, emits, strict=False))
+    values.total.update(zip(block.totals, emits[len(block.emits) :], strict=True))
     for carry, after, final, history in zip(
         block.carries, block.next_carries, finals, histories, strict=True
     ):

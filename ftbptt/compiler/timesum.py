@@ -8,7 +8,7 @@ rows together: never K small ones, never K contributions in memory that are summ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ class Term:
 
     ``kind`` is ``sum`` (add up the sequence), ``times_steps`` (an invariant, K times), ``gemm``
     (one GEMM over all steps and rows), ``convolution`` (its weight's gradient, in the same way),
-    ``rows`` (the sum over all steps and rows), ``scatter`` (one scatter of all steps' rows), or
-    ``apply`` (the node's own operation on the sums of its arguments).
+    ``rows`` (the sum over all steps and rows), ``scatter`` (one scatter of all steps' rows),
+    ``total`` (a sum that a loop hands back), or ``apply`` (the node's own operation on the sums of
+    its arguments).
     """
 
     kind: str
@@ -48,9 +49,27 @@ class Term:
         """The sums it is made of."""
         return [operand for operand in tree_leaves(self.operands) if isinstance(operand, Term)]
 
+    def all(self) -> Iterator[Term]:
+        """It and all the sums in it."""
+        yield self
+        for term in self.terms():
+            yield from term.all()
+
+    def with_totals(self, nodes: set[Node]) -> Term:
+        """The same where loops sum these nodes over all steps and rows."""
+        if self.kind == "rows" and self.node in nodes:
+            return Term("total", self.node)
+
+        def changed(operand: Any) -> Any:
+            if isinstance(operand, list):
+                return [changed(own) for own in operand]
+            return operand.with_totals(nodes) if isinstance(operand, Term) else operand
+
+        return replace(self, operands=tuple(map(changed, self.operands)))
+
     def evaluate(self, sequence: Values, total: Values, invariant: Values, steps: Any) -> Tensor:
         """The value, from each leaf's sequence ``[K, ...]``, its total, and each invariant."""
-        if self.kind == "sum":
+        if self.kind in ("sum", "total"):
             return total(self.node)
         if self.kind == "times_steps":
             return invariant(self.node) * steps
@@ -84,12 +103,13 @@ def _gemm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _sum_of_rows(x: Tensor) -> Tensor:
-    """``[K, B, N] -> [N]``, the rows by products with ones: a library reads them in order."""
+    """``[K, B, N] -> [N]``, many rows by products with ones: a library reads them in order."""
+    if x.shape[1] < _ROWS_FOR_A_PRODUCT:
+        return x.sum((0, 1))
     ones = x.new_ones(1, 1, x.shape[1]).expand(x.shape[0], 1, x.shape[1])
     return torch.bmm(ones, x).sum(0)
 
 
-# Fewer rows are summed together with the steps.
 _ROWS_FOR_A_PRODUCT = 16
 
 _LINEAR_VIEWS = VIEWS - {aten.lift_fresh.default}
@@ -146,11 +166,9 @@ def time_sum(node: Node, varying: set[Node], given: set[Node]) -> Term:
 
 
 def _sums_rows(node: Node) -> bool:
-    """Whether the node sums a matrix of floating point numbers over its many rows."""
+    """Whether the node sums a matrix of floating point numbers over its rows."""
     value, dims = value_of(node.args[0]), node.args[1]
-    if value.dim() != 2 or list(dims) != [0] or not value.is_floating_point():
-        return False
-    return value.shape[0] >= _ROWS_FOR_A_PRODUCT
+    return value.dim() == 2 and list(dims) == [0] and value.is_floating_point()
 
 
 def _swapped_gemm(

@@ -25,8 +25,8 @@ def print_cpp(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
     """print_cpp : RowLoop, which carries have a history -> source of the kernel
 
     The function is ``run(memory, numbers)``; ``memory`` are pointers to: invariants, weights,
-    sequences, carries, final carries, histories, emits. ``numbers`` are: steps, the sizes of the
-    row axes, elements of each sequence per step, strides (group, k, n) of each weight.
+    sequences, carries, final carries, histories, emits, totals. ``numbers`` are: steps, the sizes
+    of the row axes, elements of each sequence per step, strides (group, k, n) of each weight.
     """
     printer = _Printer(loop, history, reverse)
     return "\n".join(_indented(printer.lines())) + "\n"
@@ -58,6 +58,9 @@ class _Printer:
         yield from self._arguments()
         yield from self._packing_space()
         yield f"const Tiles tiles(total, {self._axes(0, self.groups)}, {self._tile()});"
+        for i, memory in enumerate(self.loop.totals):
+            t = c_type(compute_dtype(memory.dtype))
+            yield f"Sums<{t}> sums{i}(tiles.threads, {memory.size});"
         yield "#pragma omp parallel num_threads(tiles.threads) if (tiles.threads > 1)"
         yield "{"
         yield from self._pack()
@@ -72,10 +75,12 @@ class _Printer:
         for stage in self.schedule.stages:
             yield from self._product(stage) if isinstance(stage, Product) else self._rows(stage)
         yield from self._swap()
+        yield from self._add_up()
         yield "}"
         yield from self._finish()
         yield "}"
         yield "}"
+        yield from self._totals()
         yield "}"
 
     # -- the whole --------------------------------------------------------------------------------
@@ -102,6 +107,9 @@ class _Printer:
                 place += 1
         for i, memory in enumerate(loop.emits):
             yield self._argument(f"emits{i}", memory.dtype, place, const=False)
+            place += 1
+        for i, memory in enumerate(loop.totals):
+            yield self._argument(f"totals{i}", memory.dtype, place, const=False)
             place += 1
         dims = len(loop.rows.dims)
         yield "const int64_t steps = numbers[0];"
@@ -174,6 +182,8 @@ class _Printer:
             if not self.history[i]:
                 t = c_type(memory.dtype)
                 yield f"Buffer<{t}> carry{i}_buffer(2 * tiles.rows * {memory.size});"
+        for i, memory in enumerate(self.loop.totals):
+            yield f"auto* const {memory_name(memory)} = sums{i}.of_step();"
 
     def _start(self) -> Iterator[str]:
         for i, memory in enumerate(self.loop.carries):
@@ -215,6 +225,14 @@ class _Printer:
                 source = f"history{i} + ({slot}) * {size}"
             yield f"copy({source}, rows * {size}, final{i} + first * {size});"
 
+    def _add_up(self) -> Iterator[str]:
+        for i in range(len(self.loop.totals)):
+            yield f"sums{i}.add_step();"
+
+    def _totals(self) -> Iterator[str]:
+        for i in range(len(self.loop.totals)):
+            yield f"sums{i}.store(totals{i});"
+
     # -- one stage --------------------------------------------------------------------------------
 
     def _row_pointer(self, memory: Memory, row: str) -> str:
@@ -224,7 +242,7 @@ class _Printer:
             at = f"{name} + t * step{memory.index}" if memory.kind == "sequence" else name
             index = self._row_index(memory.pattern, row)
             return f"{at} + {index} * {memory.pattern.unit}" if index else at
-        if memory in self.schedule.one_row:
+        if memory.kind == "total" or memory in self.schedule.one_row:
             return name
         return f"{name} + {row} * {memory.size}"
 
@@ -273,7 +291,8 @@ class _Printer:
                     used[op.value.memory] = None
         for memory in used:
             constant = "const " if memory.kind in ("invariant", "sequence", "carry") else ""
-            dtype = memory.dtype if memory.kind != "scratch" else compute_dtype(memory.dtype)
+            own = memory.kind in ("scratch", "total")
+            dtype = compute_dtype(memory.dtype) if own else memory.dtype
             name = f"row_{memory_name(memory)}"
             yield (f"{constant}{c_type(dtype)}* const {name} = {self._row_pointer(memory, 'r')};")
         for nest in nests:

@@ -125,7 +125,9 @@ class NestPrinter:
             if op.value in self.kept:
                 at = _at(op.value.offset, op.value.strides, len(self.nest.shape))
                 assert op.value.memory is not None
-                yield f"store_(row_{memory_name(op.value.memory)} + {at}, {name}{left});"
+                pointer = f"row_{memory_name(op.value.memory)} + {at}"
+                add = op.value.memory.kind == "total"
+                yield f"{'add_' if add else 'store_'}({pointer}, {name}{left});"
 
     def _as_vector(self, op: Map, value: str) -> str:
         """A constant, or what all of the row share, as the vector that a store wants."""

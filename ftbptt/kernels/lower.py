@@ -86,7 +86,11 @@ class _Builder:
 
     def build(self) -> RowLoop:
         outputs = list(self.graph.output_node().args[0])
+        n_carries, n_totals = len(self.carries), len(self.block.totals)
+        outputs, totals = outputs[: len(outputs) - n_totals], outputs[len(outputs) - n_totals :]
         for node in self.graph.nodes:
+            if node in totals:
+                continue
             if node.op != "call_function" or is_constant(node) or node.target in VIEWS:
                 continue
             if is_elementwise(node):
@@ -100,8 +104,9 @@ class _Builder:
                 self._join(node)
             else:
                 raise refuse(node, "no kernel is known for it")
+        for i, node in enumerate(totals):
+            self._total(node, i)
         for i, node in enumerate(outputs):
-            n_carries = len(self.carries)
             kind, index = ("next", i) if i < n_carries else ("emit", i - n_carries)
             self._store(node, kind, index)
         return self.loop
@@ -187,6 +192,18 @@ class _Builder:
             return
         shape = tuple(value.shape[d] for d in order)
         self.operations.append(Reduce(self._value(node), kind, shape, outer, read))
+
+    def _total(self, node: Node, index: int) -> None:
+        """A sum over the rows, that is added up over the steps as well."""
+        source, dims = node.args[:2]
+        value = value_of(source)
+        shape, rank = list(value.shape), self.rows.rank(source)
+        if {d % len(shape) for d in dims} != set(range(rank)):
+            raise refuse(node, "a sum over other axes than the rows")
+        whole = self._new_value(f"total{index}", value_of(node).dtype, shape[rank:])
+        whole.memory = Memory("total", index, whole.dtype, whole.size, RowPattern((0, 0), 0))
+        self.loop.totals.append(whole.memory)
+        self.operations.append(Map(whole, self._leaf(source, shape, rank)))
 
     def _product(self, node: Node) -> None:
         a, weight = node.args[:2]

@@ -21,8 +21,9 @@ class Memory:
     """A place for one value per row, or per step and row, or for all rows alike.
 
     ``kind``: "invariant", "sequence" and "carry" are read, "emit" and "next" are written (and may
-    be read again in the step), "scratch" is the kernel's own. ``index`` numbers those of a kind;
-    ``pattern`` says how rows find their part; a part has ``size`` elements.
+    be read again in the step), "total" is added to, "scratch" is the kernel's own. ``index``
+    numbers those of a kind; ``pattern`` says how rows find their part; a part has ``size``
+    elements.
     """
 
     kind: str
@@ -114,6 +115,7 @@ class RowLoop:
     carries: list[Memory]
     nexts: list[Memory]
     emits: list[Memory]
+    totals: list[Memory] = field(default_factory=list)
     weight_dtypes: dict[int, torch.dtype] = field(default_factory=dict)
 
 

@@ -1,0 +1,165 @@
+"""Work that a kernel takes in: what leaves the loop, and what is summed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from ftbptt import Explanation, make_train_segment
+from ftbptt.compiler.fusion import fused_nodes, keeps_rows
+
+from .oracle import assert_close, reference
+from .problem import Problem, mse
+
+B, D, H, K = 37, 5, 7, 9  # rows that no tile and no thread divides
+
+
+class NormedLSTM(nn.Module):
+    """Layer norm of the gates and of the cell: sums over rows for each gain and bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.h = nn.Linear(D, 4 * H), nn.Linear(H, 4 * H, bias=False)
+        self.norm_x, self.norm_h = nn.LayerNorm(4 * H), nn.LayerNorm(4 * H)
+        self.norm_c = nn.LayerNorm(H)
+
+    def forward(
+        self, x_t: Tensor, state: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h, c = state
+        i, f, g, o = (self.norm_x(self.x(x_t)) + self.norm_h(self.h(h))).chunk(4, -1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(self.norm_c(c))
+        return h, (h, c)
+
+
+def normed(dtype: torch.dtype = torch.float64, steps: int = K) -> Problem:
+    torch.manual_seed(0)
+    module = NormedLSTM().to(dtype)
+    x, y = torch.randn(steps, B, D, dtype=dtype), torch.randn(steps, B, H, dtype=dtype)
+    state = (torch.randn(B, H, dtype=dtype), torch.randn(B, H, dtype=dtype))
+    params = dict(module.named_parameters())
+    return Problem(module, params, state, lambda k: x[:k], lambda k: y[:k], mse)
+
+
+def explained(problem: Problem, backend: str) -> Explanation:
+    segment = make_train_segment(problem.step, problem.loss, backend=backend)
+    return segment.explain(*problem.data(K))
+
+
+def test_what_follows_a_loop_is_done_in_its_kernel() -> None:
+    apart, inside = (explained(normed(), backend) for backend in ("compile", "fused"))
+
+    def behind(found: Explanation) -> list[int]:
+        return [b.elementwise for b in found.blocks if b.kind == "map" and b.phase == "reverse"][1:]
+
+    assert behind(apart)
+    assert all(behind(apart))
+    assert not any(behind(inside))  # views, for the GEMMs
+    assert inside.flops == apart.flops
+    assert inside.saved == apart.saved
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("kernels", "threads")
+def test_sums_over_steps_and_rows() -> None:
+    made = normed()
+    segment = make_train_segment(made.step, made.loss, backend="fused")
+    for steps in (K, 1):
+        assert_close(segment(*made.data(steps)), reference(made, steps))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_long_sums_lose_no_digits() -> None:
+    """11,840 numbers of about 2: the rows of a step are added up before the steps."""
+
+    def step(params: dict[str, Tensor], x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = 0.5 * h + params["b"] * x_t
+        return h, h
+
+    steps = 320
+    segment = make_train_segment(step, lambda out, y: out.sum(), backend="fused")
+    x = torch.full((steps, B, H), 1.1)
+    found = segment({"b": torch.ones(H)}, torch.zeros(B, H), x, x).grads["b"]
+    d_h = 2 - 0.5 ** torch.arange(steps, dtype=torch.float64)
+    right = d_h.sum() * B * x[0, 0, 0].double()
+    one_by_one = d_h.repeat_interleave(B).mul(1.1).float().numpy().cumsum()[-1]
+    assert abs(one_by_one - right) / right > 1e-5
+    assert ((found - right).abs() / right).max() < 3e-6
+
+
+def test_empty_batch() -> None:
+    made = normed()
+    params, state, x, y = made.data(3)
+    none = tuple(leaf[:0] for leaf in state)
+    segment = make_train_segment(made.step, lambda out, y: out.sum(), backend="fused")
+    found = segment(params, none, x[:, :0], y[:, :0])
+    assert all(not grad.any() for grad in found.grads.values())
+
+
+# -- the cut -----------------------------------------------------------------------------------
+
+
+def graph_of(function: object, *shapes: tuple[int, ...]) -> dict[str, fx.Node]:
+    graph = fx.symbolic_trace(function).graph  # type: ignore[arg-type]
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(shapes[0])
+    return {node.name: node for node in graph.nodes if node.op != "output"}
+
+
+def moved(
+    nodes: dict[str, fx.Node], stay: set[str], elsewhere: set[str], kept: set[str]
+) -> set[str]:
+    inside = {nodes["a"]}
+    found = fused_nodes(
+        inside,
+        [node for node in nodes.values() if node not in inside],
+        lambda node: node.name not in stay,
+        lambda node: node.name in elsewhere,
+        {nodes[name] for name in kept},
+    )
+    return {node.name for node in found}
+
+
+def test_only_what_saves_bytes_moves() -> None:
+    def chain(a: Tensor) -> Tensor:
+        b = a.exp()
+        return b.cos()
+
+    nodes = graph_of(chain, (3, 5))
+    assert moved(nodes, set(), set(), {"cos"}) == {"exp", "cos"}
+    # Its bytes for those of ``a``: what is outside finds it ready.
+    assert moved(nodes, {"cos"}, set(), {"cos"}) == {"exp"}
+    # ``a`` goes out in any case, and is only read.
+    assert moved(nodes, {"exp"}, set(), {"a"}) == set()
+
+
+def test_a_smaller_value_goes_out_in_place_of_a_larger() -> None:
+    def narrow(a: Tensor) -> Tensor:
+        return a.exp().relu()
+
+    nodes = graph_of(narrow, (3, 5))
+    nodes["exp"].meta["val"] = torch.empty(3, 1)
+    assert moved(nodes, {"relu"}, set(), {"relu"}) == {"exp"}
+
+
+def test_rows_stay_in_front() -> None:
+    graph = fx.Graph()
+    a = graph.placeholder("a")
+    a.meta["val"] = torch.empty(3, 5)
+    swapped = graph.call_function(torch.ops.aten.permute.default, (a, [1, 0]))
+    swapped.meta["val"] = torch.empty(5, 3)
+    assert keeps_rows(a, (3,))
+    assert not keeps_rows(swapped, (3,))
+    swapped.meta["val"] = torch.empty(3, 3)
+    assert not keeps_rows(swapped, (3,))
