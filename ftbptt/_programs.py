@@ -33,8 +33,7 @@ class Programs:
 
     def _fused(self, loop: DistributedLoop) -> DistributedLoop:
         fusion = self.backend.fusion
-        on_gpu = self.plan.signature.x[0].device.type != "cpu"
-        return loop if fusion is None or on_gpu else distribute(loop.loop, fusion)
+        return loop if fusion is None else distribute(loop.loop, fusion)
 
     @cached_property
     def windowed(self) -> WindowedLoop:

@@ -103,18 +103,20 @@ class Language:
 
     ``least_features``: the axes that are never rows. A CPU's vectors go along the last one; on a
     GPU each element of a loop that is elementwise can be a row, with a thread of its own.
+    ``takes_in``: whether kernels do more than their loop, for which a GPU has no registers left.
     """
 
     name: str
     print_source: Callable[..., str]
     make_ready: Callable[[str], Path]
     least_features: int
+    takes_in: bool
 
 
 # By the type of the device.
 LANGUAGES = {
-    "cpu": Language("C++", print_cpp, start, least_features=1),
-    "cuda": Language("Triton", print_triton, write, least_features=0),
+    "cpu": Language("C++", print_cpp, start, least_features=1, takes_in=True),
+    "cuda": Language("Triton", print_triton, write, least_features=0, takes_in=False),
 }
 
 
@@ -231,12 +233,12 @@ def _takes_in(node: Node) -> bool:
 
 
 def _is_kernel(block: ScanBlock, reverse: bool) -> bool:
-    """Whether a kernel on a CPU can do all of the block."""
+    """Whether one kernel can do all of a block that has taken something in."""
     try:
         language, _, _ = _source_for(block, reverse)
     except Unsupported:
         return False
-    return language is LANGUAGES["cpu"]
+    return language.takes_in
 
 
 FUSED = Backend(
