@@ -255,6 +255,7 @@ def make_program_graph(
     with mode:
         program = make_fx(function, decomposition_table=select_decomp_table())(*examples)
     _write_to_whole_tensors(program.graph)
+    _compute_once(program.graph)
     return program
 
 
@@ -276,6 +277,45 @@ def _write_to_whole_tensors(graph: torch.fx.Graph) -> None:
                 )
                 copied.meta["val"] = value.contiguous()
             node.replace_input_with(whole, copied)
+
+
+def _compute_once(graph: torch.fx.Graph) -> None:
+    """Puts into memory what is compared with its own maximum, as the gradient of ``amax`` does.
+
+    Inductor (2.11 to 2.13) computes it once for the maximum and once for the comparison, in C++ once
+    with a library's ``erf`` or ``tanh`` and once with that of vectors: then nothing is equal.
+    """
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
+        for value, other in (node.args[:2], node.args[1::-1]):
+            while isinstance(other, torch.fx.Node) and other.target in _REACH_A_MAXIMUM:
+                other = other.args[0]
+            of_value = isinstance(other, torch.fx.Node) and value in other.args
+            if not of_value or other.target not in (aten.amax.default, aten.amin.default):
+                continue
+            with graph.inserting_after(value):
+                # The only operation that makes Inductor keep its input in memory.
+                kept = graph.call_function(aten.as_strided.default)
+            with graph.inserting_before(kept):
+                fake = value.meta["val"]
+                shape = [
+                    n if isinstance(n, int) else graph.call_function(aten.sym_size.int, (value, i))
+                    for i, n in enumerate(fake.shape)
+                ]
+            kept.args, kept.meta["val"] = (value, shape, list(fake.stride())), fake
+            for size in shape:
+                if isinstance(size, torch.fx.Node):
+                    size.meta["val"] = fake.shape[size.args[1]]
+            for user in (node, other):
+                user.replace_input_with(value, kept)
+
+
+_REACH_A_MAXIMUM = (
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.view.default,
+)
 
 
 def inductor_compile(

@@ -268,3 +268,15 @@ def test_readouts_run_compiled_for_every_length() -> None:
     compiled = segment.compile_count
     check(segment, made, 9)
     assert segment.compile_count == compiled
+
+
+@pytest.mark.parametrize("backend", ["eager", "compile"])
+def test_gradient_of_a_maximum(backend: str) -> None:
+    """Inductor computed what is compared with its maximum in another way than the maximum."""
+
+    def out(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+        value = F.gelu(h @ w)
+        return value - value.amax(-1, keepdim=True)
+
+    made = problem_with(lambda w, x, h: torch.tanh(h @ w + x), out)
+    check(make_train_segment(made.step, made.loss, backend=backend), made, 40)
