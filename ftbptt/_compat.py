@@ -253,69 +253,7 @@ def make_program_graph(
     from torch._inductor.decomposition import select_decomp_table
 
     with mode:
-        program = make_fx(function, decomposition_table=select_decomp_table())(*examples)
-    _write_to_whole_tensors(program.graph)
-    _compute_once(program.graph)
-    return program
-
-
-def _write_to_whole_tensors(graph: torch.fx.Graph) -> None:
-    """Copies an expanded tensor before ``index_put``.
-
-    Inductor (2.11 to 2.13) does index_put in place on what nothing else reads, also where it is a
-    tensor expanded over the steps: all of them would be written to the memory of one.
-    """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default):
-        whole = node.args[0]
-        value = whole.meta["val"]
-        if any(s == 0 and n != 1 for s, n in zip(value.stride(), value.shape, strict=True)):
-            with graph.inserting_before(node):
-                copied = graph.call_function(
-                    torch.ops.aten.clone.default,
-                    (whole,),
-                    {"memory_format": torch.contiguous_format},
-                )
-                copied.meta["val"] = value.contiguous()
-            node.replace_input_with(whole, copied)
-
-
-def _compute_once(graph: torch.fx.Graph) -> None:
-    """Puts into memory what is compared with its own maximum, as the gradient of ``amax`` does.
-
-    Inductor (2.11 to 2.13) computes it once for the maximum and once for the comparison, in C++ once
-    with a library's ``erf`` or ``tanh`` and once with that of vectors: then nothing is equal.
-    """
-    aten = torch.ops.aten
-    for node in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
-        for value, other in (node.args[:2], node.args[1::-1]):
-            while isinstance(other, torch.fx.Node) and other.target in _REACH_A_MAXIMUM:
-                other = other.args[0]
-            of_value = isinstance(other, torch.fx.Node) and value in other.args
-            if not of_value or other.target not in (aten.amax.default, aten.amin.default):
-                continue
-            with graph.inserting_after(value):
-                # The only operation that makes Inductor keep its input in memory.
-                kept = graph.call_function(aten.as_strided.default)
-            with graph.inserting_before(kept):
-                fake = value.meta["val"]
-                shape = [
-                    n if isinstance(n, int) else graph.call_function(aten.sym_size.int, (value, i))
-                    for i, n in enumerate(fake.shape)
-                ]
-            kept.args, kept.meta["val"] = (value, shape, list(fake.stride())), fake
-            for size in shape:
-                if isinstance(size, torch.fx.Node):
-                    size.meta["val"] = fake.shape[size.args[1]]
-            for user in (node, other):
-                user.replace_input_with(value, kept)
-
-
-_REACH_A_MAXIMUM = (
-    torch.ops.aten.unsqueeze.default,
-    torch.ops.aten.expand.default,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten.view.default,
-)
+        return make_fx(function, decomposition_table=select_decomp_table())(*examples)
 
 
 def inductor_compile(
