@@ -80,7 +80,7 @@ def test_sums_over_steps_and_rows() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_long_sums_lose_no_digits() -> None:
+def test_long_sums_lose_fewer_digits_than_one_by_one() -> None:
     """11,840 numbers of about 2: the rows of a step are added up before the steps."""
 
     def step(params: dict[str, Tensor], x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

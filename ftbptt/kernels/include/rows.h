@@ -115,8 +115,8 @@ inline void add_(T* p, X x) {
 template <typename T, typename V>
 inline void add_(T* p, V v, int64_t count) { store_(p, load_<V>(p, count) + v, count); }
 
-// Sums over all steps and rows. Each thread adds up its own, the rows of one step before the steps:
-// so few numbers follow each other that no digits are lost.
+// Sums over all steps and rows. Each thread adds up its own, the rows of one step before the steps,
+// which loses fewer digits than adding all of them one by one.
 template <typename T>
 class Sums {
  public:
