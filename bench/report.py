@@ -124,6 +124,12 @@ def markdown(results: Results) -> str:
             " How a peer scales is told from rounds in which the machine had its cores: a GEMM in "
             f"cache gained {SCALING_GAIN:.0%} of each thread just before and after."
         )
+    repeated = sum(case.get("repeated", 0) for case in results["cases"].values())
+    if repeated:
+        lines[-1] += (
+            f" {repeated} rounds were taken again: the machine had lost its cores to others, and "
+            "several threads were slower than one."
+        )
     if busy(results):
         used = f"{about['busy_before']:.0%} of its processors"
         lines += ["", f"**Other work was on the machine** ({used}): the figures are off."]

@@ -19,7 +19,7 @@ import multiprocessing
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from .worker import serve
 
 BASE = "eager"  # the peer that ratios and errors are taken against
 TURN = 0.15  # seconds of calls that a peer gets in a round
+LOST = 1.0  # several threads gain less over one: another machine has the cores
+WHOLE, PART = Path("bench/results"), Path("runs/bench")  # where results go
 
 
 @dataclass
@@ -106,15 +108,7 @@ def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> 
         bar.set_postfix_str("float64 oracle")
         own = [peer.name for peer in peers if peer.name.startswith("engine")]
         oracle.check(case, results, BASE, own, {w.peer.name: w.row for w in workers})
-        times_of: dict[str, list[list[float]]] = {w.peer.name: [] for w in workers}
-        scaling = any(peer.threads for peer in peers)
-        for turn in range(rounds):
-            bar.set_postfix_str(f"round {turn + 1} of {rounds}")
-            for worker in workers:
-                with _thread_gains(worker) if scaling else contextlib.nullcontext():
-                    times = worker.ask("time", TURN)
-                if times is not None:
-                    times_of[worker.peer.name].append(times)
+        times_of, repeated = take_rounds(workers, rounds, bar)
         for worker in workers:
             bar.set_postfix_str(f"{worker.peer.label}: memory")
             peak = worker.ask("memory")
@@ -130,18 +124,41 @@ def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> 
         "title": case.title,
         "batch": case.batch,
         "floor": floor.as_dict(),
+        "repeated": repeated,
         "peers": {worker.peer.name: worker.row for worker in workers},
     }
 
 
-@contextlib.contextmanager
-def _thread_gains(worker: Worker) -> Iterator[None]:
-    """Notes what several threads gained just before and after the turn of one that has them."""
-    count = worker.row.get("threads") or worker.row.get("all_threads") or 1
-    before = limits.thread_gain(count) if count > 1 else 1.0
-    yield
-    if count > 1:
-        worker.row.setdefault("thread_gains", []).append(min(before, limits.thread_gain(count)))
+def take_rounds(
+    workers: list[Worker], rounds: int, bar: tqdm[Any]
+) -> tuple[dict[str, list[list[float]]], int]:
+    """Seconds of the calls of each peer in each round, and how many rounds were taken again.
+
+    Those are the rounds in which the machine lost its cores: more threads than one were slower than
+    one before or after a turn. As many are as there are rounds; what is lost then, is measured.
+    """
+    threads, scaling = torch.get_num_threads(), any(worker.peer.threads for worker in workers)
+    times_of: dict[str, list[list[float]]] = {worker.peer.name: [] for worker in workers}
+    kept = repeated = 0
+    while kept < rounds:
+        bar.set_postfix_str(f"round {kept + 1} of {rounds}")
+        gains, taken = [], []
+        for worker in workers:
+            own = worker.peer.threads or 1
+            count = own if own > 1 else threads
+            before = limits.thread_gain(count)
+            taken.append(worker.ask("time", TURN))
+            gains.append(min(before, limits.thread_gain(count)))
+        if threads > 1 and min(gains) < LOST and repeated < rounds:
+            repeated += 1
+            continue
+        kept += 1
+        for worker, times, gain in zip(workers, taken, gains, strict=True):
+            if times is not None:
+                times_of[worker.peer.name].append(times)
+            if scaling and (worker.peer.threads or worker.row.get("all_threads") or 1) > 1:
+                worker.row.setdefault("thread_gains", []).append(gain)
+    return times_of, repeated
 
 
 def _summarise(
@@ -189,7 +206,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     suite = SUITES[options.suite]
     part = bool(options.quick or options.cases or options.peers or options.backends)
-    options.out = options.out or Path("runs/bench" if part else "bench/results")
+    options.partial = options.out or PART
+    options.out = options.out or (PART if part else WHOLE)
     options.rounds = options.rounds if options.rounds is not None else 4 if options.quick else 12
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, found {options.rounds}")
@@ -225,6 +243,25 @@ def choose_peers(options: argparse.Namespace) -> list[Peer]:
     return [find(name) for name in dict.fromkeys(names)]
 
 
+def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Fills in ``results`` case by case; when it is interrupted, those that are done are there."""
+    suite = SUITES[options.suite]
+    lengths = suite.compile_steps if suite.cases[0] in options.cases else ()
+    lengths = lengths if any(peer.name == "engine" for peer in options.peers) else ()
+    with tqdm(total=len(options.cases) + len(lengths), unit="case", dynamic_ncols=True) as bar:
+        for case in options.cases:
+            bar.set_description(case.name)
+            results["cases"][case.name] = run_case(case, options.peers, options.rounds, bar)
+            bar.update()
+        results["compile_s"] = {}
+        for steps in lengths:
+            bar.set_description("cold compile")
+            bar.set_postfix_str(f"T={steps}")
+            repeats = 1 if options.quick else 2
+            results["compile_s"][str(steps)] = compile_seconds(suite.cases[0], steps, repeats)
+            bar.update()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit status is 1 if a result was wrong."""
     options = parse(arguments)
@@ -233,31 +270,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if report.busy(results):
         used = results["machine"]["busy_before"]
         print(f"other work uses {used:.0%} of the processors: figures will be off", file=sys.stderr)
-    suite = SUITES[options.suite]
-    lengths = suite.compile_steps if suite.cases[0] in options.cases else ()
-    lengths = lengths if any(peer.name == "engine" for peer in options.peers) else ()
+    stopped = False
     try:
-        with tqdm(total=len(options.cases) + len(lengths), unit="case", dynamic_ncols=True) as bar:
-            for case in options.cases:
-                bar.set_description(case.name)
-                results["cases"][case.name] = run_case(case, options.peers, options.rounds, bar)
-                bar.update()
-            results["compile_s"] = {}
-            for steps in lengths:
-                bar.set_description("cold compile")
-                bar.set_postfix_str(f"T={steps}")
-                repeats = 1 if options.quick else 2
-                results["compile_s"][str(steps)] = compile_seconds(suite.cases[0], steps, repeats)
-                bar.update()
+        measure(options, results)
     except KeyboardInterrupt:
-        print("\nstopped; nothing was written", file=sys.stderr)
-        return 130
+        done, stopped, options.out = len(results["cases"]), True, options.partial
+        print(f"\nstopped after {done} of {len(options.cases)} cases", file=sys.stderr)
+        if not done:
+            return 130
     results["targets"] = targets(results)
     written = report.write(results, options.out)
     print(report.markdown(results))
     print("written: " + ", ".join(str(path) for path in written))
     rows = [row for case in results["cases"].values() for row in case["peers"].values()]
-    return 1 if any(row["status"] == "wrong" for row in rows) else 0
+    wrong = any(row["status"] == "wrong" for row in rows)
+    return 130 if stopped else 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -112,8 +112,12 @@ def _scaling(case: Row) -> list[Row]:
             many = same[threads]
             gains = many.get("thread_gains", [threads] * len(many.get("round_ms", [])))
             had_them = [gain >= SCALING_GAIN * threads for gain in gains]
-            if not all(had_them):
-                what += f" ({sum(had_them)} of {len(had_them)} rounds)"
+            if "thread_gains" in many:
+                what += f" ({sum(had_them)} of {len(had_them)} rounds"
+                if any(had_them):
+                    gain = statistics.median(compress(gains, had_them))
+                    what += f", in which the GEMM gained {gain:.2f}x"
+                what += ")"
             enough = sum(had_them) >= min(SCALING_ROUNDS, len(had_them))
             measured = _faster(many, same[few], had_them) if enough else None
             line = row(what, measured, ">=", SCALING)

@@ -17,6 +17,8 @@ from bench.peers import Skip, find
 from bench.suites import SUITES
 from bench.targets import targets
 
+RESULTS = Path(run.__file__).with_name("results")
+
 PEERS = ("eager", "engine-eager", "torch-func", "library", "jax")
 CASES = (
     *(Case(kind, kind, 5, 3, 4, 6) for kind in KINDS),
@@ -86,11 +88,38 @@ def test_threads_are_compared_while_the_machine_has_them() -> None:
     many = results["cases"]["lstm-one-row"]["peers"]["engine@2"]
     many["thread_gains"] = [1.9, 1.0, 1.7, 1.8]
     (row,) = targets(results)
-    assert row["what"] == "LSTM: ftbptt, 2 threads, vs 1 (3 of 4 rounds)"
+    assert row["what"] == (
+        "LSTM: ftbptt, 2 threads, vs 1 (3 of 4 rounds, in which the GEMM gained 1.80x)"
+    )
     assert (row["measured"], row["verdict"]) == (2.0, "ok")
     many["thread_gains"] = [1.9, 1.0, 1.2, 1.8]
     (row,) = targets(results)
     assert (row["measured"], row["verdict"]) == (None, "not measured")
+
+
+def test_rounds_without_the_machines_cores_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    gain = 2.0
+    monkeypatch.setattr(limits, "thread_gain", lambda _: gain)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+    class FakeWorker:
+        def __init__(self, name: str) -> None:
+            self.peer, self.row, self.turns = find(name), {"all_threads": 2}, 0
+
+        def ask(self, *_: Any) -> list[float]:
+            nonlocal gain
+            self.turns += 1  # another machine comes in the second turn and in those from the fourth
+            gain = 0.5 if self.turns == 2 or self.turns > 3 else 1.9
+            return [float(self.turns)]
+
+    engine, eager, alone = FakeWorker("engine"), FakeWorker("eager"), FakeWorker("engine@1")
+    alone.row = {}
+    workers: Any = [engine, eager, alone]
+    times, repeated = run.take_rounds(workers, 3, run.tqdm(disable=True))
+    assert times["engine"] == times["eager"] == [[1.0], [5.0], [6.0]]
+    assert repeated == 3
+    assert engine.row["thread_gains"] == [1.9, 0.5, 0.5]
+    assert "thread_gains" not in alone.row
 
 
 def test_the_gain_of_threads_leaves_their_number() -> None:
@@ -109,7 +138,7 @@ def test_every_target_is_of_a_case_and_its_peers() -> None:
 
 
 def test_recorded_results_still_render() -> None:
-    for path in Path(run.__file__).with_name("results").glob("*.json"):
+    for path in RESULTS.glob("*.json"):
         results = json.loads(path.read_text())
         assert report.markdown(results) == path.with_suffix(".md").read_text()
         assert report.tag(results) == path.stem
@@ -133,6 +162,30 @@ def test_a_wrong_choice_is_an_error(wrong: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit):
         run.parse(wrong)
     assert "--peers" in capsys.readouterr().err
+
+
+def test_what_was_measured_before_an_interruption_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """But not as if it were the whole bench's results."""
+    measured = json.loads(next(RESULTS.glob("*-fused.json")).read_text())["cases"]
+    cases = iter(list(measured.values())[:2])
+
+    def run_case(*_: Any) -> Any:
+        for case in cases:
+            return case
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run_case", run_case)
+    monkeypatch.chdir(tmp_path)
+    assert run.main(["--suite", "fused"]) == 130
+    assert "stopped after 2 of 26 cases" in capsys.readouterr().err
+    (written,) = tmp_path.rglob("*.json")
+    assert written.parent == tmp_path / "runs" / "bench"
+    assert len(json.loads(written.read_text())["cases"]) == 2
+    written.unlink()
+    assert run.main(["--suite", "fused"]) == 130  # before anything was measured
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_a_library_that_errs_with_the_problem_is_marked_and_kept() -> None:
