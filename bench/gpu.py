@@ -86,6 +86,8 @@ def cases() -> list[GpuCase]:
         GpuCase(Case("peephole", "peephole", 64, 64, 128, 128), "tf32", (*OWN, "eager", "jax")),
         GpuCase(Case("cho-gru", "chogru", 64, 64, 128, 128), "tf32", (*OWN, "eager", "jax")),
         GpuCase(Case("min-gru", "mingru", 256, 16, 128, 128), "tf32", (*OWN, "eager", "jax")),
+        GpuCase(Case("min-gru-long", "mingru", 2048, 4, 128, 128), "tf32",
+                (*OWN, "eager", "jax")),
     ]  # fmt: skip
     return found
 

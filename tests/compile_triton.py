@@ -25,7 +25,8 @@ from ftbptt import make_train_segment
 from ftbptt.compiler.distribute import ScanBlock
 from ftbptt.kernels.expressions import Unsupported
 from ftbptt.kernels.lower import make_row_loop
-from ftbptt.kernels.triton_module import load, options_for, write
+from ftbptt.kernels.rowloop import RowLoop
+from ftbptt.kernels.triton_module import load, options_for, steps_at_once, write
 from ftbptt.kernels.triton_source import print_triton
 
 from .cells import problem
@@ -66,21 +67,35 @@ def loops(plan: Any) -> list[tuple[str, ScanBlock]]:
     return [(phase, block) for phase, block in blocks if isinstance(block, ScanBlock)]
 
 
-def compiled(block: ScanBlock, reverse: bool, precision: str) -> dict[str, int]:
-    """One kernel, with the tile that many rows would give it."""
+def compiled(block: ScanBlock, reverse: bool, precision: str) -> dict[str, dict[str, int]]:
+    """The kernels of a block by their names, with the tiles that they would be called with."""
+    loop = make_row_loop(block, least_features=0)
+    module = load(str(write(print_triton(loop, block.history, reverse=reverse))))
+    rows, warps = options_for(1 << 20, 1, module.ROW_BYTES, 132, precision)
+    options = {"ROWS": rows, "PRECISION": precision}
+    found = {"run": compiled_function(module, "run", loop, options, warps, reverse)}
+    if hasattr(module, "run_composed"):
+        tile = steps_at_once(1 << 20, 1 << 10, 132)
+        assert tile is not None
+        options = {"STEPS": tile[0], "ROWS": tile[1]}
+        found["run_composed"] = compiled_function(
+            module, "run_composed", loop, options, warps, reverse
+        )
+    return found
+
+
+def compiled_function(
+    module: Any, name: str, loop: RowLoop, options: dict[str, Any], warps: int, reverse: bool
+) -> dict[str, int]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    loop = make_row_loop(block, least_features=0)
-    module = load(str(write(print_triton(loop, block.history, reverse=reverse))))
-    rows, warps = options_for(1 << 20, 1, module.ROW_BYTES, 132, precision)
-    function = module.run
+    function = getattr(module, name)
     signature: dict[str, str] = {}
     constants: dict[Any, Any] = {}
-    multiples: dict[
-        Any, Any
-    ] = {}  # of 16, as Triton finds in addresses and sizes when it is called
+    # Of 16, as Triton finds in addresses and sizes when it is called.
+    multiples: dict[Any, Any] = {}
     memory = {
         **{f"invariant{i}": m.dtype for i, m in loop.invariants.items()},
         **{f"weight{i}": dtype for i, dtype in loop.weight_dtypes.items()},
@@ -95,9 +110,9 @@ def compiled(block: ScanBlock, reverse: bool, precision: str) -> dict[str, int]:
         if name in memory:
             signature[name] = f"*{TYPES[memory[name]]}"
             multiples[(i,)] = [["tt.divisibility", 16]]
-        elif name in ("ROWS", "PRECISION"):
+        elif name in options:
             signature[name] = "constexpr"
-            constants[(i,)] = {"ROWS": rows, "PRECISION": precision}[name]
+            constants[(i,)] = options[name]
         elif name.startswith("k_stride" if reverse else "n_stride"):
             signature[name] = "constexpr"
             constants[(i,)] = 1
@@ -106,9 +121,10 @@ def compiled(block: ScanBlock, reverse: bool, precision: str) -> dict[str, int]:
             if name.startswith(("step", "k_", "n_", "group_")) and name != "steps":
                 multiples[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, multiples)
-    options = {"num_warps": warps, "num_stages": 1}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return {"rows": rows, "shared": made.metadata.shared, **usage(made.asm["ptx"])}
+    made = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 1}
+    )
+    return {"rows": options["ROWS"], "shared": made.metadata.shared, **usage(made.asm["ptx"])}
 
 
 def usage(ptx: str) -> dict[str, int]:
@@ -136,7 +152,8 @@ def main(names: list[str]) -> None:
         own = of_lstm(hidden, dtype) if hidden else of_cell(name)
         for i, (phase, block) in enumerate(own):
             with contextlib.suppress(Unsupported):
-                found[f"{name}-{phase}-{i}"] = compiled(block, phase == "reverse", precision)
+                for function, kernel in compiled(block, phase == "reverse", precision).items():
+                    found[f"{name}-{phase}-{i}-{function}"] = kernel
     print(json.dumps(found))
 
 

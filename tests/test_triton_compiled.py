@@ -29,6 +29,8 @@ def compiled(*names: str) -> dict[str, Any]:
 def test_they_fit() -> None:
     found = compiled()
     assert len(found) == 10
+    found |= compiled("min_gru")
+    assert sum(name.endswith("run_composed") for name in found) == 2
     for name, kernel in found.items():
         assert kernel["shared"] <= SHARED, (name, kernel)
         assert kernel["spilled"] <= SPILLED, (name, kernel)

@@ -29,6 +29,11 @@ _TILE_BYTES = 8 << 10
 _TILE_BYTES_EXACT = 4 << 10  # products without a matrix unit need more registers
 # Elementwise loops: a thread for each number.
 _ROWS_OF_ONE_NUMBER, _WARPS_OF_ONE_NUMBER = 128, 4
+# Steps that compose are taken many at once where the rows leave most of a multiprocessor's 2,048
+# threads without one, so that it would wait for memory at every step. A row of a tile is read
+# together with its neighbours, in pieces of 32 bytes at least.
+_ROWS_TO_FILL_A_PROCESSOR, _NUMBERS_OF_A_TILE = 512, 2048
+_LEAST_ROWS_AT_ONCE, _MOST_ROWS_AT_ONCE = 8, 32
 
 
 def write(source: str) -> Path:
@@ -75,14 +80,19 @@ def launch(
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     rows, warps = options_for(total // groups, groups, module.ROW_BYTES, processors, precision)
-    grid = (-(-total // groups // rows), groups)
+    function = module.run
+    options: dict[str, Any] = {"PRECISION": precision}
+    at_once = steps_at_once(steps, total, processors)
+    if at_once is not None and hasattr(module, "run_composed"):
+        rows, options = at_once[1], {"STEPS": at_once[0]}
+        function = module.run_composed
     with torch.cuda.device_of(outputs[0]):
-        module.run[grid](
+        function[-(-total // groups // rows), groups](
             *inputs, *outputs, *own, *numbers,
             ROWS=rows,
-            PRECISION=precision,
             num_warps=warps,
             num_stages=1,  # more would read the steps ahead that this one has not written yet
+            **options,
         )  # fmt: skip
 
 
@@ -99,3 +109,14 @@ def options_for(
     while own < most and rows // (2 * own) * groups >= processors:
         own *= 2
     return own, _WARPS
+
+
+def steps_at_once(steps: int, rows: int, processors: int) -> tuple[int, int] | None:
+    """The steps and rows of a tile where steps that compose are better taken so."""
+    if rows > _ROWS_TO_FILL_A_PROCESSOR * processors:
+        return None
+    own = _LEAST_ROWS_AT_ONCE
+    while own < _MOST_ROWS_AT_ONCE and rows // (2 * own) >= processors:
+        own *= 2
+    most = _NUMBERS_OF_A_TILE // own
+    return (most, own) if steps >= most else None
