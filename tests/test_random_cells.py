@@ -131,3 +131,14 @@ def test_features_in_another_order_behind_a_start_that_is_learned(backend: str) 
     start, reset = start_of(recipe, made.state), flags(recipe, 5)["reset"]
     segment = make_train_segment(made.step, made.loss, backend=backend, initial_state=start)
     check(segment, made, 5, initial_state=start, reset=reset)
+
+
+def test_a_product_that_is_split_reads_another_one() -> None:
+    """``cat([x, h]) @ W`` whose columns come from a product that was split before it."""
+    recipe = Recipe(
+        operations=(("tanh", (0,)), ("stack", (1, 1)), ("tanh", (2,)), ("tanh", (3,)),
+                    ("join", (4, 0)), ("lerp", (5, 5)), ("product", (7,))),
+        leaves="vv", shape=0, after=(7, 9), bounded=(False, False), outs=(7,), loss="per row",
+        start="zeros", tied=False, seed=0,
+    )  # fmt: skip
+    check_recipe(recipe, "eager")

@@ -29,7 +29,8 @@ def split_products(module: fx.GraphModule, carries: int) -> fx.GraphModule:
         joined = _joined_columns(product)
         inside = {arg: bool(cycles.reads[arg] & on_cycle) for arg in [*joined, *product.args]}
         if len({inside[part] for part in joined}) == 2 and not inside[product.args[-1]]:
-            _split(graph, product, joined, inside)
+            total = _split(graph, product, joined, inside)
+            cycles.reads[total] = cycles.reads[product]  # another product may read it
     graph.eliminate_dead_code()
     module.recompile()
     return module
@@ -83,7 +84,7 @@ def _joined_columns(product: Node) -> Sequence[Node]:
 
 def _split(
     graph: fx.Graph, product: Node, joined: Sequence[Node], inside: dict[Node, bool]
-) -> None:
+) -> Node:
     """One product for each run of parts; those inside the recurrence are added last."""
     *bias, rows, weight = product.args
     runs = [list(run) for _, run in groupby(joined, inside.__getitem__)]
@@ -116,3 +117,4 @@ def _split(
         for term in rest:
             total = call(aten.add.Tensor, total, term)
     product.replace_all_uses_with(total)
+    return total
