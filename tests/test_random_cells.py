@@ -142,3 +142,17 @@ def test_a_product_that_is_split_reads_another_one() -> None:
         start="zeros", tied=False, seed=0,
     )  # fmt: skip
     check_recipe(recipe, "eager")
+
+
+def test_a_loop_is_given_weights_and_no_views_that_change_nothing() -> None:
+    """Inductor read freed memory from the second step on, where einsum had turned w twice."""
+    recipe = Recipe(
+        operations=(("einsum", (0,)), ("einsum", (1,)), ("add", (2, 3)), ("tanh", (4,))),
+        leaves="v", shape=0, after=(5,), bounded=(False,), outs=(5,), loss="per step",
+        start="zeros", tied=False, seed=0,
+    )  # fmt: skip
+    made = problem_of(recipe)
+    segment = make_train_segment(made.step, made.loss, backend="compile")
+    calls = [made.data(3), _other(made)]
+    batch = [stacked([call[i] for call in calls]) for i in range(4)]
+    assert_close(vmap(segment)(*batch), looped(made, calls))

@@ -14,6 +14,7 @@ def go_around_defects(program: fx.GraphModule) -> None:
     """Changes the graph where Inductor would take it for another."""
     _write_to_whole_tensors(program.graph)
     _compute_once(program.graph)
+    _give_loops_what_views_look_at(program.graph)
     program.recompile()
 
 
@@ -53,6 +54,27 @@ def _compute_once(graph: fx.Graph) -> None:
             kept = _in_memory(graph, value)
             for user in (node, other):
                 user.replace_input_with(value, kept)
+
+
+def _give_loops_what_views_look_at(graph: fx.Graph) -> None:
+    """Takes views that change nothing (a transpose's transpose) from the inputs of loops.
+
+    Inductor (2.11 to 2.13) makes one temporary handle for such a view before a loop and lets go of
+    it at the end of each step: the second one reads freed memory.
+    """
+    for loop in graph.find_nodes(op="call_function", target=torch.ops.higher_order.while_loop):
+        for value in {arg for args in loop.args[2:] for arg in args if isinstance(arg, fx.Node)}:
+            source = value
+            while source.target in VIEWS:
+                source = source.args[0]
+            if source is not value and _layout(source) == _layout(value):
+                loop.replace_input_with(value, source)
+
+
+def _layout(node: Node) -> tuple[Any, ...]:
+    """Size, strides and offset; symbols by their names, so that nothing is learnt of them."""
+    value = node.meta["val"]
+    return value.dtype, *map(str, (*value.shape, *value.stride(), value.storage_offset()))
 
 
 def _in_memory(graph: fx.Graph, value: Node) -> Node:
