@@ -1,4 +1,4 @@
-"""Defects of Inductor that would give wrong numbers, gone around in the graph of a program."""
+"""Defects of Inductor, with wrong numbers or a crash, gone around in the graph of a program."""
 
 from __future__ import annotations
 
