@@ -124,6 +124,22 @@ def test_low_precision_is_rounded_at_every_step() -> None:
     assert affine_next(found) is not None
 
 
+def test_flags_and_counts_are_not_multiplied() -> None:
+    """Kept by ``where``, or counted up: of the same form but for their dtypes."""
+
+    def flag(given: Any, x: Any, carried: Any) -> Any:
+        return [torch.where(x[0], x[1], carried[0])], []
+
+    def count(given: Any, x: Any, carried: Any) -> Any:
+        return [torch.where(x[0], carried[0] + 1, carried[0])], []
+
+    flags_of_steps = [random(37, 2, 3, seed=seed) > 0 for seed in (1, 2)]
+    for step, start in ((flag, random(2, 3) > 0), (count, torch.arange(6).view(2, 3))):
+        scan = Scan(step, [], flags_of_steps, [start])
+        assert "def run_composed(" not in source(scan)
+        scan.check()
+
+
 def test_where_rows_are_too_few() -> None:
     """(steps, rows, processors) -> (steps, rows) of a tile"""
     assert steps_at_once(4096, 64, 132) == (16, 8)  # of small_tiles

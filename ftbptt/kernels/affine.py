@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .expressions import Apply, Expression, Literal
-from .rowloop import Map, Memory, Read, RowLoop, Value, compute_dtype
+from .rowloop import Map, Memory, Read, RowLoop, Value
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ TRUE, FALSE = Literal(True, torch.bool), Literal(False, torch.bool)
 def affine_next(loop: RowLoop) -> Affine | None:
     """affine_next : RowLoop -> how its carry goes on, or None if it is not of this form
 
-    The loop has one carry of one number a row, kept as it is computed, and all its operations are
-    maps of such numbers. The expressions read sequences and invariants only.
+    The loop has one carry of one real number a row, kept as it is computed, and all its operations
+    are maps of such numbers. The expressions read sequences and invariants only.
     """
     maps = [op for op in loop.operations if isinstance(op, Map) and op.value.size == 1]
     if len(loop.carries) != 1 or len(maps) < len(loop.operations):
         return None
     (carry,), (after,) = loop.carries, loop.nexts
-    if carry.size != 1 or carry.dtype != compute_dtype(carry.dtype):
+    if carry.size != 1 or carry.dtype not in (torch.float32, torch.float64):
         return None
     found: dict[Value | Memory, Affine | None] = {
         carry: Affine(Literal(1.0, carry.dtype), None, FALSE)
