@@ -101,6 +101,12 @@ def data_of(kind: str) -> Any:
     return ContiguousStreams(tokens, rows=ROWS)
 
 
+def shared_out(params: dict[str, Tensor], kind: type, **options: Any) -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(params.values(), kind, **options)
+
+
 def train(mesh: DeviceMesh | None, kind: str, **options: Any) -> dict[str, Any]:
     """A run of 50 updates: its parameters, and the losses of its updates."""
     rank = 0 if mesh is None else torch.distributed.get_rank()
@@ -112,6 +118,8 @@ def train(mesh: DeviceMesh | None, kind: str, **options: Any) -> dict[str, Any]:
     optimizer: Any = torch.optim.SGD(params.values(), lr=0.3, momentum=0.9)
     if options.pop("functional", False):
         optimizer, params = Momentum(), {name: p.detach() for name, p in params.items()}
+    if options.pop("sharded", False):
+        optimizer = shared_out(params, torch.optim.SGD, lr=0.3)
     hidden = torch.zeros(ROWS, 4).double()
     state: Any = hidden if kind == "tokens" else (torch.zeros(ROWS, 5).double(),) * 2
     options = {"k1": 4, "epochs": None, "updates": 50, "progress": False, **options}
@@ -195,7 +203,7 @@ def test_what_is_sent_for_an_update(dtype: torch.dtype | None, size: int, two: R
 # -- when something is wrong on one rank ---------------------------------------------------------
 
 
-def _failing(mesh: DeviceMesh, where: str) -> str:
+def _failing(mesh: DeviceMesh, where: str, sharded: bool) -> str:
     def fail(*_: Any) -> None:
         seen.append(1)
         if mesh.get_rank() == 1 and len(seen) == 3:
@@ -203,15 +211,16 @@ def _failing(mesh: DeviceMesh, where: str) -> str:
 
     seen: list[int] = []
     try:
-        train(mesh, "tensors", events=Events(**{where: fail}))
+        train(mesh, "tensors", events=Events(**{where: fail}), sharded=sharded)
     except (KeyError, RankFailed) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("where", ["before_window", "before_update", "after_update"])
-def test_an_error_on_one_rank_ends_all(where: str, two: Ranks) -> None:
-    other, own = two.call(_failing, where)
+def test_an_error_on_one_rank_ends_all(where: str, sharded: bool, two: Ranks) -> None:
+    other, own = two.call(_failing, where, sharded)
     assert own == "KeyError: 'my own mistake'"
     assert other == "RankFailed: rank 1 has left the run: KeyError: 'my own mistake'"
 
@@ -466,13 +475,11 @@ def test_a_rank_that_hangs() -> None:
 
 def _sharded(mesh: DeviceMesh, folder: str | None, updates: int) -> tuple[Any, int]:
     """Adam, its state on all ranks or shared out; its state's numbers on this rank."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     module = tagger()
     params = named(module)
     optimizer: Any = torch.optim.Adam(params.values(), lr=0.01)
     if folder is not None:
-        optimizer = ZeroRedundancyOptimizer(params.values(), torch.optim.Adam, lr=0.01)
+        optimizer = shared_out(params, torch.optim.Adam, lr=0.01)
     segment = make_train_segment(module, mean_cross_entropy, backend="eager")
     run = train_stream(
         segment, params, (torch.zeros(ROWS, 5).double(),) * 2, data_of("tensors"), optimizer,

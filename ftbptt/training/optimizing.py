@@ -93,6 +93,11 @@ class Learner:
         return [leaves[i] for i in self.trained_places]
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether a step is one of all ranks, which wait for each other in it."""
+        return isinstance(self.optimizer, Sharded)
+
+    @property
     def learning_rate(self) -> float | None:
         if not isinstance(self.optimizer, Optimizer):
             return None

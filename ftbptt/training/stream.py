@@ -280,8 +280,14 @@ class Stream(Iterator[Update]):
                 "The run stops before that update; the parameters are those before it.",
             )
             return None
-        if self._events.before_update:
-            emit(self._events.before_update, grads)
+        try:
+            if self._events.before_update:
+                emit(self._events.before_update, grads)
+        except BaseException:
+            if self._learner.is_sharded:  # the other ranks make this update, and need our part
+                self._whole = False
+                self._learner.step(grads)
+            raise
         place = self._place
         with self._undisturbed():
             self._whole = False
