@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import interpreter
 from .cells import problem
+from .ranks import Ranks
 
 if not torch.cuda.is_available():  # it counts when Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
@@ -112,3 +113,17 @@ def segments() -> Callable[..., Any]:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()

@@ -1,0 +1,162 @@
+"""Checkpoints that all ranks write, and go on from."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import DeviceMesh
+
+from ftbptt.distributed import RankFailed
+from ftbptt.training import CheckpointError, Events
+
+from .oracle import assert_close
+from .rank_runs import doubles, new_run, train, train_on
+from .ranks import Ranks
+
+
+def _resumed(
+    mesh: DeviceMesh, kind: str, folder: str, cut: int | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    options = {"checkpoint": folder, "checkpoint_every": 7, "resume": True, **options}
+    if cut is None:
+        return train(mesh, kind, **options)
+
+    def fail(update: Any) -> None:
+        if update.index == cut and mesh.get_rank() == 1:
+            raise KeyError("cut off")
+
+    try:
+        train(mesh, kind, events=Events(after_update=fail), **options)
+    except (KeyError, RankFailed):
+        return {}
+    raise AssertionError("it was not cut off")
+
+
+@pytest.mark.parametrize("kind", ["flags", "chunks", "packed"])
+def test_a_run_that_was_cut_off_goes_on(kind: str, two: Ranks, tmp_path: Path) -> None:
+    undisturbed = two.call(train_on, kind, {})
+    for cut in (5, 23):
+        two.call(_resumed, kind, str(tmp_path / "run"), cut, {})
+    found = two.call(_resumed, kind, str(tmp_path / "run"), None, {})
+    assert found[0]["params"] == found[1]["params"] == undisturbed[0]["params"]
+    assert found[0]["losses"] == undisturbed[0]["losses"][24:]
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["update-000000049", "update-000000050"]
+
+
+@pytest.mark.parametrize("kind", ["flags", "packed", "tokens"])
+def test_on_another_number_of_ranks(kind: str, two: Ranks, four: Ranks, tmp_path: Path) -> None:
+    """The rows' states move with their rows, and no step is lost or repeated."""
+    expected = train(None, kind)
+    folder = str(tmp_path / "run")
+    two.call(_resumed, kind, folder, 11, {})
+    four.call(_resumed, kind, folder, 30, {})
+    for found in two.call(_resumed, kind, folder, None, {}):
+        expected["losses"] = expected["losses"][-len(found["losses"]) :]
+        assert len(found["losses"]) == 19
+        assert_close(doubles(found), doubles(expected))
+
+
+def _written(mesh: DeviceMesh, folder: str, updates: int, resume: bool) -> list[str]:
+    """What is said while a run is made, or the error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            train(
+                mesh, "tensors", checkpoint=folder, checkpoint_every=10, updates=updates,
+                resume=resume,
+            )  # fmt: skip
+        except CheckpointError as error:
+            return [str(error)]
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_damaged_checkpoint(two: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert two.call(_written, str(folder), 20, False) == [[], []]
+    assert two.call(_written, str(folder), 20, True) == [[], []]
+    last, before = folder / "update-000000020", folder / "update-000000010"
+    for file in last.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    for said in two.call(_written, str(folder), 30, True):
+        assert len(said) == 1
+        assert said[0].startswith(f"checkpoint {last}: damaged (")
+        assert said[0].endswith(f"Using {before}.")
+    assert not before.exists()  # there are two newer ones
+    for file in folder.glob("*/*.distcp"):
+        file.write_bytes(b"")
+    for said in two.call(_written, str(folder), 30, True):
+        assert said[0].endswith("To start anew, delete what is there.")
+
+
+def test_one_that_is_not_whole_does_not_count(two: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    two.call(_written, str(folder), 20, False)
+    (folder / "update-000000020" / ".metadata").unlink()  # killed before it was done
+    two.call(_written, str(folder), 20, True)
+    assert (folder / "update-000000020" / ".metadata").exists()
+
+
+def test_a_new_run_in_an_old_folder(two: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    two.call(_written, str(folder), 30, False)
+    for said in two.call(_written, str(folder), 10, False):
+        assert said == [f"checkpoint: {folder} is there already, and will be replaced. To go on "
+                        "from it, resume=True."]  # fmt: skip
+    assert [path.name for path in folder.iterdir()] == ["update-000000010"]
+
+
+def _changed_after(mesh: DeviceMesh, folder: str) -> bool:
+    """Parameters change while a checkpoint of them is written."""
+    from ftbptt.distributed.ranks import Ranks as Group
+    from ftbptt.training.shared_checkpoint import Parts, SharedCheckpoints
+
+    own = SharedCheckpoints(Path(folder), Group(mesh), lambda leaf: 1)
+    weight, rows = torch.zeros(1 << 20), torch.full((3, 2, 5), float(mesh.get_rank()))
+    own.save(1, Parts({"w": [weight], "n": 3, "none": None}, mesh.get_rank(), {"h": (rows, None)}))
+    weight += 1
+    rows += 10
+    own.wait()
+    found = own.load()
+    assert found is not None
+    assert (found.common["n"], found.common["none"], found.own) == (3, None, mesh.get_rank())
+    assert not found.common["w"][0].any()
+    return torch.equal(found.rows["h"][0] + 10, rows) and found.rows["h"][1] is None
+
+
+def test_written_while_the_run_goes_on(two: Ranks, tmp_path: Path) -> None:
+    assert two.call(_changed_after, str(tmp_path)) == [True, True]
+
+
+def _no_folder(mesh: DeviceMesh, path: str) -> str:
+    try:
+        train(mesh, "tensors", checkpoint=path)
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_file_where_a_folder_should_be(two: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "run.pt").touch()
+    for said in two.call(_no_folder, str(tmp_path / "run.pt")):
+        assert said.startswith(f"ValueError: checkpoint: {tmp_path / 'run.pt'} is a file. With a")
+
+
+def _finished_again(mesh: DeviceMesh, folder: str) -> list[str]:
+    """One rank alone asks once more for what all have done."""
+    run = new_run(mesh, checkpoint=folder)
+    for update in run:
+        if update.index == 4:
+            break
+    if mesh.get_rank() == 0:
+        run.finish()
+        run.finish()
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_a_run_that_was_left_is_finished_by_one(two: Ranks, tmp_path: Path) -> None:
+    assert two.call(_finished_again, str(tmp_path / "run")) == [["update-000000005"]] * 2
