@@ -85,6 +85,31 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, kernels: None) -> Iterator[None
 
 
 @pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What would be compiled runs operation by operation, but for a test that wants the kernels."""
+    if "kernels" not in request.fixturenames:
+        from ftbptt import backends
+
+        monkeypatch.setitem(backends._BY_NAME, "fused", backends.EAGER)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of steps of each chunk that ran as a segment."""
+    from ftbptt import TrainSegment
+
+    found: list[int] = []
+    call = TrainSegment.__call__
+
+    def counting(self: Any, params: Any, state: Any, x: Any, y: Any, **rest: Any) -> Any:
+        found.append(len(x))
+        return call(self, params, state, x, y, **rest)
+
+    monkeypatch.setattr(TrainSegment, "__call__", counting)
+    return found
+
+
+@pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     """``threads(n)`` sets torch's number of threads, for the test alone."""
     before = torch.get_num_threads()
