@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-)
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from ftbptt import SegmentOutput, reference_segment
 

@@ -16,7 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from ftbptt import TrainSegment, make_train_segment
-from ftbptt.training import Chunk, ContiguousStreams, EarlyStop, PackedSequences, train_stream
+from ftbptt.training import (
+    Chunk,
+    ContiguousStreams,
+    EarlyStop,
+    PackedSequences,
+    load_checkpoint,
+    train_stream,
+)
 
 from .streams import Tagger, cross_entropy, mean_cross_entropy, stream, zeros
 
@@ -314,3 +321,20 @@ def assert_same(found: Any, expected: Any) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
         else:
             assert one == other or (one != one and other != other)
+
+
+@cache
+def whole(name: str) -> tuple[list[Any], dict[str, Any]]:
+    """What is seen of a run that is not cut off, and what is left of it."""
+    run = Run(name, seed=0).go()
+    return run.seen, run.left()
+
+
+def check(name: str, first: Run, file: Path, cut: int, **more: Any) -> None:
+    """The file is of the run after ``cut`` updates, and the rest of it is as if in one go."""
+    seen, left = whole(name)
+    assert load_checkpoint(file)["index"] == cut
+    assert_same(first.seen, seen[: len(first.seen)])
+    second = Run(name, 7, file, resume=True, **more).go()
+    assert_same(second.seen, seen[cut:])
+    assert_same(second.left(), left)

@@ -20,13 +20,7 @@ from torchmetrics.text import Perplexity
 from ftbptt import TrainSegment, make_train_segment
 from ftbptt.training import Chunk, Evaluation, evaluate_stream
 
-from .streams import (
-    cross_entropy,
-    mean_cross_entropy,
-    stream,
-    tagger,
-    zeros,
-)
+from .streams import cross_entropy, mean_cross_entropy, stream, tagger, zeros
 
 Loss = Callable[[Any, Any], Tensor]
 

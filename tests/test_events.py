@@ -11,16 +11,7 @@ import torch
 from torch import Tensor
 
 from ftbptt import SegmentOutput, TrainSegment, make_train_segment
-from ftbptt.training import (
-    Chunk,
-    Events,
-    Report,
-    SequenceEnd,
-    Stream,
-    Update,
-    Window,
-    train_stream,
-)
+from ftbptt.training import Chunk, Events, Report, SequenceEnd, Stream, Update, Window, train_stream
 
 from .streams import Tagger, cross_entropy, stream, tagger, zeros
 

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ftbptt import TrainSegment, make_train_segment
 from ftbptt.training import (
     Chunk,
-    EarlyStop,
     Events,
     PackedSequences,
     Report,
@@ -449,32 +448,6 @@ def test_plot_of_a_run_that_broke(tmp_path: Path) -> None:
 # -- stopping -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "losses", "expected"),
-    [
-        ({"patience": 2}, [3, 2, 1, 0], [False] * 4),
-        ({"patience": 2}, [3, 3, 3], [False, False, True]),
-        ({"patience": 2}, [3, 4, 2, 2.5, 2], [False, False, False, False, True]),
-        ({"patience": 2, "min_delta": 0.5}, [3, 2.6, 2.5, 2.4], [False, False, True, False]),
-        ({"patience": 1}, [math.nan], [True]),
-        ({"patience": 2}, [1, math.nan, 0, math.inf, math.nan], [False] * 4 + [True]),
-    ],
-)
-def test_early_stop(options: dict[str, Any], losses: list[float], expected: list[bool]) -> None:
-    stop = EarlyStop(**options)
-    assert [stop(loss) for loss in losses] == expected
-
-
-def test_early_stop_goes_on() -> None:
-    stop = EarlyStop(3)
-    for loss in (2.0, 1.0, 1.5):
-        stop(loss)
-    again = EarlyStop(3)
-    again.load_state_dict(stop.state_dict())
-    assert [again(loss) for loss in (1.0, 1.0)] == [False, True]
-    assert again.best == 1.0
-
-
 def test_a_run_is_stopped_by_a_report() -> None:
     losses: list[float] = []
 
@@ -485,19 +458,6 @@ def test_a_run_is_stopped_by_a_report() -> None:
     run = train(interval=0, stop=stop)
     assert [own.index for own in run] == [0, 1, 2]
     assert losses == [report.loss for report in run.history]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"patience": 0}, "patience: expected at least 1, found 0"),
-        ({"patience": 2, "min_delta": -0.1}, "min_delta: expected at least 0, found -0.1"),
-        ({"patience": 2, "min_delta": math.nan}, "min_delta: expected at least 0, found nan"),
-    ],
-)
-def test_bad_early_stop(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        EarlyStop(**options)
 
 
 def test_bad_interval() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftbptt import TrainSegment, make_train_segment
+from ftbptt import make_train_segment
 from ftbptt.training import (
     CheckpointError,
     EarlyStop,
@@ -26,25 +23,8 @@ from ftbptt.training import (
 )
 from ftbptt.training.checkpoint import previous
 
-from .resuming import RUNS, Pieces, Run, assert_same, segment
+from .resuming import RUNS, Pieces, Run, assert_same, check, segment, whole
 from .streams import Tagger, mean_cross_entropy, stream, zeros
-
-
-@cache
-def whole(name: str) -> tuple[list[Any], dict[str, Any]]:
-    """What is seen of a run that is not cut off, and what is left of it."""
-    run = Run(name, seed=0).go()
-    return run.seen, run.left()
-
-
-def check(name: str, first: Run, file: Path, cut: int, **more: Any) -> None:
-    """The file is of the run after ``cut`` updates, and the rest of it is as if in one go."""
-    seen, left = whole(name)
-    assert load_checkpoint(file)["index"] == cut
-    assert_same(first.seen, seen[: len(first.seen)])
-    second = Run(name, 7, file, resume=True, **more).go()
-    assert_same(second.seen, seen[cut:])
-    assert_same(second.left(), left)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -348,196 +328,3 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
     torch.save({"model": torch.ones(3)}, tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match=r"weights.pt: cut off, or no checkpoint"):
         Run("plain", 0, tmp_path / "weights.pt", resume=True)
-
-
-# -- errors and Ctrl-C ----------------------------------------------------------------------------
-
-NAMES = ["plain", "dropout, noisy", "noisy, accumulated", "micro-batches", "plateau"]
-
-
-class Interrupting:
-    """Events of which one raises, the n-th time it is told of something."""
-
-    def __init__(self, name: str, n: int, error: BaseException) -> None:
-        self.left, self.error = n, error
-        self.events = Events(**{name: self})
-
-    def __call__(self, *_: Any) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise self.error
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "event", ["before_window", "after_window", "before_update", "after_update", "report"]
-)
-def test_interrupted_in_an_event(name: str, event: str, tmp_path: Path) -> None:
-    """Everything up to the last update is kept, and goes on from there."""
-    for n, error in ((4, KeyboardInterrupt()), (5, ZeroDivisionError("of the caller's"))):
-        file = tmp_path / f"{n}.pt"
-        first = Run(name, 0, file, events=Interrupting(event, n, error).events)
-        with pytest.raises(type(error)):
-            first.go()
-        made = first.updates.index
-        # The update is made where its event is told of, but its caller has not seen it.
-        assert made - len(first.seen) == (event in ("after_update", "report"))
-        check(name, first, file, made)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
-def test_interrupted_in_the_callers_loop(
-    name: str, error: type[BaseException], tmp_path: Path
-) -> None:
-    first = Run(name, 0, tmp_path / "run.pt")
-    with pytest.raises(error):  # noqa: PT012
-        for update in first.updates:
-            first.see(update)
-            if update.index == 2:
-                raise error
-    check(name, first, tmp_path / "run.pt", 3)
-
-
-@pytest.fixture(autouse=True)
-def _ctrl_c() -> Iterator[None]:
-    """Ctrl-C raises, also where the tests run in the background and would ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_interrupted_in_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a segment, when its random numbers are drawn and the next chunks are read."""
-    name, file, calls = "dropout, noisy", tmp_path / "run.pt", []
-    own = TrainSegment.__call__
-
-    def call(self: Any, *args: Any, **rows: Any) -> Any:
-        result = own(self, *args, **rows)
-        calls.append(result)
-        if len(calls) == 6:
-            os.kill(os.getpid(), signal.SIGINT)
-        return result
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TrainSegment, "__call__", call)
-        first = Run(name, 0, file)
-        with pytest.raises(KeyboardInterrupt):
-            first.go()
-    check(name, first, file, 5)
-
-
-class Interrupted(torch.optim.SGD):
-    """Ctrl-C is pressed between two of its parameters."""
-
-    at = 3
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.at -= 1
-        params = self.param_groups[0]["params"]
-        with torch.no_grad():
-            for i, p in enumerate(params):
-                p -= 0.3 * p.grad
-                if i == 2 and self.at == 0:
-                    os.kill(os.getpid(), signal.SIGINT)
-                    self.failed()
-
-    def failed(self) -> None:
-        pass
-
-
-def test_interrupted_in_the_optimizer(tmp_path: Path) -> None:
-    """Some parameters are updated and others not yet: the update is made whole first."""
-    file = tmp_path / "run.pt"
-    options = {"optimizer": lambda params: Interrupted(params.values())}
-    Interrupted.at = 99
-    once = Run("plain", 0, **options).go()
-    Interrupted.at = 3
-    first = Run("plain", 0, file, **options)
-    with pytest.raises(KeyboardInterrupt):
-        first.go()
-    assert (first.updates.index, len(first.seen)) == (3, 2)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    Interrupted.at = 99
-    second = Run("plain", 7, file, resume=True, **options).go()
-    assert_same(second.seen, once.seen[3:])
-    assert_same(second.left(), once.left())
-
-
-def test_an_error_within_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half an update is not saved: the checkpoint before it stays."""
-
-    def failed(self: Any) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(Interrupted, "failed", failed)
-    Interrupted.at = 4
-    handled: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: handled.append(number))
-    try:
-        options = {"optimizer": lambda params: Interrupted(params.values())}
-        first = Run("plain", 0, tmp_path / "run.pt", checkpoint_every=2, **options)
-        with pytest.raises(MemoryError):
-            first.go()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert handled == [signal.SIGINT]  # the caller's own handler, which was put back
-    assert load_checkpoint(tmp_path / "run.pt")["index"] == 2
-
-
-def test_interrupted_while_it_is_resumed(tmp_path: Path) -> None:
-    """As the chunks of before are read once more: the file is left as it is."""
-    name, file = "dropout, list", tmp_path / "run.pt"
-    Run(name, 0, file).go(5)
-    content = file.read_bytes()
-    again = Run(name, 7, file, resume=True)
-
-    class Slow(list):
-        def __iter__(self) -> Any:
-            yield self[0]
-            raise KeyboardInterrupt
-
-    again.updates._cursor.source.chunks = Slow(Pieces(noise=False)[i] for i in range(5))
-    with pytest.raises(KeyboardInterrupt):
-        again.go()
-    assert file.read_bytes() == content
-    again.updates._cursor.source.chunks = [Pieces(noise=False)[i] for i in range(5)]
-    assert_same(again.go().seen, whole(name)[0][5:])  # in a notebook, the cell is run once more
-
-
-def test_a_loop_that_was_interrupted_goes_on(tmp_path: Path) -> None:
-    """No window counts twice that was at work."""
-    for event in ("after_window", "before_update"):
-        stopped = Interrupting(event, 4, KeyboardInterrupt())
-        run = Run("micro-batches", 0, events=stopped.events)
-        with pytest.raises(KeyboardInterrupt):
-            run.go()
-        run.go()
-        if event == "after_window":
-            assert_same(run.seen, whole("micro-batches")[0])
-
-
-def test_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of the run is what is raised, with a note that there is no checkpoint of it."""
-    import ftbptt.training.stores as module
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    file = tmp_path / "run.pt"
-    first = Run("plain", 0, file, checkpoint_every=2)
-    with monkeypatch.context() as patched:
-        first.go(3)
-        patched.setattr(module, "save_checkpoint", full)
-        with pytest.raises(OSError, match="No space left"):
-            first.go()
-        stopped = Run("plain", 0, tmp_path / "b.pt",
-                      events=Interrupting("before_update", 3, ValueError("x")).events)  # fmt: skip
-        with pytest.raises(ValueError, match="x") as caught:
-            stopped.go()
-        (note,) = caught.value.__notes__
-        assert "the checkpoint could not be written either: [Errno 28] No space left" in note
-    assert load_checkpoint(file)["index"] == 3
-    first.go()  # after room was made
-    assert_same(first.seen, whole("plain")[0])
-    assert load_checkpoint(file)["index"] == 6

@@ -1,0 +1,37 @@
+"""One long stream in rows."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftbptt.training import ContiguousStreams, Source
+
+from .sources import windows
+
+
+@given(count=st.integers(2, 60), rows=st.integers(1, 7), k=st.integers(1, 9))
+def test_contiguous_streams(count: int, rows: int, k: int) -> None:
+    """Each token is read once as x, y is one ahead; what is left is fewer tokens than rows."""
+    if count <= rows:
+        return
+    tokens = torch.arange(count)
+    streams = ContiguousStreams(tokens, rows)
+    assert isinstance(streams, Source)
+    found = windows(streams, k)
+    x, y = torch.cat([c.x for c in found]), torch.cat([c.y for c in found])
+    assert x.shape == y.shape == (streams.total, rows)
+    assert torch.equal(x.t().flatten(), tokens[: x.numel()])
+    assert torch.equal(y, x + 1)
+    assert streams.left_out == count - 1 - x.numel() < rows
+    turned = windows(ContiguousStreams(tokens.numpy(), rows, time_dim=1), k)
+    assert torch.equal(torch.cat([c.x for c in turned], 1), x.t())
+    assert torch.equal(torch.cat([c.y for c in turned], 1), y.t())
+
+
+def test_contiguous_streams_of_vectors() -> None:
+    tokens = torch.randn(12, 3)
+    (chunk,) = windows(ContiguousStreams(tokens, 2), 10)
+    assert chunk.x.shape == (5, 2, 3)
+    assert torch.equal(chunk.y[:, 1], tokens[6:11])
