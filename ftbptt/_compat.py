@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 # make_fx: the ATen graph of a Python function, through vmap and vjp. "Experimental" since 1.11.
+from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -75,6 +76,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "uncompiled",
+    "unvalidated_distributions",
     "version_of",
 ]
 
@@ -158,6 +160,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.embedding_dense_backward,
         aten.threshold_backward,
         aten.flip,
+        aten.max_pool2d_with_indices,
+        aten.max_pool3d_with_indices,
         aten.stack,
         aten._to_copy,
         aten.mm,
@@ -277,6 +281,8 @@ def inductor_compile(
         # Both take a buffer for dead that a loop has filled or will still read: wrong numbers.
         "inplace_buffers": False,
         "allow_buffer_reuse": False,
+        # Random numbers by torch's own kernels: the pass for others is one of those before.
+        "fallback_random": True,
         # For a convolution it copies every tensor of four axes behind it to another layout: also
         # a sequence that a loop writes into, whose values it then loses.
         "layout_optimization": False,
@@ -341,6 +347,20 @@ def inside_derivative() -> bool:
     functorch = torch._C._functorch
     kinds = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
     return any(level.key() in kinds for level in functorch.get_interpreter_stack() or ())
+
+
+@contextmanager
+def unvalidated_distributions() -> Iterator[None]:
+    """``torch.distributions`` do not look at values, which are not there while tracing.
+
+    Their default has a setter, but no getter (2.11 to 2.13).
+    """
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def any_global_module_hook() -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._call import Call
-from ._compat import FakeTensorMode, tree_flatten, tree_unflatten
+from ._compat import FakeTensorMode, tree_flatten, tree_unflatten, unvalidated_distributions
 from ._step import Step
 from ._taps import Tap
 from .compiler.rnn import PlainRecurrence
@@ -25,7 +25,8 @@ def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Te
             [torch.empty(shape, dtype=t.dtype, device=t.device) for shape, t in shapes[name]]
             for name in ("params", "buffers", "state", "x")
         )
-    with TRACING, mode, PlainRecurrence(), own_words("step", step):
+    validated = unvalidated_distributions()
+    with TRACING, mode, validated, PlainRecurrence(), own_words("step", step):
         (_, tapped), _ = step.apply(
             tree_unflatten(params, call.specs[0]),
             dict(zip(call.buffer_names, buffers, strict=True)),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import Categorical, Normal
 from torch.nn import functional as F
 
 from ftbptt import make_train_segment
@@ -35,8 +36,18 @@ def check_both(made: Problem, backend: str = "eager") -> None:
         check(segment, made, steps)
 
 
+def floored(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[x < 0] = 0.1
+    return x
+
+
 # Each is a recurrence of its own: (w, x, h) -> next h.
 STEPS = {
+    "a number where a mask is": lambda w, x, h: torch.tanh(floored(x @ w) + floored(h) @ w),
+    "max pooling": lambda w, x, h: torch.tanh(
+        F.max_pool1d((x @ w)[None], 3, 1, 1)[0] + F.max_pool1d(h[None], 3, 1, 1)[0]
+    ),
     "gather and scatter": lambda w, x, h: torch.tanh(
         h.gather(1, x.argsort(-1)) @ w + h.scatter_add(1, x.argsort(-1), x)
     ),
@@ -179,6 +190,11 @@ LOSSES = {
     "divergence": lambda out, y: F.kl_div(out.log_softmax(-1), y.softmax(-1), reduction="sum"),
     "huber and l1": lambda out, y: F.smooth_l1_loss(out, y) + F.l1_loss(out, y),
     "without y": lambda out, y: out.var(),
+    # The gradient is the same for all sequences, and has no axis of theirs.
+    "linear": lambda out, y: out[-1].mean(),
+    "in part detached": lambda out, y: F.mse_loss(out.detach(), y) + 2 * out.sum(),
+    "density": lambda out, y: -Normal(out, 1.0).log_prob(y).mean(),
+    "classes drawn": lambda out, y: -Categorical(logits=out).log_prob(y.argmax(-1)).mean(),
     "without out": lambda out, y: y.mean(),
     "time last": lambda out, y: F.mse_loss(out.permute(1, 2, 0), y.permute(1, 2, 0)),
 }

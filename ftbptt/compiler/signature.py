@@ -78,13 +78,27 @@ def vmapped(
     levels: Sequence[Level],
     batched: Sequence[Sequence[bool]],
     dim: int = 0,
-    out_dims: Any = 0,
+    out_dims: Sequence[int] | None = None,
 ) -> Callable[..., Any]:
-    """``function`` under each level of vmap, innermost first; ``batched`` flags its arguments."""
+    """``function`` under each level of vmap, innermost first; ``batched`` flags its arguments.
+
+    ``out_dims``: where each result gets the axis, if not all in front.
+    """
     for level, flags in zip(levels, batched, strict=True):
         dims = tuple(dim if flag else None for flag in flags)
-        function = torch.func.vmap(function, dims, out_dims, randomness=level.randomness)
+        function = torch.func.vmap(function, dims, randomness=level.randomness)
+        if out_dims is not None:
+            function = _moved(function, out_dims)
     return function
+
+
+def _moved(function: Callable[..., Any], out_dims: Sequence[int]) -> Callable[..., Any]:
+    """vmap's own ``out_dims`` puts the axis of a result that has none in front all the same."""
+
+    def run(*args: Tensor) -> list[Tensor]:
+        return [t.movedim(0, dim) for t, dim in zip(function(*args), out_dims, strict=True)]
+
+    return run
 
 
 def with_level_axes(

@@ -32,9 +32,11 @@ from .._compat import (
     tree_flatten,
     tree_flatten_with_path,
     tree_unflatten,
+    unvalidated_distributions,
 )
 from .._step import Step
 from .graphs import aten
+from .rewrites import REWRITES
 from .rnn import PlainRecurrence
 
 Tree = Any
@@ -73,10 +75,20 @@ def trace_function(
     that writes nothing in place, and may have rules of our own for vmap (functionalize takes none).
     ``differentiated``: the graph whose gradient the function takes.
     """
-    table = DECOMPOSITIONS_BEFORE_AUTOGRAD if before_autograd else decompositions()
+    table = {
+        **(DECOMPOSITIONS_BEFORE_AUTOGRAD if before_autograd else decompositions()),
+        **REWRITES,
+    }
     # Attention as products and a softmax: its fused operation has no rule for vmap.
     plain_attention = sdpa_kernel(SDPBackend.MATH)
-    with TRACING, mode, torch.enable_grad(), calling_compiled_as_written(), plain_attention:
+    with (
+        TRACING,
+        mode,
+        torch.enable_grad(),
+        calling_compiled_as_written(),
+        unvalidated_distributions(),
+        plain_attention,
+    ):
         # Some of autograd's own formulas write in place: without mutation, nodes can be moved.
         if differentiated is not None and _has_fourier_transform(differentiated.graph):
             # In autograd's formula of one, functionalize mistakes a size: let it see a graph.

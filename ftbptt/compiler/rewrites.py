@@ -1,0 +1,87 @@
+"""Operations that ``vmap`` has no rule for, or a wrong one, in those that it has a rule for.
+
+Applied while a step is traced, before it is differentiated. Noise that is written in place has no
+rule: one number would be drawn for all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .graphs import aten
+
+
+def _drawn(draw: Callable[..., Tensor], like: Tensor, generator: Any) -> Tensor:
+    """Numbers in the shape of a tensor. Without a generator, by an operation that K may vary in."""
+    own = {} if generator is None else {"generator": generator}
+    return draw(like.shape, dtype=like.dtype, device=like.device, **own)
+
+
+def _normal_like(x: Tensor, mean: Any = 0.0, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+    return _drawn(torch.randn, x, generator) * std + mean
+
+
+def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+    """Of a mean or a deviation, or both, for each number."""
+    like = torch.broadcast_tensors(*(own for own in (mean, std) if isinstance(own, Tensor)))[0]
+    return _normal_like(like, mean, std, generator=generator)
+
+
+def _normal_of_size(
+    mean: float,
+    std: float,
+    size: Sequence[int],
+    *,
+    generator: Any = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> Tensor:
+    like = torch.empty(size, dtype=dtype, device=device)
+    return _normal_like(like, mean, std, generator=generator)
+
+
+def _uniform(x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: Any = None) -> Tensor:
+    return _drawn(torch.rand, x, generator) * (high - low) + low
+
+
+def _random(x: Tensor, *bounds: int | None, generator: Any = None) -> Tensor:
+    """``x.random_(high)``, ``x.random_(low, high)``, or over all that the dtype tells apart."""
+    low = bounds[0] if len(bounds) == 2 else 0
+    high = bounds[-1] if bounds else None
+    if high is None and x.dtype.is_floating_point:
+        high = round(2 / torch.finfo(x.dtype).eps)
+    elif high is None:
+        high = 2 if x.dtype is torch.bool else torch.iinfo(x.dtype).max
+    return _drawn(partial(torch.randint, low, high), x, generator)
+
+
+def _index_put(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Any:
+    """``x[mask] = number``; the number of elements of what else a mask takes is no constant."""
+    mask = indices[0]
+    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool or values.numel() != 1:
+        return NotImplemented
+    mask = mask.reshape(*mask.shape, *(1,) * (x.dim() - mask.dim()))
+    value = values.reshape(())
+    return torch.where(mask, x + value if accumulate else value, x)
+
+
+REWRITES: dict[Any, Callable[..., Any]] = {
+    aten.normal_functional.default: _normal_like,
+    aten.normal.float_float: _normal_of_size,
+    aten.normal.Tensor_float: _normal,
+    aten.normal.float_Tensor: _normal,
+    aten.normal.Tensor_Tensor: _normal,
+    aten.uniform.default: _uniform,
+    aten.random.default: _random,
+    aten.random.to: _random,
+    getattr(aten.random, "from"): _random,
+    aten.index_put.default: _index_put,
+}

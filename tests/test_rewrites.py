@@ -1,0 +1,89 @@
+"""Noise that vmap has no rule for: other numbers at each step, as in the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Normal
+
+from ftbptt import make_train_segment
+
+from .problem import mse
+
+Tree = Any
+K, B, H = 6, 3, 4
+
+NOISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "in place": lambda h: torch.empty_like(h).normal_(),
+    "in place, of a value": lambda h: h.clone().normal_(2.0, 0.5),
+    "of a size": lambda h: torch.normal(2.0, 0.5, h.shape),
+    "means": lambda h: torch.normal(h.detach(), 0.5) - h.detach(),
+    "deviations": lambda h: torch.normal(1.0, h.detach() ** 2 + 1),
+    "both": lambda h: torch.normal(h.detach(), torch.ones(H)) - h.detach(),
+    "distribution": lambda h: Normal(h, torch.ones_like(h)).rsample() - h,
+    "uniform": lambda h: torch.empty_like(h).uniform_(2.0, 3.0),
+    "integers": lambda h: torch.empty_like(h).random_(1, 1000),
+    "integers below": lambda h: torch.zeros_like(h, dtype=torch.int64).random_(1000).to(h.dtype),
+    "any integers": lambda h: torch.empty_like(h).random_() / 2**24,
+    "rand": lambda h: torch.rand(B, H),
+    "randn": lambda h: torch.randn(B, H),
+}
+
+
+def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tree, Tensor]:
+    """All of them outside the recurrence, and one in it."""
+    h = torch.tanh(x_t @ params["w"] + h) + 0.1 * h.clone().normal_()
+    return {name: draw(h) for name, draw in NOISE.items()}, h
+
+
+def loss(out: Tree, y: Tensor) -> Tensor:
+    return mse(out["distribution"], y)
+
+
+def problem() -> tuple[Tree, Tensor, Tensor, Tensor]:
+    return {"w": torch.randn(H, H)}, torch.zeros(B, H), torch.randn(K, B, H), torch.zeros(K, B, H)
+
+
+@pytest.mark.parametrize("backend", ["eager", "compile"])
+def test_noise_is_drawn_at_each_step(backend: str) -> None:
+    segment = make_train_segment(step, loss, backend=backend)
+    data = problem()
+    one, two = segment(*data).out, segment(*data).out
+    for name, found in one.items():
+        for t in range(K - 1):
+            assert not torch.equal(found[t], found[t + 1]), name
+        assert not torch.equal(found, two[name]), name
+    assert 2 <= one["uniform"].min() < one["uniform"].max() <= 3
+    assert 1 <= one["integers"].min() < one["integers"].max() < 1000
+    assert 0 <= one["any integers"].min() < 0.5 < one["any integers"].max() <= 1
+
+
+def test_moments() -> None:
+    segment = make_train_segment(
+        lambda params, x_t, h: ({name: draw(x_t) for name, draw in NOISE.items()}, h),
+        lambda out, y: (out["means"] * y[0, 0, 0]).mean(),
+        backend="eager",
+    )
+    x = torch.zeros(2000, B, H)
+    out = segment({"w": torch.ones(1)}, torch.zeros(()), x, x).out
+    for name, mean, deviation in [
+        ("in place", 0, 1), ("in place, of a value", 2, 0.5), ("of a size", 2, 0.5),
+        ("means", 0, 0.5), ("deviations", 1, 1), ("both", 0, 1), ("uniform", 2.5, 12**-0.5),
+    ]:  # fmt: skip
+        assert abs(out[name].mean() - mean) < 0.05, name
+        assert abs(out[name].std() - deviation) < 0.05, name
+
+
+def test_vmap_asks_how_noise_is_meant() -> None:
+    params, *rest = problem()
+    data = [leaf.expand(2, *leaf.shape) for leaf in rest]
+    segment = make_train_segment(step, loss, backend="eager")
+    with pytest.raises(RuntimeError, match="random operation while in randomness error mode"):
+        torch.vmap(segment, in_dims=(None, 0, 0, 0))(params, *data)
+    mapped = torch.vmap(segment, in_dims=(None, 0, 0, 0), randomness="different")
+    for name, found in mapped(params, *data).out.items():
+        assert not torch.equal(found[0], found[1]), name
