@@ -182,7 +182,7 @@ class TrainSegment:
         if factors:
             step = step.with_gradient_factors()
         if states:
-            step, own = step.with_states(), of_first(own)
+            step, own = step.with_states(self.tapped), of_first(own)
         if loss is not None:
             own = loss(own)
         context = self.recipe.context if context is None else context

@@ -107,11 +107,15 @@ class Step:
         """The module's buffers: constants of a segment, read anew at each call."""
         return {name: getattr(owner, key) for name, owner, key in self._buffer_owners}
 
-    def with_states(self) -> Step:
-        """The same step, its output ``(out_t, state)``: with the state that it was called with."""
+    def with_states(self, tapped: bool = False) -> Step:
+        """The same step, its output ``(out_t, state)``: with the state that it was called with.
 
-        def and_state(out: tuple[Tree, Tree], state: Tree) -> tuple[Tree, Tree]:
-            return (out[0], state), out[1]
+        ``tapped``: what it taps stays beside the two.
+        """
+
+        def and_state(result: tuple[Tree, Tree], state: Tree) -> tuple[Tree, Tree]:
+            out, after = result
+            return ((out[0], state), out[1]) if tapped else (out, state), after
 
         if self.module is None:
             function = self.function

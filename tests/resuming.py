@@ -6,14 +6,16 @@ import random
 from collections import namedtuple
 from collections.abc import Callable
 from functools import cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from ftbptt import TrainSegment, make_train_segment
 from ftbptt.training import (
@@ -146,6 +148,13 @@ def _loader(noise: bool = False, seed: int | None = None) -> DataLoader:
     return DataLoader(Pieces(noise), batch_size=None, shuffle=True, generator=own)
 
 
+def _by_batches() -> DataLoader:
+    """The generator is that of a sampler within the sampler."""
+    pieces = Pieces(noise=False)
+    order = RandomSampler(pieces, generator=torch.Generator().manual_seed(4))
+    return DataLoader(pieces, batch_sampler=BatchSampler(order, 1, False), collate_fn=itemgetter(0))
+
+
 def _packed() -> PackedSequences:
     sequences = [
         tuple(part[:, 0] for part in stream(n, rows=1, seed=n)) for n in (6, 3, 8, 2, 5, 4)
@@ -167,6 +176,7 @@ DATA: dict[str, Callable[[], Any]] = {
     "noisy": partial(_loader, noise=True),
     "own generator": partial(_loader, seed=4),
     "by epoch": BySet,
+    "by batches": _by_batches,
     "packed": _packed,
     "contiguous": lambda: ContiguousStreams(
         torch.randint(7, (41,), generator=torch.Generator().manual_seed(6)), rows=2
@@ -203,6 +213,11 @@ def _in_turn(optimizer: Any) -> Any:
     return rates.SequentialLR(optimizer, [warm, rates.MultiStepLR(optimizer, [1, 3])], [3])
 
 
+def _cosine(optimizer: Any) -> Any:
+    """Its rates are NumPy's numbers."""
+    return LambdaLR(optimizer, lambda update: 0.5 + 0.5 * numpy.cos(update))
+
+
 def _plateau(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
 
@@ -222,6 +237,7 @@ RUNS: dict[str, tuple[str, str, Callable[[Params], Any], dict[str, Any]]] = {
     "accumulated": ("tagger", "tensors", _adam, {"k1": 2, "accumulate": 3, "epochs": 2}),
     "micro-batches": ("tagger", "tensors", _sgd, {"k1": 3, "k2": 5, "micro_batches": 2}),
     "scheduled": ("tagger", "tensors", _sgd, {"k1": 4, "epochs": 2, "scheduler": _one_cycle}),
+    "by NumPy": ("tagger", "by batches", _sgd, {"k1": 4, "epochs": 2, "scheduler": _cosine}),
     "in turn": ("tagger", "tensors", _adam, {"k1": 4, "epochs": 2, "scheduler": _in_turn}),
     "plateau": ("tagger", "tensors", _sgd, {"k1": 4, "epochs": 2, "scheduler": _plateau}),
     "clipped, averaged": (

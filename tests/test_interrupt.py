@@ -181,6 +181,27 @@ def test_a_loop_that_was_interrupted_goes_on(tmp_path: Path) -> None:
             assert_same(run.seen, whole("micro-batches")[0])
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("event", ["before_window", "before_update"])
+def test_the_same_loop_goes_on(name: str, event: str, tmp_path: Path) -> None:
+    """With a checkpoint, no window is left out either: also none of the first update."""
+    for n in (1, 4):
+        stopped = Interrupting(event, n, KeyboardInterrupt())
+        run = Run(name, 0, tmp_path / f"{n}.pt", events=stopped.events)
+        with pytest.raises(KeyboardInterrupt):
+            run.go()
+        run.go()
+        assert_same(run.seen, whole(name)[0])
+
+
+def test_a_schedule_that_ends_before_the_run(tmp_path: Path) -> None:
+    """All updates are kept that were made."""
+    run = Run("scheduled", 0, tmp_path / "run.pt", epochs=9)
+    with pytest.raises(ValueError, match="Tried to step"):
+        run.go()
+    assert load_checkpoint(tmp_path / "run.pt")["index"] == run.updates.index > 10
+
+
 def test_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of the run is what is raised, with a note that there is no checkpoint of it."""
     import ftbptt.training.stores as module

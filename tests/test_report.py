@@ -465,6 +465,31 @@ def test_bad_interval() -> None:
         train(interval=-1)
 
 
+def test_the_norm_is_that_of_the_gradients_before_the_step() -> None:
+    """Nesterov's momentum over many tensors at once is added to the gradients themselves."""
+    norms = []
+    for together in (False, True):
+        params = made()[0].parameters()
+        optimizer = torch.optim.SGD(params, 0.1, momentum=0.9, nesterov=True, foreach=together)
+        norms.append([float(own.grad_norm) for own in train(optimizer=optimizer)])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+
+
+def test_losses_that_were_added_up_before_a_checkpoint_count() -> None:
+    whole, first, second = Meter(1e9), Meter(1e9), Meter(1e9)
+    losses = torch.rand(3000, generator=torch.Generator().manual_seed(0)).tolist()
+    for i, loss in enumerate(losses):
+        whole.add(measured(loss, 1 + i % 3))
+        if i == 2500:
+            second.load_state_dict(first.state_dict(), torch.device("cpu"))
+        (first if i < 2500 else second).add(measured(loss, 1 + i % 3))
+    found, expected = (own.report(update(2999), None) for own in (second, whole))
+    assert found.loss == pytest.approx(expected.loss, rel=1e-9)
+    assert second.first_nonfinite is None
+    first.add(measured(math.nan))
+    assert not first.unread_is_finite()
+
+
 def test_norm_is_a_tensor_until_it_is_read() -> None:
     own = update(norm=2.0)
     assert isinstance(own.grad_norm, Tensor)

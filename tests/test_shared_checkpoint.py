@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.distributed import DeviceMesh
@@ -130,6 +131,29 @@ def _changed_after(mesh: DeviceMesh, folder: str) -> bool:
 
 def test_written_while_the_run_goes_on(two: Ranks, tmp_path: Path) -> None:
     assert two.call(_changed_after, str(tmp_path)) == [True, True]
+
+
+def _with_numbers(mesh: DeviceMesh, folder: str, value: Any) -> Any:
+    """What is kept of a value of the first rank, or the error."""
+    run = new_run(mesh, updates=2, checkpoint=folder)
+    if mesh.get_rank() == 0:
+        run.extra["best"] = value
+    try:
+        for _ in run:
+            pass
+    except TypeError as error:
+        return str(error)
+    again = new_run(mesh, updates=2, checkpoint=folder, resume=True)
+    return again.extra.get("best")
+
+
+def test_numbers_of_numpy(two: Ranks, tmp_path: Path) -> None:
+    assert two.call(_with_numbers, str(tmp_path / "run"), numpy.float64(0.5)) == [0.5, None]
+
+
+def test_what_could_not_be_read_again(two: Ranks, tmp_path: Path) -> None:
+    for said in two.call(_with_numbers, str(tmp_path / "run"), numpy.ones(2)):
+        assert "['best'], a numpy.ndarray, could not be read again with weights_only=True" in said
 
 
 def _no_folder(mesh: DeviceMesh, path: str) -> str:

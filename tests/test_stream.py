@@ -176,15 +176,29 @@ def test_masked_windows_count_by_their_valid_steps(segment: Segments) -> None:
 # -- updates ------------------------------------------------------------------------------------
 
 
-def test_micro_batches_are_the_whole_batch(segment: Segments) -> None:
+@pytest.mark.parametrize("count", [2, 5])
+def test_micro_batches_are_the_whole_batch(count: int, segment: Segments) -> None:
+    """Of two rows there are no more than two."""
     x, y = stream(11, rows=2)
     whole, expected = run(segment(), (x, y), k1=3, k2=5)
     expected = {name: p.detach().clone() for name, p in expected.items()}
-    parts, params = run(segment(), (x, y), k1=3, k2=5, micro_batches=2)
+    parts, params = run(segment(), (x, y), k1=3, k2=5, micro_batches=count)
     assert_equal(params, expected)
     for a, b in zip(parts, whole, strict=True):
         assert a.steps == b.steps
         assert_equal((a.loss, a.state, a.grad_norm), (b.loss, b.state, b.grad_norm))
+
+
+def test_a_segment_that_taps(segment: Segments) -> None:
+    """Also where windows overlap or have a burn-in, for which the states within are kept."""
+    data = stream(11)
+    tapping = make_train_segment(tagger(), cross_entropy, backend="eager", taps=["cell.h"])
+    for options in ({"k1": 3, "k2": 5}, {"k1": 3, "burn_in": 2}):
+        whole, expected = run(segment(), data, **options)
+        expected = {name: p.detach().clone() for name, p in expected.items()}
+        found, params = run((tapping, dict(tagger().named_parameters())), data, **options)
+        assert_equal(params, expected)
+        assert_equal([update.loss for update in found], [update.loss for update in whole])
 
 
 def test_clipping_by_norm_and_value(segment: Segments) -> None:
@@ -480,6 +494,11 @@ def test_ensemble_by_vmap() -> None:
         ({"ema_decay": 1.0}, ValueError, "ema_decay: expected a number from 0 to below 1"),
         ({"on_nonfinite": "warn"}, ValueError, "on_nonfinite: expected one of stop, skip, raise"),
         ({"resume": True}, ValueError, "resume: give the file to resume from"),
+        (
+            {"optimizer": torch.optim.LBFGS([torch.zeros(1)])},
+            TypeError,
+            "optimizer: LBFGS evaluates the loss many times in a step, but a window of a stream is",
+        ),
         ({"optimizer": torch.optim.SGD}, TypeError, "optimizer: expected a torch.optim.Optimizer"),
         ({"k1": 30, "k2": 30, "context": 25}, ValueError, "data: no window has a step with a loss"),
     ],

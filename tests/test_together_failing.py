@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,3 +121,22 @@ def test_a_rank_that_hangs() -> None:
     assert 2 <= took < 9  # the other one was still asleep
     assert said.startswith("rank 0: another rank died, or did not answer in time (")
     assert own_said.startswith("rank 1: another rank died, or did not answer in time (")
+
+
+def _gone_on(mesh: DeviceMesh, folder: str) -> tuple[list[int], list[str]]:
+    """The loop is left on all ranks, and then gone on with."""
+    run = new_run(mesh, updates=8, checkpoint=folder, checkpoint_every=2)
+    seen = []
+    for update in run:
+        seen.append(update.index)
+        if update.index == 2:
+            break
+    seen += [update.index for update in run]
+    names = sorted(path.name[-1] for path in Path(folder).iterdir())
+    return seen, names
+
+
+def test_a_loop_that_all_leave_and_go_on_with(two: Ranks, tmp_path: Path) -> None:
+    for seen, names in two.call(_gone_on, str(tmp_path / "run")):
+        assert seen == list(range(8))
+        assert names == ["6", "8"]

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from .._compat import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 Tree = Any
 _MARK = b"ftbptt-sha256:"  # behind torch's own file, with the hash of all before it
@@ -49,18 +56,7 @@ def save_checkpoint(path: str | Path, content: Any) -> None:
     path = Path(path)
     if path.is_dir():  # which could be renamed as well
         raise IsADirectoryError(f"checkpoint: {path} is a folder. Give the name of a file.")
-    data = _readable(content)
-    if data is None:
-        leaves = tree_flatten_with_path(content)[0]
-        wrong = [(at, leaf) for at, leaf in leaves if _readable(leaf) is None]
-        where = "one of its containers"
-        if wrong:
-            at, leaf = wrong[0]
-            where = f"{keystr(at)}, a {type(leaf).__module__}.{type(leaf).__name__},"
-        raise TypeError(
-            f"checkpoint: {where} could not be read again with weights_only=True. Keep tensors, "
-            "Python's own numbers and strings, dicts, lists and tuples."
-        )
+    data = as_bytes(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _unfinished(path)
     try:
@@ -75,6 +71,30 @@ def save_checkpoint(path: str | Path, content: Any) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def as_bytes(content: Any) -> bytes:
+    """As torch saves it, NumPy's numbers as Python's. Raises as :func:`save_checkpoint`."""
+    content = tree_map(_plain_number, content)
+    data = _readable(content)
+    if data is None:
+        leaves = tree_flatten_with_path(content)[0]
+        wrong = [(at, leaf) for at, leaf in leaves if _readable(leaf) is None]
+        where = "one of its containers"
+        if wrong:
+            at, leaf = wrong[0]
+            where = f"{keystr(at)}, a {type(leaf).__module__}.{type(leaf).__name__},"
+        raise TypeError(
+            f"checkpoint: {where} could not be read again with weights_only=True. Keep tensors, "
+            "Python's own numbers and strings, dicts, lists and tuples."
+        )
+    return data
+
+
+def _plain_number(leaf: Any) -> Any:
+    """A schedule that is computed with NumPy leaves its numbers in the optimizer."""
+    numpy = sys.modules.get("numpy")
+    return leaf.item() if numpy is not None and isinstance(leaf, numpy.generic) else leaf
 
 
 def _readable(content: Any) -> bytes | None:

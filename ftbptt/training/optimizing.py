@@ -8,11 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from .._compat import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from .._compat import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_unflatten,
+    version_of,
+)
 
 Tree = Any
 
@@ -66,6 +73,11 @@ class Learner:
         self.trained_places = [i for i, leaf in enumerate(leaves) if differentiable(leaf)]
         self.opt_state: Tree = None
         if isinstance(optimizer, Optimizer):
+            if isinstance(optimizer, LBFGS):
+                raise TypeError(
+                    "optimizer: LBFGS evaluates the loss many times in a step, but a window of a "
+                    "stream is run once. Give another one, or call train_segment in its closure."
+                )
             _check_owned(optimizer, params)
             owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
             self.trained_places = [i for i in self.trained_places if id(leaves[i]) in owned]
@@ -85,6 +97,8 @@ class Learner:
         if ema_decay is not None:
             self.ema = [leaf.detach().clone() for leaf in self._averaged()]
         self.gathered: tuple[list[Tensor], Any] | None = None  # gradients and their weight
+        # Whether a step writes to them, as Nesterov's over many tensors at once does. Seen at work.
+        self.changes_gradients = True
 
     @property
     def trained(self) -> list[Tensor]:
@@ -162,9 +176,9 @@ class Learner:
                 p.grad = None
         return given
 
-    def step(self, grads: list[Tensor]) -> None:
-        """The update. ``grads`` are those of :meth:`ready`."""
-        stepped = True
+    def step(self, grads: list[Tensor]) -> bool:
+        """The update; false if a scaler left it out. ``grads`` are those of :meth:`ready`."""
+        stepped, versions = True, [version_of(grad) for grad in grads]
         if not isinstance(self.optimizer, Optimizer):
             leaves, spec = tree_flatten(self.params)
             whole = [torch.zeros_like(leaf) for leaf in leaves]
@@ -181,11 +195,15 @@ class Learner:
             self.scaler.update()
             # It makes no step with infinite gradients, and is smaller after that.
             stepped = self.scheduler is None or self.scaler.get_scale() >= before
-        by_loss = isinstance(self.scheduler, ReduceLROnPlateau)
-        if self.scheduler is not None and stepped and not by_loss:
-            self.scheduler.step()
+        self.changes_gradients = versions != [version_of(grad) for grad in grads]
         if self._average is not None and self.ema is not None:
             self._average(self.ema, self._averaged(), 0)
+        return stepped
+
+    def follow_schedule(self) -> None:
+        """To be called after each step that was made."""
+        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step()
 
     def _averaged(self) -> list[Tensor]:
         return [leaf for leaf in tree_leaves(self.params) if differentiable(leaf)]

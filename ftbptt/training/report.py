@@ -128,6 +128,7 @@ class Meter:
             "seconds": self.seconds,
             "history": [astuple(report) for report in self.history],
             "unread": [list(self._losses), list(self._weights), self._steps, self._tokens],
+            "folded": [self._sum, self._weight, self._bad, self._noted],
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -135,10 +136,12 @@ class Meter:
         self.history[:] = [Report(*values) for values in state["history"]]
         losses, self._weights, self._steps, self._tokens = state["unread"]
         self._losses = [loss.to(device) for loss in losses]
+        self._sum, self._weight, self._bad, self._noted = state["folded"]
 
     def unread_is_finite(self) -> bool:
         """Whether the losses since the last report are; waits for the device."""
-        return not self._losses or bool(torch.stack(self._losses).isfinite().all())
+        noted = torch.stack(self._losses) if self._losses else torch.zeros(())
+        return bool(self._sum.isfinite().all() & noted.isfinite().all())
 
 
 def _column(weights: Sequence[Any], device: torch.device) -> Tensor:

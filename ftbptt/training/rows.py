@@ -52,7 +52,8 @@ def valid_steps(mask: Tensor, steps: int, rows: int, context: int, layout: Layou
 def split_rows(
     chunk: Chunk, state: Tree, parts: int, layout: Layout, row_axis: Callable[[Tensor], int]
 ) -> list[tuple[Chunk, Tree]]:
-    """The chunk and the state in nearly equal parts of their rows."""
+    """The chunk and the state in nearly equal parts of their rows, none of them empty."""
+    parts = min(parts, tree_leaves(chunk.x)[0].shape[layout.x_rows])
 
     def split(tree: Tree, axis_of: Callable[[Tensor], int | None]) -> list[Tree]:
         if tree is None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from .._compat import keystr, timeout_of, tree_flatten_with_path, tree_map
 from ..distributed.ranks import Ranks
 from ..distributed.shares import share_of
-from .checkpoint import CheckpointError
+from .checkpoint import CheckpointError, as_bytes
 
 _KEPT = 2  # whole ones; while a third is written there is always one to go back to
 _NAME = "update-{:09d}"
@@ -59,20 +59,27 @@ class SharedCheckpoints:
         """Begins to write a checkpoint; to be called by all ranks.
 
         The contents are copied first, so they may change then. Raises OSError and
-        :class:`RankFailed` if the one before could not be written.
+        :class:`RankFailed` if the one before could not be written, and TypeError, on all ranks,
+        for what one of them could not read again.
         """
         from torch.distributed.checkpoint import FileSystemWriter, async_save
 
         self.wait()
         ranks, path = self.ranks, self.folder / _NAME.format(index)
         numbers, leaves = self._numbered(parts.rows)
-        told = ranks.gather((len(leaves[0]) if leaves else 0, self._make_room(path)))
+        content, unreadable = {}, None
+        try:
+            content = _taken_apart(f"rank{ranks.rank}of{ranks.size}", [parts.own, numbers])
+            if ranks.rank == 0:
+                content |= _taken_apart("run", parts.common)
+        except TypeError as error:
+            unreadable = str(error)
+        told = ranks.gather((len(leaves[0]) if leaves else 0, self._make_room(path), unreadable))
         if (problem := told[0][1]) is not None:
             raise OSError(problem)
-        first = sum(count for count, _ in told[: ranks.rank])
-        content = _taken_apart(f"rank{ranks.rank}of{ranks.size}", [parts.own, numbers])
-        if ranks.rank == 0:
-            content |= _taken_apart("run", parts.common)
+        if wrong := [said for *_, said in told if said is not None]:
+            raise TypeError(wrong[0])
+        first = sum(count for count, *_ in told[: ranks.rank])
         for i, leaf in enumerate(leaves):
             content[f"rows{first}-{first + len(leaf)}/{i}"] = leaf
         self._own.append(path.name)
@@ -206,9 +213,7 @@ def _taken_apart(name: str, tree: Any) -> dict[str, Tensor]:
     rest = tree_map(
         lambda leaf: torch.tensor(next(numbers)) if isinstance(leaf, Tensor) else leaf, tree
     )
-    buffer = io.BytesIO()
-    torch.save([list(tensors), rest], buffer)
-    data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(as_bytes([list(tensors), rest])), dtype=torch.uint8)
     return {name: data, **tensors}
 
 

@@ -261,8 +261,14 @@ class Chunks:
         self._held.clear()
 
     def _owners(self) -> list[Any]:
-        """What may have an order of its own: a ``DataLoader`` and its sampler."""
-        return [self.chunks, getattr(self.chunks, "sampler", None)]
+        """What may have an order of its own: a ``DataLoader`` and its samplers."""
+        batches = getattr(self.chunks, "batch_sampler", None)
+        samplers = [
+            getattr(self.chunks, "sampler", None),
+            batches,
+            getattr(batches, "sampler", None),
+        ]
+        return list({id(own): own for own in [self.chunks, *samplers]}.values())
 
     def _own_generators(self) -> list[torch.Generator]:
         found = [getattr(owner, "generator", None) for owner in self._owners()]

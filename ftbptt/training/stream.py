@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from .._compat import tree_leaves, tree_map
 from ..distributed.ranks import RankFailed
@@ -77,6 +78,7 @@ class Stream(Iterator[Update]):
         self._behind = self._initial  # the state behind the last window's last step
         # Where the run stood before the work on the next update began; None between two updates.
         self._stand: dict[str, Any] | None = None
+        self._stood = self._place, self._behind
         self._whole = True  # the parameters are all of the same update
         self._saved = 0  # the index that the checkpoint has
         self._begun = self._finished = False
@@ -128,14 +130,17 @@ class Stream(Iterator[Update]):
             raise
 
     def __next__(self) -> Update:
+        go_on = self._left and self._begun and not self._finished
         self._left = False
         try:
+            if go_on:
+                self._join_again()
             if self._finished:
                 update = None
             else:
                 if not self._begun:
                     self._begin()
-                elif self._store is not None:
+                elif self._store is not None and self._stand is None:
                     self._go_on(self._store)
                 update = None if self._finished else self._next_update()
             if update is None:
@@ -157,6 +162,20 @@ class Stream(Iterator[Update]):
         else:
             self._cursor.load_state_dict(self._stand["cursor"], self._place)
         self._begun = True
+        if self._store is not None:
+            self._take_stand()
+
+    def _join_again(self) -> None:
+        """A run that was left goes on, on all ranks; an update that was not made begins anew.
+
+        Where the run keeps no checkpoint, the windows of that update are left out.
+        """
+        self._watch.draw(self._total_updates(), self.index)
+        if self._together is not None:
+            self._parted = self._together.left = False
+        if self._stand is not None and self._whole:
+            self._place, self._behind = self._stood
+            self._cursor.load_state_dict(self._stand["cursor"], self._place)
 
     def _go_on(self, store: Store) -> None:
         """What is kept between two updates, when the caller is done with the last one."""
@@ -165,7 +184,11 @@ class Stream(Iterator[Update]):
             if self._together is not None:
                 self._together.check()
             self._save_new(store, last=False)
-        self._stand = self._standing()
+        self._take_stand()
+
+    def _take_stand(self) -> None:
+        """Here the next update begins: what is left undone is saved, and done again, from here."""
+        self._stand, self._stood = self._standing(), (self._place, self._behind)
 
     def _leave(self, error: BaseException) -> None:
         """The run is left, by an error or Ctrl-C: all updates up to now are kept."""
@@ -288,10 +311,12 @@ class Stream(Iterator[Update]):
                 self._whole = False
                 self._learner.step(grads)
             raise
+        if norm is None and self._learner.changes_gradients:
+            norm = get_total_norm(grads)
         place = self._place
         with self._undisturbed():
             self._whole = False
-            self._learner.step(grads)
+            stepped = self._learner.step(grads)
             self._whole, self._stand = True, None
             self.index += 1
             is_due = self._watch.meter.add(measured)
@@ -301,6 +326,8 @@ class Stream(Iterator[Update]):
                 norm,
             )  # fmt: skip
             self._watch.last = update
+            if stepped:
+                self._learner.follow_schedule()
             report = self._watch.read() if (is_due if due is None else due) else None
         if report is not None:
             self._tell(report)

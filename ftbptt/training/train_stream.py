@@ -127,6 +127,8 @@ def train_stream(
         goes on from it, if it is there, bit for bit as if it had not been cut off, the parameters
         and the optimizer written in place. Data that comes in a random order must draw it from
         torch's, NumPy's or Python's random numbers, its ``generator``, or by ``set_epoch(epoch)``.
+        The same iterator goes on after an error or Ctrl-C as well: the update that was at work is
+        made anew. Without a checkpoint its windows are left out.
     ``time_dim``
         The axis of time, for a ``train_segment`` that is not this package's own.
     ``mesh``, ``reduce_dtype``

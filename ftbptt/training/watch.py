@@ -38,7 +38,11 @@ class Watch:
     def begin(self, total: int | None, index: int) -> None:
         """The clock starts, at update ``index`` of so many."""
         self.meter.start()
-        if self._progress:
+        self.draw(total, index)
+
+    def draw(self, total: int | None, index: int) -> None:
+        """The bar, if there is to be one."""
+        if self._progress and self._bar is None:
             self._bar = ProgressBar(total, index)
 
     def read(self) -> Report | None:
