@@ -169,6 +169,15 @@ def test_state_that_changes_its_dtype_in_the_step() -> None:
     refused(TypeError, words, step, state={"h": torch.zeros(B, H, dtype=torch.float64)})
 
 
+def test_data_of_another_dtype_than_the_model() -> None:
+    """As NumPy's numbers are, where nobody says otherwise."""
+    words = (
+        r"step: state\['h'\] went in as torch.float32 and came out as torch.float64. That is the "
+        "dtype of x, but of no parameter: give x as torch.float32."
+    )
+    refused(TypeError, words, x=arguments()["x"].double())
+
+
 def test_state_that_changes_its_structure_in_the_step() -> None:
     def step(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
         out, after = dict_step(params, x_t, state)

@@ -61,9 +61,13 @@ def run(folder: Path, kills: int) -> dict[str, Tensor]:
     return result
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    return run(tmp_path_factory.mktemp("runs") / "undisturbed", 0)
+
+
 @pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
-def test_killed_ranks_come_back(kills: int, tmp_path: Path) -> None:
-    undisturbed = run(tmp_path / "undisturbed", 0)
+def test_killed_ranks_come_back(kills: int, undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
     found = run(tmp_path / "killed", kills)
     for name, value in undisturbed.items():
         assert torch.equal(found[name], value), name
@@ -87,9 +91,8 @@ def updates(folder: Path, rank: int) -> list[int]:
     return [int(line.split()[1]) for line in lines]
 
 
-def test_ctrl_c_leaves_a_checkpoint(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_checkpoint(undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
     """All ranks are told by the terminal; all of them stop behind the same update, and keep it."""
-    undisturbed = run(tmp_path / "undisturbed", 0)
     folder = tmp_path / "stopped"
     folder.mkdir()
     ranks = start(folder, 0, 0, pace=0.3)

@@ -27,11 +27,12 @@ from .resuming import RUNS, Pieces, Run, assert_same, check, segment, whole
 from .streams import Tagger, mean_cross_entropy, stream, zeros
 
 
+@pytest.mark.parametrize("often", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RUNS)
-def test_cut_off_after_any_update(name: str, tmp_path: Path) -> None:
+def test_cut_off_after_any_update(name: str, often: bool, tmp_path: Path) -> None:
     seen, _ = whole(name)
     assert len(seen) > 4
-    for cut in (1, *range(2, len(seen), 2 if len(seen) > 8 else 1), len(seen)):
+    for cut in {1, *range(2, len(seen), 1 if often else len(seen) // 3), len(seen)}:
         file = tmp_path / f"{cut}.pt"
         check(name, Run(name, 0, file).go(cut), file, cut)
 

@@ -122,6 +122,16 @@ def test_a_branch_in_the_loss() -> None:
         segment({"w": torch.ones(H)}, torch.zeros(B, H), torch.ones(K, B, H), torch.ones(K, B, H))
 
 
+def test_a_branch_of_torch() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = h + x_t * params["w"]
+        return h, torch.cond(h.sum() > 0, lambda h: -h, lambda h: h + 1, (h,))
+
+    words = "step: uses an operation with graphs of its own, such as torch.cond.*torch.where"
+    with pytest.raises(TypeError, match=words):
+        call(step)
+
+
 def test_a_python_branch_on_shapes_and_options_is_fine() -> None:
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         if h.shape[-1] == H and params["w"].dtype == torch.float32:

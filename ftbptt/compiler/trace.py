@@ -159,7 +159,7 @@ def trace_step(
             start += size
         with PlainRecurrence():
             result = step.apply(*trees)
-        out, after = _checked_pair(result, state)
+        out, after = _checked_pair(result, state, _dtypes(x_t) - _dtypes(params))
         out_leaves, spec = tree_flatten(out)
         out_spec[:] = [spec]
         return [*out_leaves, *tree_flatten(after)[0]]
@@ -179,7 +179,12 @@ def trace_step(
     return StepGraph(module, captures, out_spec[0], outs)
 
 
-def _checked_pair(result: Any, state: Tree) -> tuple[Tree, Tree]:
+def _dtypes(tree: Tree) -> set[torch.dtype]:
+    return {leaf.dtype for leaf in tree_flatten(tree)[0] if leaf.is_floating_point()}
+
+
+def _checked_pair(result: Any, state: Tree, foreign: set[torch.dtype]) -> tuple[Tree, Tree]:
+    """``foreign``: dtypes of the inputs that no parameter has."""
     if not (isinstance(result, (tuple, list)) and len(result) == 2):
         found = f"a {type(result).__name__}"
         if isinstance(result, (tuple, list)):
@@ -209,10 +214,15 @@ def _checked_pair(result: Any, state: Tree) -> tuple[Tree, Tree]:
                 f"step: state{keystr(path)} came out as {type(b).__name__}, not a tensor."
             )
         if a.dtype != b.dtype:
-            raise TypeError(
-                f"step: state{keystr(path)} went in as {a.dtype} and came out as {b.dtype}. The "
-                f"carried state must keep its dtype: give it in as {b.dtype}, or return "
+            remedy = (
+                f"That is the dtype of x, but of no parameter: give x as {a.dtype}."
+                if b.dtype in foreign
+                else f"The carried state must keep its dtype: give it in as {b.dtype}, or return "
                 f"`.to({a.dtype})`."
+            )
+            raise TypeError(
+                f"step: state{keystr(path)} went in as {a.dtype} and came out as {b.dtype}. "
+                + remedy
             )
         if a.shape != b.shape:
             raise ValueError(
@@ -331,6 +341,11 @@ def lift_captures(argument: str, module: fx.GraphModule, after: int, remedy: str
     placeholders = module.graph.find_nodes(op="placeholder")
     nodes = module.graph.find_nodes(op="get_attr")
     values = [getattr(module, node.target) for node in nodes]
+    if not all(isinstance(value, Tensor) for value in values):
+        raise TypeError(
+            f"{argument}: uses an operation with graphs of its own, such as torch.cond, which "
+            "cannot be done for all steps at once. Write it with torch.where."
+        )
     forbid_trained_captures(argument, values, remedy)
     for i, node in enumerate(nodes):
         with module.graph.inserting_before(placeholders[after]):
