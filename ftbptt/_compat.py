@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.distributions import Distribution
 
 # make_fx: the ATen graph of a Python function, through vmap and vjp. "Experimental" since 1.11.
-from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
