@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._compat import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from ._layout import Layout, SharedLayout
-from ._step import Step
+from ._step import Step, start_of
 from .compiler.signature import Leaf, Level, Recipe, Signature
 
 Tree = Any
@@ -147,8 +147,8 @@ def lay_out(
     initial = Argument("initial_state", () if start is None or callable(start) else start)
     if state is None:
         first = tree_unflatten([leaf[0, 0] if shared else leaf[0] for leaf in x_leaves], xs.spec)
-        state, learned = _initial_state(recipe, params, first)
-        if learned:  # a restart before the first step lets the gradient through
+        state = start_of(recipe.step, recipe.initial_state, params, first)
+        if callable(recipe.initial_state):  # a restart before step 0 lets the gradient through
             reset = _restart_at_start(reset, steps, x_leaves[0], shared)
         state_dim = None
     elif initial.leaves and Argument("state", state).spec != initial.spec:
@@ -193,21 +193,6 @@ def lay_out(
         context=context_of(step, x_leaves[0].device.type),
     )
     return call, tensors, layout
-
-
-def _initial_state(recipe: Recipe, params: Tree, x_t: Tree) -> tuple[Tree, bool]:
-    """The state that ``state=None`` means, and whether it is computed from the parameters."""
-    initial, step = recipe.initial_state, recipe.step
-    if callable(initial):
-        return initial(params), True
-    if initial is not None:
-        return initial, False
-    if step.zero_state is None:
-        raise TypeError(
-            f"state: None is known only for torch's own cells and layers, but the step is "
-            f"{step.name}. Pass the state, or make_train_segment(initial_state=...)."
-        )
-    return step.zero_state(x_t), False
 
 
 def _check_initial(initial: Argument, states: Argument) -> None:

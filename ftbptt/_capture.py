@@ -27,6 +27,8 @@ Groups = dict[str, list[Tensor]]
 # Graphs of one plan that are kept: the number of steps seldom takes more values.
 _MOST_GRAPHS = 8
 _CAPTURED_ON = {"cuda"}
+_in_turn = Lock()  # all graphs share their memory, so that only one may run at a time
+_last_stream: torch.cuda.Stream | None = None  # where the last one was launched
 
 
 def make_executable(
@@ -55,7 +57,6 @@ class CapturedExecutable(Executable):
         super().__init__(plan, backend, count_compile)
         self.reuse_output = reuse_output
         self.graphs: OrderedDict[Any, SegmentGraph | None] = OrderedDict()
-        self.lock = Lock()
         self.failed = False
 
     def run(
@@ -65,13 +66,14 @@ class CapturedExecutable(Executable):
             return super().run(groups, graded=graded, early=early)
         precision = torch.get_float32_matmul_precision()
         key = (graded, groups["x"][0].shape[0], precision)
-        with self.lock:
+        with _in_turn:
             if key not in self.graphs:
                 self.graphs[key] = None
                 if len(self.graphs) > _MOST_GRAPHS:
                     self.graphs.popitem(last=False)
                 return super().run(groups, graded=graded)
             self.graphs.move_to_end(key)
+            _wait_for_last()
             graph = self.graphs[key] or self._captured(groups, graded)
             self.graphs[key] = graph
             if graph is None:
@@ -110,9 +112,18 @@ class SegmentGraph:
         return list(self.outputs)
 
 
+def _wait_for_last() -> None:
+    """What this thread launches from now on comes after the last graph, whoever launched it."""
+    global _last_stream
+    stream = torch.cuda.current_stream()
+    if _last_stream is not None and _last_stream != stream:
+        stream.wait_stream(_last_stream)
+    _last_stream = stream
+
+
 @cache
 def _memory_pool() -> Any:
-    """One pool for all graphs: they never run at the same time."""
+    """One pool for all graphs: they run in turn."""
     return torch.cuda.graph_pool_handle()
 
 

@@ -57,14 +57,15 @@ class Layout:
         return leaf.select(self.time_dim, t)
 
     def time_first(self, tree: Tree) -> Tree:
-        return (
-            tree_map(lambda leaf: leaf.movedim(self.time_dim, 0), tree) if self.time_dim else tree
-        )
+        return self._moved(tree, self.time_dim, 0)
 
     def time_back(self, tree: Tree) -> Tree:
-        return (
-            tree_map(lambda leaf: leaf.movedim(0, self.time_dim), tree) if self.time_dim else tree
-        )
+        return self._moved(tree, 0, self.time_dim)
+
+    def _moved(self, tree: Tree, source: int, target: int) -> Tree:
+        if source == target or tree is None:
+            return tree
+        return tree_map(lambda leaf: leaf.movedim(source, target), tree)
 
     def rows_time_first(self, rows: Tensor | None) -> Tensor | None:
         """``reset`` or ``mask``: [K], or [K, B] with time where it is in the data."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ._arguments import check_time_dim, whole
 from ._call import InDims
 from ._loss import Loss, of_first
 from ._segment import TrainSegment
@@ -85,9 +86,9 @@ def make_train_segment(
         ones'. There is one forward and one reverse loop, in which all windows run side by side.
         With a ``stride`` above 1 so many steps share a window, which ends with the last of them.
     ``reuse_output``
-        On a GPU, where a segment is a CUDA graph, a call may overwrite what the one before it with
-        the same number of steps returned: one copy less of everything. Elsewhere it changes
-        nothing.
+        On a GPU, where a segment is a CUDA graph, a call may overwrite what any call before it
+        returned, also one of another segment that was made so: one copy less of everything.
+        Elsewhere it changes nothing.
 
     Truncated backpropagation through time: Williams and Peng, 1990. The loops are split as in
     loop distribution: Allen and Kennedy, 1987.
@@ -111,13 +112,11 @@ def make_train_segment(
         raise ValueError(f"backend: expected one of {', '.join(NAMES)}, found {backend!r}.")
     if not callable(loss):
         raise TypeError(f"loss: expected a function loss(out, y), found {type(loss).__name__}.")
+    check_time_dim(time_dim)
     if in_dims is not None:
         _check_in_dims(in_dims)
-    if isinstance(context, bool) or not isinstance(context, int):
-        raise TypeError(f"context: expected a number of steps, found {context!r}.")
-    if context < 0:
-        raise ValueError(f"context: expected 0 steps or more, found {context}.")
-    _check_window(window, stride)
+    context = whole("context", context, 0)
+    window, stride = _window(window, stride)
     step, tapped = as_step(step), taps is not False
     if tapped and window is not None:
         raise ValueError(
@@ -132,18 +131,17 @@ def make_train_segment(
     )
 
 
-def _check_window(window: int | None, stride: int) -> None:
-    for name, value in (("window", window), ("stride", stride)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name}: expected a number of steps, found {value!r}.")
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: expected at least 1 step, found {value}.")
+def _window(window: int | None, stride: int) -> tuple[int | None, int]:
+    """Both, checked."""
+    window = None if window is None else whole("window", window, 1)
+    stride = whole("stride", stride, 1)
     if window is None and stride != 1:
         raise ValueError(f"stride: {stride} has no meaning without window=, the reach of a loss.")
     if window is not None and stride > window:
         raise ValueError(
             f"stride: {stride} is more than window={window}, so some steps would be in no window."
         )
+    return window, stride
 
 
 def _names(taps: bool | Sequence[str]) -> list[str] | None:

@@ -27,6 +27,7 @@ class Programs:
     def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
         self.plan, self.backend, self.count_compile = plan, backend, count_compile
         self.functions: dict[Any, Function] = {}
+        self._sources: list[Function] = []  # they own the blocks that an operator knows by number
         self.forward = self._fused(plan.forward)
         self.evaluate = self._fused(plan.evaluate)
         self.reverse = self._fused(plan.reverse)
@@ -83,6 +84,7 @@ class Programs:
         """Builds a function for tensors like ``args``; axis 0 of args[first:last] is a symbol."""
         with TRACING:
             if name not in self.functions:  # another thread may have been first
+                self._sources.append(function)
                 self.functions[name] = self._built(name, function, args, first, last)
                 self.count_compile()
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._arguments import check_time_dim, whole
 from ._compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from ._layout import Layout, broadcast_rows
 from ._loss import Loss, segment_loss
 from ._output import SegmentOutput
-from ._step import Step, StepFunction, as_step
+from ._step import Step, StepFunction, as_step, start_of
 
 Tree = Any
 
@@ -37,8 +38,8 @@ def reference_segment(
 ) -> SegmentOutput:
     """reference_segment : params, state, x[K, ...], y[K, ...] -> SegmentOutput
 
-    The eager loop that defines ``train_segment``. Arguments as there. Any step that runs in eager
-    torch runs here; nothing is compiled.
+    The eager loop that defines ``train_segment``. Arguments as there and for
+    :func:`make_train_segment`. Any step that runs in eager torch runs here; nothing is compiled.
 
     >>> cell, x, h = nn.GRUCell(3, 5), torch.randn(7, 2, 3), torch.zeros(2, 5)
     >>> loss = lambda out, y: (out - y).square().mean()
@@ -47,6 +48,8 @@ def reference_segment(
     >>> result.state.shape
     torch.Size([2, 5])
     """
+    check_time_dim(time_dim)
+    context = whole("context", context, 0)
     step = as_step(step)
     layout = Layout.of(step, time_dim, x)
     x, y = layout.time_first(x), layout.time_first(y)
@@ -59,8 +62,11 @@ def reference_segment(
     params = tree_unflatten(leaves, spec)
     buffers = step.buffers()
 
-    state = tree_map(torch.Tensor.detach, state)
     initial = initial_state(params) if callable(initial_state) else initial_state
+    if state is None:  # the gradient flows into a start that is learned
+        state = start_of(step, initial, params, tree_map(lambda leaf: leaf[0], x))
+    else:
+        state = tree_map(torch.Tensor.detach, state)
     outs = []
     for t in range(steps):
         x_t = tree_map(lambda leaf, t=t: leaf[t], x)

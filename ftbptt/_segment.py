@@ -328,9 +328,15 @@ class TrainSegment:
             groups = call.groups(tensors)
             if self._backend != "auto" or executable.backend.name == "eager":
                 return executable.run(groups, graded=graded, early=early)
+            callers: list[BaseException] = []
             try:
-                return executable.run(groups, graded=graded, early=early)
+                given = None if early is None else _noting(early, callers)
+                return executable.run(groups, graded=graded, early=given)
+            except torch.OutOfMemoryError:
+                raise  # another backend needs more
             except Exception as error:
+                if error in callers:
+                    raise
                 failed = executable.backend
                 other = fallback(failed, tensors[0].device.type)
                 warnings.warn(
@@ -363,6 +369,19 @@ class TrainSegment:
 
     def _count_compile(self) -> None:
         self.compile_count += 1
+
+
+def _noting(early: EarlyGradients, errors: list[BaseException]) -> EarlyGradients:
+    """``early``, whose own errors are noted: they are none of the backend's."""
+
+    def ready(loss: Tensor, grads: list[Tensor]) -> None:
+        try:
+            early.ready(loss, grads)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    return early._replace(ready=ready)
 
 
 def _first_line(error: BaseException) -> str:

@@ -315,6 +315,20 @@ def _layers(module: nn.Module) -> list[nn.RNNBase]:
     return [m for m in module.modules() if isinstance(m, nn.RNNBase)]
 
 
+def start_of(step: Step, initial_state: Any, params: Tree, x_t: Tree) -> Tree:
+    """The state that ``state=None`` means. Raises TypeError where it is not known."""
+    if callable(initial_state):
+        return initial_state(params)
+    if initial_state is not None:
+        return initial_state
+    if step.zero_state is None:
+        raise TypeError(
+            f"state: None is known only for torch's own cells and layers, but the step is "
+            f"{step.name}. Pass the state, or make_train_segment(initial_state=...)."
+        )
+    return step.zero_state(x_t)
+
+
 def _tensors(tree: Tree) -> list[Tensor]:
     found: list[Tensor] = []
     tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)

@@ -5,87 +5,19 @@ A recipe is plain data, so that a failing one can be printed, kept and made a te
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .problem import B, Draw, H, Problem, mse, per_row, per_step
+from . import random_losses
+from .problem import B, Draw, H, Problem
+from .random_operations import OPERATIONS, WEIGHTS
 
 Tree = Any
-WEIGHTS = 3
-ORDER = [3, 0, 6, 1, 5, 2, 4]  # of the H features
-
-# Values by kind: "v" vectors [B, H], "m" matrices [B, H, H], "i" counts [B], "b" flags [B, H].
-# Operations by name: what they take and give, and what they do with weights ``w`` at hand.
-OPERATIONS: dict[str, tuple[str, str, Callable[..., Tensor]]] = {
-    # elementwise
-    "tanh": ("v", "v", lambda w, a: torch.tanh(a)),
-    "sigmoid": ("v", "v", lambda w, a: torch.sigmoid(a)),
-    "gelu": ("v", "v", lambda w, a: F.gelu(a)),
-    "softplus": ("v", "v", lambda w, a: F.softplus(a)),
-    "relu": ("v", "v", lambda w, a: torch.relu(a)),
-    "bell": ("v", "v", lambda w, a: torch.exp(-a * a)),
-    "root": ("v", "v", lambda w, a: (a * a + 0.1).sqrt()),
-    "clamp": ("v", "v", lambda w, a: a.clamp(-0.4, 0.7)),
-    "half": ("v", "v", lambda w, a: 0.5 * a),
-    "negate": ("v", "v", lambda w, a: -a),
-    "detach": ("v", "v", lambda w, a: a.detach()),
-    "add": ("vv", "v", lambda w, a, b: a + b),
-    "subtract": ("vv", "v", lambda w, a, b: a - b),
-    "multiply": ("vv", "v", lambda w, a, b: a * b),
-    "gate": ("vv", "v", lambda w, a, b: torch.sigmoid(a) * b),
-    "lerp": ("vv", "v", lambda w, a, b: torch.lerp(a, b, 0.3)),
-    "maximum": ("vv", "v", lambda w, a, b: torch.maximum(a, b)),
-    "greater": ("vv", "b", lambda w, a, b: a > b),
-    "where": ("bvv", "v", lambda w, c, a, b: torch.where(c, a, b)),
-    "cast flag": ("b", "v", lambda w, c: c.to(torch.float64)),
-    # over the features
-    "softmax": ("v", "v", lambda w, a: torch.softmax(a, -1)),
-    "log softmax": ("v", "v", lambda w, a: torch.log_softmax(a, -1)),
-    "layer norm": ("v", "v", lambda w, a: F.layer_norm(a, (H,), w[0][0], w[0][1])),
-    "centre": ("v", "v", lambda w, a: a - a.mean(-1, keepdim=True)),
-    "largest": ("v", "v", lambda w, a: a - a.amax(-1, keepdim=True)),
-    "normalise": ("v", "v", lambda w, a: F.normalize(a, dim=-1)),
-    "cumulate": ("v", "v", lambda w, a: a.cumsum(-1) / H),
-    # views, joins
-    "shift": ("v", "v", lambda w, a: torch.cat([a[:, 1:], a[:, :1]], -1)),
-    "flip": ("v", "v", lambda w, a: a.flip(-1)),
-    "order": ("v", "v", lambda w, a: a[:, ORDER]),
-    "parts": ("v", "v", lambda w, a: torch.cat(a.split([2, 4, 1], -1)[::-1], -1)),
-    "halves": ("vv", "v", lambda w, a, b: torch.cat([a[:, : H // 2], b[:, H // 2 :]], -1)),
-    "stack": ("vv", "v", lambda w, a, b: torch.stack([a, b], 1).mean(1)),
-    "expand": ("v", "v", lambda w, a: a.unsqueeze(1).expand(-1, 3, -1).sum(1) / 3),
-    "join": ("vv", "v", lambda w, a, b: torch.cat([a, b], -1) @ torch.cat([w[0], w[1]], 0)),
-    # with weights
-    "matmul": ("v", "v", lambda w, a: a @ w[0]),
-    "transposed": ("v", "v", lambda w, a: a @ w[1].T),
-    "linear": ("v", "v", lambda w, a: F.linear(a, w[2], w[0][0])),
-    "product": ("v", "v", lambda w, a: a @ (w[0] @ w[1].T / H)),
-    "scaled": ("v", "v", lambda w, a: a * w[2][0]),
-    "einsum": ("v", "v", lambda w, a: torch.einsum("bi,ji->bj", a, w[1])),
-    "convolve": (
-        "v", "v", lambda w, a: F.conv1d(a.unsqueeze(1), w[0][:1, None, :3], padding=1).squeeze(1)
-    ),
-    "embed": ("i", "v", lambda w, n: F.embedding(n % 4, w[2])),
-    # matrices, counts
-    "outer": ("vv", "m", lambda w, a, b: a.unsqueeze(2) * b.unsqueeze(1)),
-    "fade": ("m", "m", lambda w, m: 0.5 * m),
-    "sum": ("mm", "m", lambda w, m, n: m + n),
-    "gate rows": ("mv", "m", lambda w, m, a: m * torch.sigmoid(a).unsqueeze(2)),
-    "read": ("mv", "v", lambda w, m, a: torch.bmm(m, a.unsqueeze(2)).squeeze(2)),
-    "row": ("m", "v", lambda w, m: m[:, 1] + m.mean(1)),
-    "count": ("v", "i", lambda w, a: (a > 0).sum(-1)),
-    "plus": ("ii", "i", lambda w, n, k: (n + k) % 5),
-}  # fmt: skip
-_BY_RESULT = {
-    kind: [name for name, (_, gives, _) in OPERATIONS.items() if gives == kind] for kind in "vmib"
-}
 
 
 @dataclass(frozen=True)
@@ -103,13 +35,12 @@ class Recipe:
     after: tuple[int, ...]
     bounded: tuple[bool, ...]
     outs: tuple[int, ...]
-    loss: str
+    loss: random_losses.Name
     start: str
     tied: bool
     seed: int
 
 
-LOSSES = {"scalar": mse, "per step": per_step, "per row": per_row}
 _LEAVES = ["v", "v", "v", "vv", "vv", "vvv", "vi", "vm", "vvi", "vmv"]
 
 
@@ -131,7 +62,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         tuple(_pick(draw, kinds, kind) for kind in leaves),
         tuple(draw(st.booleans()) for _ in leaves),
         tuple(_pick(draw, kinds, "v") for _ in range(draw(st.integers(1, 2)))),
-        draw(st.sampled_from(sorted(LOSSES))),
+        draw(random_losses.names()),
         draw(st.sampled_from(["zeros", "given", "learned"])),
         draw(st.booleans()),
         draw(st.integers(0, 3)),
@@ -185,7 +116,7 @@ def problem_of(recipe: Recipe) -> Problem:
         return sum(values[i] for i in recipe.outs), tree_unflatten(after, spec)  # type: ignore[return-value]
 
     x, y = draw.sequence(B, H), draw.sequence(B, H)
-    return Problem(step, params, state, x, y, LOSSES[recipe.loss])
+    return Problem(step, params, state, x, y, random_losses.loss_of(recipe.loss))
 
 
 def start_of(recipe: Recipe, state: Tree) -> Any:

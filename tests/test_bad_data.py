@@ -110,7 +110,7 @@ def test_bad_chunks(chunks: Any, kind: type[Exception], words: str) -> None:
         (
             lambda: ContiguousStreams(X, 2.0),
             TypeError,
-            "rows: expected a number of rows, found 2.0",
+            "rows: expected a whole number, found 2.0",
         ),
         (
             lambda: ContiguousStreams(X, 2, time_dim=2),

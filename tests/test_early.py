@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import ftbptt._execute
 from ftbptt import make_train_segment
 from ftbptt._output import EarlyGradients
+from ftbptt.backends import EAGER
 
 from .cells import CELLS, problem, slow_but
 from .oracle import assert_close, reference
@@ -82,6 +84,19 @@ def test_compiled(name: str, short_chunks: None) -> None:
     )
     assert_close(check_again, reference(problem(name), 5))
     assert segment.compile_count <= built + 2  # other parts, for any K
+
+
+def test_an_error_in_what_is_called_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``auto`` it was taken for one of the backend, which another one made up for."""
+    monkeypatch.setattr("ftbptt._segment.choose", lambda name: replace(EAGER, name="fused"))
+    given = problem("gru_cell")
+    segment = make_train_segment(given.step, given.loss)
+
+    def ready(loss: Tensor, grads: list[Tensor]) -> None:
+        raise ConnectionError("a peer is gone")
+
+    with pytest.raises(ConnectionError, match="a peer is gone"):
+        segment.with_early_gradients(EarlyGradients([[0], [1]], ready), *given.data(3))
 
 
 def test_the_first_is_there_before_the_others(short_chunks: None, monkeypatch: Any) -> None:

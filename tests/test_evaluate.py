@@ -403,9 +403,9 @@ def test_an_average_of_the_loss_itself() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"k": 0}, ValueError, "k: expected at least 1 step, found 0."),
-        ({"k": 2.5}, TypeError, "k: expected a number of steps, found 2.5."),
-        ({"k": True}, TypeError, "k: expected a number of steps, found True."),
+        ({"k": 0}, ValueError, "k: expected at least 1, found 0."),
+        ({"k": 2.5}, TypeError, "k: expected a whole number, found 2.5."),
+        ({"k": True}, TypeError, "k: expected a whole number, found True."),
         ({"metrics": accuracy()}, TypeError, "metrics: expected a dict of them, found Multiclass"),
         ({"metrics": [accuracy()]}, TypeError, "metrics: expected a dict of them, found list."),
         ({"data": []}, ValueError, "data: has no steps to evaluate on."),

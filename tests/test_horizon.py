@@ -216,7 +216,7 @@ def test_it_is_printed_and_drawn(tmp_path: Path) -> None:
     ("max_lag", "kind", "words"),
     [
         (0, ValueError, "max_lag: expected at least 1, found 0"),
-        (2.5, TypeError, "max_lag: expected a number of steps, found 2.5"),
+        (2.5, TypeError, "max_lag: expected a whole number, found 2.5"),
         (STEPS, ValueError, f"max_lag: no step of the {STEPS} in x has {STEPS} before it"),
     ],
 )

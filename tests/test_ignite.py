@@ -224,7 +224,7 @@ def test_a_checkpoint_of_the_trainer_goes_on_in_the_middle_of_an_epoch(tmp_path:
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a step of 0": ({"step": 0}, ValueError, "tbtt_step: expected at least 1, found 0"),
-    "a step that is no number": ({"step": 2.5}, TypeError, "tbtt_step: expected a number of steps"),
+    "a step that is no number": ({"step": 2.5}, TypeError, "tbtt_step: expected a whole number"),
     "gaps": ({"k1": 4, "k2": 2}, ValueError, "k2: an update every k1=4 .*train_stream"),
     "k1": ({"k1": 0}, ValueError, "k1: expected at least 1, found 0"),
     "accumulate": ({"accumulate": 0}, ValueError, "accumulate: expected at least 1"),

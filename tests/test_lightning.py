@@ -248,9 +248,9 @@ def test_nothing_imports_lightning_unasked() -> None:
     ("options", "kind", "words"),
     [
         ({"k1": 0}, ValueError, "k1: expected at least 1, found 0"),
-        ({"k1": 4.0}, TypeError, "k1: expected a number of steps, found 4.0"),
+        ({"k1": 4.0}, TypeError, "k1: expected a whole number, found 4.0"),
         ({"k1": 4, "time_dim": None}, TypeError, "time_dim: expected a whole number, found None"),
-        ({"k1": 4, "k_eval": 0}, ValueError, "k_eval: expected at least 1 step, found 0"),
+        ({"k1": 4, "k_eval": 0}, ValueError, "k_eval: expected at least 1, found 0"),
         ({"k1": 4, "context": 4}, ValueError, "context: 4 of the k2=4 steps"),
     ],
 )

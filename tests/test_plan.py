@@ -235,8 +235,9 @@ def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPat
 
 # The order of the data's way; a module imports only from those before it.
 ORDER = [
-    "_compat", "_taps", "_output", "_step", "_layout", "_loss", "_reference", "compiler.graphs",
-    "compiler.convolution", "compiler.rnn", "compiler.signature", "compiler.rewrites",
+    "_arguments", "_compat", "_taps", "_output", "_step", "_layout", "_loss", "_reference",
+    "compiler.graphs", "compiler.convolution", "compiler.rnn", "compiler.signature",
+    "compiler.rewrites",
     "compiler.trace", "compiler.stacked", "compiler.split", "compiler.restart", "compiler.saving",
     "compiler.prepare", "compiler.joins", "compiler.adjoint", "compiler.timesum",
     "compiler.timebatch", "compiler.fusion", "compiler.distribute", "compiler.loss",

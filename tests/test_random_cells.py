@@ -7,6 +7,7 @@ that fails; it becomes a test of its own at the end of this file.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ftbptt import make_train_segment
 
 from .oracle import assert_close, check
 from .problem import B, Problem
+from .random_losses import SQUARES, is_by_step
 from .random_steps import Recipe, problem_of, recipes, start_of
 from .sequences import looped, stacked
 
@@ -40,9 +42,10 @@ def examples(count: int) -> Any:
 def flags(recipe: Recipe, steps: int) -> dict[str, torch.Tensor]:
     """Resets and padding; a scalar loss cannot be padded."""
     generator = torch.Generator().manual_seed(recipe.seed)
-    shape = (steps,) if recipe.loss == "per step" else (steps, B)
+    returns = recipe.loss[-1]
+    shape = (steps,) if returns == "per step" else (steps, B)
     given = {"reset": torch.rand(shape, generator=generator) < 0.3}
-    if recipe.loss != "scalar":
+    if is_by_step(returns):
         given["mask"] = torch.rand(shape, generator=generator) < 0.7
     return given
 
@@ -59,14 +62,19 @@ def check_recipe(recipe: Recipe, backend: str, **options: Any) -> None:
 
 
 def check_vmapped(recipe: Recipe, backend: str) -> None:
+    """Sequences that share a model, x with their axis anywhere; models with resets of their own."""
     made = problem_of(recipe)
-    segment = make_train_segment(made.step, made.loss, backend=backend)
+    start = start_of(recipe, made.state)
+    segment = make_train_segment(made.step, made.loss, backend=backend, initial_state=start)
     calls = [made.data(3), _other(made)]
-    shared = [(made.params, *call[1:]) for call in calls]
-    batch = [stacked([call[i] for call in calls]) for i in range(4)]
-    found = vmap(segment, in_dims=(None, 0, 0, 0))(made.params, *batch[1:])
-    assert_close(found, looped(made, shared))
-    assert_close(vmap(segment)(*batch), looped(made, calls))
+    params, state, x, y = (stacked([call[i] for call in calls]) for i in range(4))
+    axis = recipe.seed % 3
+    found = vmap(segment, in_dims=(None, 0, axis, 0))(made.params, state, x.movedim(0, axis), y)
+    assert_close(found, looped(made, [(made.params, *call[1:]) for call in calls]))
+    rows = [flags(replace(recipe, seed=recipe.seed + i), 3) for i in range(N)]
+    given = {name: [row[name] for row in rows] for name in rows[0]}
+    found = vmap(segment)(params, state, x, y, **stacked(rows))
+    assert_close(found, looped(made, calls, initial_state=[start] * N, **given))
 
 
 def _other(made: Problem) -> Any:
@@ -113,7 +121,8 @@ def test_a_learned_start_with_a_count() -> None:
     check_recipe(
         Recipe(
             operations=(("tanh", (0,)),), leaves="vi", shape=0, after=(0, 2),
-            bounded=(False, False), outs=(0,), loss="per row", start="learned", tied=False, seed=0,
+            bounded=(False, False), outs=(0,), loss=(*SQUARES, "per row"), start="learned",
+            tied=False, seed=0,
         ),
         "eager",
     )  # fmt: skip
@@ -124,7 +133,7 @@ def test_features_in_another_order_behind_a_start_that_is_learned(backend: str) 
     """Inductor wrote the gradients of all steps' ``a[:, ORDER]`` to the memory of one."""
     recipe = Recipe(
         operations=(("tanh", (2,)), ("maximum", (0, 4)), ("order", (5,))), leaves="vvi", shape=2,
-        after=(6, 0, 3), bounded=(True, False, False), outs=(6,), loss="per step",
+        after=(6, 0, 3), bounded=(True, False, False), outs=(6,), loss=(*SQUARES, "per step"),
         start="learned", tied=True, seed=0,
     )  # fmt: skip
     made = problem_of(recipe)
@@ -138,8 +147,8 @@ def test_a_product_that_is_split_reads_another_one() -> None:
     recipe = Recipe(
         operations=(("tanh", (0,)), ("stack", (1, 1)), ("tanh", (2,)), ("tanh", (3,)),
                     ("join", (4, 0)), ("lerp", (5, 5)), ("product", (7,))),
-        leaves="vv", shape=0, after=(7, 9), bounded=(False, False), outs=(7,), loss="per row",
-        start="zeros", tied=False, seed=0,
+        leaves="vv", shape=0, after=(7, 9), bounded=(False, False), outs=(7,),
+        loss=(*SQUARES, "per row"), start="zeros", tied=False, seed=0,
     )  # fmt: skip
     check_recipe(recipe, "eager")
 
@@ -148,7 +157,7 @@ def test_a_loop_is_given_weights_and_no_views_that_change_nothing() -> None:
     """Inductor read freed memory from the second step on, where einsum had turned w twice."""
     recipe = Recipe(
         operations=(("einsum", (0,)), ("einsum", (1,)), ("add", (2, 3)), ("tanh", (4,))),
-        leaves="v", shape=0, after=(5,), bounded=(False,), outs=(5,), loss="per step",
+        leaves="v", shape=0, after=(5,), bounded=(False,), outs=(5,), loss=(*SQUARES, "per step"),
         start="zeros", tied=False, seed=0,
     )  # fmt: skip
     made = problem_of(recipe)

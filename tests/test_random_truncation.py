@@ -108,6 +108,17 @@ def test_where_time_and_rows_lie(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert_close(found, segment(*arguments))
 
 
+def test_data_of_another_layout() -> None:
+    """``[K, D]`` after ``[B, K, D]``, of as many steps as rows."""
+    torch.manual_seed(0)
+    step = nn.GRU(4, 6, batch_first=True).double()
+    segment = make_train_segment(step, mse, backend="eager")
+    truncation = random_truncation(segment, 1e15)
+    x, y = torch.randn(3, 3, 4).double(), torch.randn(3, 3, 6).double()
+    for arguments in ((named(step), None, x[0], y[0]), (named(step), None, x, y)):
+        assert_close(truncation(*arguments), segment(*arguments))
+
+
 # -- what truncation does where a dependency is long ----------------------------------------------
 
 STEPS = 10

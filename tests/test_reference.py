@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftbptt import as_step, reference_segment
+from ftbptt import as_step, make_train_segment, reference_segment
 
 from .cells import CELLS, NOT_BFLOAT16, problem
 from .oracle import assert_close, assert_same_structure, reference, unchanged
@@ -268,6 +268,46 @@ def test_time_dim() -> None:
         time_dim=1, reset=reset.T, mask=mask.T,
     )  # fmt: skip
     assert_close(second._replace(out=second.out.transpose(0, 1)), first)
+
+
+def test_no_state_and_no_y() -> None:
+    """Both are as in a segment: zeros, or what is learned, through which the gradient flows."""
+    given = problem("gru_cell")
+    params, state, x, _ = given.data(K)
+
+    def loss(out: Tree, y: Tree) -> torch.Tensor:
+        assert y is None
+        return out.square().mean()
+
+    found = reference_segment(given.step, loss, params, None, x.transpose(0, 1), None, time_dim=1)
+    zeros = reference_segment(given.step, loss, params, torch.zeros_like(state), x, None)
+    assert_close(found._replace(out=found.out.transpose(0, 1)), zeros)
+    learned = {**params, "start": state}
+
+    def start(params: Tree) -> Tree:
+        return params["start"]
+
+    def step(params: Tree, x_t: Tree, h: Tree) -> Tree:
+        own = {name: leaf for name, leaf in params.items() if name != "start"}
+        return as_step(given.step).apply(own, {}, x_t, h)
+
+    segment = make_train_segment(step, loss, initial_state=start, backend="eager")
+    found = reference_segment(step, loss, learned, None, x, None, initial_state=start)
+    assert found.grads["start"].any()
+    assert_close(segment(learned, None, x, None), found)
+    with pytest.raises(TypeError, match="state: None is known only for torch's own cells"):
+        reference_segment(step, loss, params, None, x, None)
+
+
+def test_bad_numbers() -> None:
+    given = problem("gru_cell")
+    for wrong in ("1", -1, 2, True):
+        with pytest.raises(ValueError, match="time_dim: expected 0 or 1, or None"):
+            reference(given, K, time_dim=wrong)
+        with pytest.raises(ValueError, match="time_dim: expected 0 or 1, or None"):
+            make_train_segment(given.step, given.loss, time_dim=wrong)
+    with pytest.raises(TypeError, match=r"context: expected a whole number, found 1\.5"):
+        reference(given, K, context=1.5)
 
 
 def test_batch_first_has_time_on_axis_1() -> None:

@@ -461,8 +461,19 @@ def test_a_run_is_stopped_by_a_report() -> None:
 
 
 def test_bad_interval() -> None:
-    with pytest.raises(ValueError, match="interval: expected at least 0, found -1"):
+    with pytest.raises(ValueError, match="interval: expected at least 0 seconds, found -1"):
         train(interval=-1)
+
+
+def test_a_long_history_is_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftbptt.training.report._MOST_REPORTS", 4)
+    run = train(interval=0)
+    indices = [update.index for update in run]
+    kept = [report.index for report in run.history]
+    assert len(indices) > 5
+    assert len(kept) <= 4
+    assert kept == sorted(kept)
+    assert kept[-1] == indices[-1]
 
 
 def test_the_norm_is_that_of_the_gradients_before_the_step() -> None:

@@ -199,8 +199,9 @@ def test_without_a_file_the_run_starts_anew(tmp_path: Path) -> None:
 
 def test_a_file_that_would_be_replaced(tmp_path: Path) -> None:
     Run("plain", 0, tmp_path / "run.pt").go()
-    with pytest.warns(UserWarning, match=r"run.pt is there already, and will be replaced. To go"):
+    with pytest.raises(FileExistsError, match=r"run.pt already exists. Pass resume=True to contin"):
         Run("plain", 0, tmp_path / "run.pt")
+    Run("plain", 0, tmp_path / "run.pt", resume=False).go(1)
     with pytest.raises(ValueError, match=r"is a folder\. Give the name of a file"):
         Run("plain", 0, tmp_path)
     assert tmp_path.is_dir()

@@ -12,7 +12,7 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sources: dict[str, str] = {}
         self.calls: list[KernelCall] = []
-        outputs_of, start = fused._outputs, fused.start
+        outputs_of, cpu = fused._outputs, fused.LANGUAGES["cpu"]
 
         def outputs(inputs: Any, library: str, numbers: Any, *spec: Any) -> list[Tensor]:
             made = outputs_of(inputs, library, numbers, *spec)
@@ -89,12 +89,12 @@ class Recorder:
             return made
 
         def library(source: str) -> Path:
-            path = start(source)
+            path = cpu.make_ready(source)
             self.sources[str(path)] = source
             return path
 
         monkeypatch.setattr(fused, "_outputs", outputs)
-        monkeypatch.setattr(fused, "start", library)
+        monkeypatch.setitem(fused.LANGUAGES, "cpu", replace(cpu, make_ready=library))
 
 
 @pytest.fixture

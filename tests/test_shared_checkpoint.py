@@ -62,7 +62,7 @@ def test_on_another_number_of_ranks(kind: str, two: Ranks, four: Ranks, tmp_path
         assert_close(doubles(found), doubles(expected))
 
 
-def _written(mesh: DeviceMesh, folder: str, updates: int, resume: bool) -> list[str]:
+def _written(mesh: DeviceMesh, folder: str, updates: int, resume: bool | None) -> list[str]:
     """What is said while a run is made, or the error."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -71,7 +71,7 @@ def _written(mesh: DeviceMesh, folder: str, updates: int, resume: bool) -> list[
                 mesh, "tensors", checkpoint=folder, checkpoint_every=10, updates=updates,
                 resume=resume,
             )  # fmt: skip
-        except CheckpointError as error:
+        except (CheckpointError, FileExistsError) as error:
             return [str(error)]
     return [str(warning.message) for warning in caught]
 
@@ -105,9 +105,10 @@ def test_one_that_is_not_whole_does_not_count(two: Ranks, tmp_path: Path) -> Non
 def test_a_new_run_in_an_old_folder(two: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     two.call(_written, str(folder), 30, False)
-    for said in two.call(_written, str(folder), 10, False):
-        assert said == [f"checkpoint: {folder} is there already, and will be replaced. To go on "
-                        "from it, resume=True."]  # fmt: skip
+    for said in two.call(_written, str(folder), 10, None):
+        assert said == [f"checkpoint: {folder} already exists. Pass resume=True to continue from "
+                        "it, or resume=False to overwrite it."]  # fmt: skip
+    assert two.call(_written, str(folder), 10, False) == [[], []]
     assert [path.name for path in folder.iterdir()] == ["update-000000010"]
 
 

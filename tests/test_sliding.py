@@ -127,6 +127,14 @@ def test_windows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         check(given, given.data(steps), segment, 5, 2)
 
 
+def test_a_loop_called_from_python() -> None:
+    """The operator of the loop finds its block again in every call."""
+    given = problem("gru_cell")
+    segment = make_train_segment(given.step, given.loss, backend="cudagraph", window=3)
+    for _ in range(2):
+        check(given, given.data(6), segment, 3, 1)
+
+
 def test_compiled() -> None:
     """Kernels over all windows at once; no compilation for another K of as many windows."""
     given = problem("lstm_readout")
@@ -186,8 +194,8 @@ def test_vmap_and_in_dims() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"window": 0}, ValueError, "window: expected at least 1 step, found 0"),
-        ({"window": 2.0}, TypeError, "window: expected a number of steps, found 2.0"),
+        ({"window": 0}, ValueError, "window: expected at least 1, found 0"),
+        ({"window": 2.0}, TypeError, "window: expected a whole number, found 2.0"),
         ({"stride": 2}, ValueError, "stride: 2 has no meaning without window="),
         ({"window": 3, "stride": 4}, ValueError, "stride: 4 is more than window=3"),
         ({"window": 3, "taps": True}, ValueError, "taps, window: a tensor has a gradient in each"),

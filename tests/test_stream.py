@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -489,7 +490,16 @@ def test_ensemble_by_vmap() -> None:
     ("options", "kind", "words"),
     [
         ({"epochs": 0}, ValueError, "epochs: expected at least 1, found 0"),
+        ({"epochs": 1.5}, TypeError, "epochs: expected a whole number, found 1.5"),
+        ({"updates": "3"}, TypeError, "updates: expected a whole number, found '3'"),
         ({"accumulate": 0}, ValueError, "accumulate: expected at least 1, found 0"),
+        ({"micro_batches": 1.5}, TypeError, "micro_batches: expected a whole number, found 1.5"),
+        ({"checkpoint_every": 0}, ValueError, "checkpoint_every: expected at least 1, found 0"),
+        ({"clip_value": "1"}, TypeError, "clip_value: expected a number, found '1'"),
+        ({"events": {}}, TypeError, r"events: expected ftbptt.training.Events\(...\), found {}"),
+        ({"autocast": "bf16"}, TypeError, "autocast: expected a dtype such as torch.bfloat16"),
+        ({"scaler": True}, TypeError, "scaler: expected a torch.amp.GradScaler, found True"),
+        ({"stop": 3}, TypeError, "stop: expected a function, found 3"),
         ({"clip_norm": 0.0}, ValueError, "clip_norm: expected a number above 0, found 0.0"),
         ({"ema_decay": 1.0}, ValueError, "ema_decay: expected a number from 0 to below 1"),
         ({"on_nonfinite": "warn"}, ValueError, "on_nonfinite: expected one of stop, skip, raise"),
@@ -508,6 +518,21 @@ def test_bad_options(
 ) -> None:
     with pytest.raises(kind, match=words):
         run(segment(), stream(20), **options)
+
+
+def test_a_scheduler_of_another_optimizer(segment: Segments) -> None:
+    own = segment()
+    other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
+    with pytest.raises(ValueError, match="scheduler: it changes the learning rate of another"):
+        run(own, stream(8), scheduler=scheduler)
+
+
+def test_numbers_of_numpy(segment: Segments) -> None:
+    _, plain = run(segment(), stream(20), k1=5, epochs=2)
+    updates, found = run(segment(), stream(20), k1=np.int64(5), epochs=np.int64(2))
+    assert len(updates) == 8
+    assert_equal(found, plain)
 
 
 def test_an_optimizer_of_other_tensors(segment: Segments) -> None:

@@ -88,9 +88,9 @@ def test_states_between_the_steps(name: str) -> None:
 @pytest.mark.parametrize(
     ("context", "kind", "words"),
     [
-        (-1, ValueError, "context: expected 0 steps or more, found -1"),
-        (2.0, TypeError, "context: expected a number of steps, found 2.0"),
-        (True, TypeError, "context: expected a number of steps, found True"),
+        (-1, ValueError, "context: expected at least 0, found -1"),
+        (2.0, TypeError, "context: expected a whole number, found 2.0"),
+        (True, TypeError, "context: expected a whole number, found True"),
     ],
 )
 def test_bad_context(context: Any, kind: type[Exception], words: str) -> None:

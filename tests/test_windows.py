@@ -87,8 +87,8 @@ def test_what_holds_for_all(
     [
         ({"k1": 0}, ValueError, "k1: expected at least 1, found 0"),
         ({"k1": 4, "k2": 0}, ValueError, "k2: expected at least 1, found 0"),
-        ({"k1": 2.0}, TypeError, "k1: expected a number of steps, found 2.0"),
-        ({"k1": True}, TypeError, "k1: expected a number of steps, found True"),
+        ({"k1": 2.0}, TypeError, "k1: expected a whole number, found 2.0"),
+        ({"k1": True}, TypeError, "k1: expected a whole number, found True"),
         ({"k1": 4, "burn_in": -1}, ValueError, "burn_in: expected at least 0, found -1"),
         (
             {"k1": 4, "context": 4},

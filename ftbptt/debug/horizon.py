@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import whole
 from .._segment import TrainSegment
 from ..compiler.plan import Plan
 from ..training.segments import Segments
@@ -241,10 +242,7 @@ def _row_axes(segments: Segments, chunk: Chunk, plan: Plan) -> list[int] | None:
 def _checked(max_lag: int | None, steps: int, context: int) -> int:
     if max_lag is None:
         max_lag = max(1, steps // 2)
-    if isinstance(max_lag, bool) or not isinstance(max_lag, int):
-        raise TypeError(f"max_lag: expected a number of steps, found {max_lag!r}.")
-    if max_lag < 1:
-        raise ValueError(f"max_lag: expected at least 1, found {max_lag}.")
+    max_lag = whole("max_lag", max_lag, 1)
     if steps <= max(max_lag, context):
         raise ValueError(
             f"max_lag: no step of the {steps} in x has {max_lag} before it. Give a longer segment, "

@@ -45,13 +45,19 @@ class Ranks:
         self.alive = True  # as far as is known, all of them
 
     def begin_alike(self, params: Tree) -> None:
-        """All ranks begin with the parameters of the first, written in place."""
+        """All ranks begin with the parameters of the first, written in place.
+
+        Raises :class:`RankFailed`.
+        """
         source = dist.get_global_rank(self.group, 0)
         with torch.no_grad():
             for leaf in tree_leaves(params):
                 if isinstance(leaf, Tensor):
                     own = leaf.detach().contiguous()
-                    dist.broadcast(own, source, group=self.group)
+                    try:
+                        dist.broadcast(own, source, group=self.group)
+                    except RuntimeError as error:
+                        raise self.lost(error) from error
                     leaf.copy_(own)
 
     def gather(self, own: Any) -> list[Any]:
@@ -64,8 +70,11 @@ class Ranks:
         return found
 
     def add_up(self, tensor: Tensor) -> dist.Work:
-        """Begins to add up a tensor over the ranks, in place."""
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        """Begins to add up a tensor over the ranks, in place. Raises :class:`RankFailed`."""
+        try:
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self.lost(error) from error
         assert work is not None
         return work
 

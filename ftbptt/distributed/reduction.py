@@ -68,9 +68,10 @@ class Reduction:
             flat.zero_()
         else:
             flat *= weight
-        self._flats.append(flat if self.dtype is None else flat.to(self.dtype))
+        flat = flat if self.dtype is None else flat.to(self.dtype)
         if not is_last:
-            self._send(self._flats[-1])
+            self._send(flat)
+        self._flats.append(flat)
 
     def finish(
         self, grads: list[Tensor] | None, weight: float, numbers: list[float]

@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
+from .._arguments import check_positive, whole
 from .._compat import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ..backends import NAMES
 from ..training.source import Chunk
@@ -136,15 +137,15 @@ def create_supervised_tbptt_trainer(
     float
     float
     """
-    step = _whole("tbtt_step", tbtt_step)
-    k1 = step if k1 is None else _whole("k1", k1)
-    k2 = max(step, k1) if k2 is None else _whole("k2", k2)
+    step = whole("tbtt_step", tbtt_step, 1)
+    k1 = step if k1 is None else whole("k1", k1, 1)
+    k2 = max(step, k1) if k2 is None else whole("k2", k2, 1)
     if k2 < k1:
         raise ValueError(
             f"k2: an update every k1={k1} steps with gradients over k2={k2} would leave steps out. "
             "Give k2 >= k1; ftbptt.training.train_stream has gaps."
         )
-    _whole("accumulate", accumulate)
+    accumulate = whole("accumulate", accumulate, 1)
     _check_state(state)
     for name, function in (
         ("loss_fn", loss_fn),
@@ -157,8 +158,8 @@ def create_supervised_tbptt_trainer(
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, found {value!r}.")
     for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if bound is not None and not bound > 0:
-            raise ValueError(f"{name}: expected a number above 0, found {bound}.")
+        if bound is not None:
+            check_positive(name, bound)
     carried = state is not None
     initial = None if state is None or isinstance(state, str) else tree_map(Tensor.detach, state)
     windows = BatchWindows(Truncation(k1, k2), dim, reset)
@@ -279,15 +280,6 @@ def _detached(hidden: Tree, device: torch.device | None) -> Tree:
     if hidden is None:
         return None
     return apply_to_tensor(hidden, lambda leaf: leaf.detach().to(device or leaf.device))
-
-
-def _whole(name: str, value: Any) -> int:
-    """A number of steps, at least one."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: expected a number of steps, found {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, found {value}.")
-    return operator.index(value)
 
 
 def _check_state(state: Tree) -> None:

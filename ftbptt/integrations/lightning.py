@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from .._arguments import whole
 from .._compat import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ..training.measured import Measured
 from ..training.source import Chunk
@@ -105,14 +106,10 @@ class TBPTTModule(LightningModule):
     ) -> None:
         super().__init__()
         self._truncation = Truncation.of(k1, k2, burn_in, context, fresh=False)
-        for name, value in (("time_dim", time_dim), ("k_eval", k_eval)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected a whole number, found {value!r}.")
-        if k_eval < 1:
-            raise ValueError(f"k_eval: expected at least 1 step, found {k_eval}.")
-        self.time_dim, self.carry, self.k_eval = time_dim, carry, k_eval
+        self.time_dim, self.k_eval = whole("time_dim", time_dim, None), whole("k_eval", k_eval, 1)
+        self.carry = carry
         self._options: dict[str, Any] = {
-            "time_dim": time_dim,
+            "time_dim": self.time_dim,
             "backend": backend,
             "recompute": recompute,
         }

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .._compat import (
     keystr,
@@ -76,10 +77,9 @@ def save_checkpoint(path: str | Path, content: Any) -> None:
 def as_bytes(content: Any) -> bytes:
     """As torch saves it, NumPy's numbers as Python's. Raises as :func:`save_checkpoint`."""
     content = tree_map(_plain_number, content)
-    data = _readable(content)
-    if data is None:
+    if not _can_be_read(tree_map(_without_data, content)):
         leaves = tree_flatten_with_path(content)[0]
-        wrong = [(at, leaf) for at, leaf in leaves if _readable(leaf) is None]
+        wrong = [(at, leaf) for at, leaf in leaves if not _can_be_read(_without_data(leaf))]
         where = "one of its containers"
         if wrong:
             at, leaf = wrong[0]
@@ -88,7 +88,9 @@ def as_bytes(content: Any) -> bytes:
             f"checkpoint: {where} could not be read again with weights_only=True. Keep tensors, "
             "Python's own numbers and strings, dicts, lists and tuples."
         )
-    return data
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
 
 
 def _plain_number(leaf: Any) -> Any:
@@ -97,16 +99,21 @@ def _plain_number(leaf: Any) -> Any:
     return leaf.item() if numpy is not None and isinstance(leaf, numpy.generic) else leaf
 
 
-def _readable(content: Any) -> bytes | None:
-    """As torch saves it; None if it would not be read again."""
+def _without_data(leaf: Any) -> Any:
+    """A plain tensor can be read again, so the largest part need not be tried."""
+    return None if type(leaf) in (Tensor, Parameter) else leaf
+
+
+def _can_be_read(content: Any) -> bool:
+    """Whether it can be saved, and read with ``weights_only=True``."""
     buffer = io.BytesIO()
     try:
         torch.save(content, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True, map_location="cpu")
     except (pickle.PickleError, AttributeError, TypeError):
-        return None
-    return buffer.getvalue()
+        return False
+    return True
 
 
 def has_checkpoint(path: str | Path) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import whole
 from ..distributed.shares import share_of
 from .source import Chunk
 
@@ -29,7 +30,7 @@ class ContiguousStreams:
     """
 
     def __init__(self, tokens: Any, rows: int, *, time_dim: int = 0) -> None:
-        check_layout(rows, time_dim)
+        rows, time_dim = checked_layout(rows, time_dim)
         count = len(tokens)
         if count <= rows:
             raise ValueError(
@@ -71,11 +72,8 @@ class ContiguousStreams:
         return torch.from_numpy(numpy.array(part))
 
 
-def check_layout(rows: int, time_dim: int) -> None:
-    """Raises TypeError and ValueError for rows and an axis of time that cannot be meant."""
-    if isinstance(rows, bool) or not isinstance(rows, int):
-        raise TypeError(f"rows: expected a number of rows, found {rows!r}.")
-    if rows < 1:
-        raise ValueError(f"rows: expected at least 1, found {rows}.")
+def checked_layout(rows: int, time_dim: int) -> tuple[int, int]:
+    """Both. Raises TypeError and ValueError for invalid ones."""
     if time_dim not in (0, 1):
-        raise ValueError(f"time_dim: expected 0 or 1, found {time_dim}.")
+        raise ValueError(f"time_dim: expected 0 or 1, found {time_dim!r}.")
+    return whole("rows", rows, 1), int(time_dim)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from .._arguments import whole
+
 
 class EarlyStop:
     """EarlyStop : patience, min_delta -> a function of a number, true when it is time to stop
@@ -19,8 +21,7 @@ class EarlyStop:
     """
 
     def __init__(self, patience: int, min_delta: float = 0.0) -> None:
-        if patience < 1:
-            raise ValueError(f"patience: expected at least 1, found {patience}.")
+        patience = whole("patience", patience, 1)
         if not min_delta >= 0:
             raise ValueError(f"min_delta: expected at least 0, found {min_delta}.")
         self.patience, self.min_delta = patience, min_delta

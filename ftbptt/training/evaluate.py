@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from .._arguments import whole
 from .._compat import tree_leaves, tree_map
 from .._layout import Layout
 from .._segment import TrainSegment
@@ -72,10 +73,7 @@ def evaluate_stream(
             "train_segment: expected what make_train_segment returns, found "
             f"{type(train_segment).__name__}."
         )
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"k: expected a number of steps, found {k!r}.")
-    if k < 1:
-        raise ValueError(f"k: expected at least 1 step, found {k}.")
+    k = whole("k", k, 1)
     if metrics is not None and not hasattr(metrics, "items"):
         raise TypeError(f"metrics: expected a dict of them, found {type(metrics).__name__}.")
     segments = Segments(train_segment)

@@ -90,6 +90,11 @@ class Learner:
                 "optimizer: expected a torch.optim.Optimizer, or an object with init(params) and "
                 f"update(grads, state, params), found {type(optimizer).__name__}."
             )
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise ValueError(
+                "scheduler: it changes the learning rate of another optimizer than the one that is "
+                "given. Make it from this one."
+            )
         if scaler is not None and not isinstance(optimizer, Optimizer):
             raise TypeError("scaler: needs a torch.optim.Optimizer, which it steps itself.")
         self._average = None if ema_decay is None else get_ema_multi_avg_fn(ema_decay)

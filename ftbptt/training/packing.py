@@ -13,7 +13,7 @@ import torch
 
 from .._compat import tree_leaves, tree_map
 from ..distributed.shares import share_of
-from .contiguous import check_layout
+from .contiguous import checked_layout
 from .source import Chunk, TimeAxes, as_tensors, checked, naming
 
 Tree = Any
@@ -54,7 +54,7 @@ class PackedSequences:
         seed: int | None = 0,
         time_dim: int = 0,
     ) -> None:
-        check_layout(rows, time_dim)
+        rows, time_dim = checked_layout(rows, time_dim)
         if lengths is None:
             lengths = [_sequence(sequences, i)[1] for i in range(len(sequences))]
         elif len(lengths) != len(sequences):

@@ -107,7 +107,6 @@ class RandomTruncation:
     ) -> None:
         self.train_segment, self.mean_length, self.tail = train_segment, mean_length, tail
         self.generator = generator
-        self._segments = Segments(train_segment)
         self._scaled: dict[int, TrainSegment] = {}  # by the axis of time
 
     def probability(self, since: int) -> float:
@@ -144,7 +143,8 @@ class RandomTruncation:
         reset: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> SegmentOutput:
-        segments, chunk = self._segments, Chunk(x, y, reset, mask)
+        # Of this call: the next one's data may have another layout.
+        segments, chunk = Segments(self.train_segment), Chunk(x, y, reset, mask)
         axes, layout = segments.axes(x), segments.layout(x)
         cuts = self.cuts(axes.length(chunk))
         if layout.time_dim not in self._scaled:

@@ -17,6 +17,7 @@ from .measured import Measured
 from .update import Update
 
 _KEPT = 1024  # losses noted one by one: a long interval must not fill the memory
+_MOST_REPORTS = 8192  # beyond them every second one is dropped: a checkpoint has them all
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class Meter:
             self._steps / took, self._tokens / took, self.seconds,
         )  # fmt: skip
         self.history.append(report)
+        if len(self.history) > _MOST_REPORTS:
+            del self.history[:-1:2]
         self._sum = self._weight = torch.zeros(())
         self._steps = self._tokens = 0
         self._since, self._next = now, now + self.interval

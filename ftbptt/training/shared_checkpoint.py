@@ -13,6 +13,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from .._compat import keystr, timeout_of, tree_flatten_with_path, tree_map
 from ..distributed.ranks import Ranks
@@ -47,13 +49,17 @@ class SharedCheckpoints:
 
     def __init__(self, folder: Path, ranks: Ranks, row_axis: Callable[[Tensor], int]) -> None:
         self.folder, self.ranks, self.row_axis = folder, ranks, row_axis
-        # Of its own, since they are written while the run goes on.
-        self.group = dist.new_group(
-            dist.get_process_group_ranks(ranks.group), backend="gloo",
-            timeout=timeout_of(ranks.group), use_local_synchronization=True,
-        )  # fmt: skip
         self._writing: Future[Any] | None = None
         self._own: list[str] = []  # the names of those of this run
+
+    @cached_property
+    def group(self) -> ProcessGroup:
+        """Of their own, since they are written while the run goes on; made by all ranks at once."""
+        group: ProcessGroup = dist.new_group(
+            dist.get_process_group_ranks(self.ranks.group), backend="gloo",
+            timeout=timeout_of(self.ranks.group), use_local_synchronization=True,
+        )  # fmt: skip
+        return group
 
     def save(self, index: int, parts: Parts) -> None:
         """Begins to write a checkpoint; to be called by all ranks.

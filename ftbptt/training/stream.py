@@ -109,7 +109,7 @@ class Stream(Iterator[Update]):
 
     @property
     def history(self) -> list[Report]:
-        """What was reported so far."""
+        """What was reported so far; of a very long run every second one, or fewer of the oldest."""
         return self._watch.meter.history
 
     @property

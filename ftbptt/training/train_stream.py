@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch.amp import GradScaler
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
+from .._arguments import check_positive, whole
 from .._compat import tree_map
 from .._output import SegmentOutput
 from ..distributed.ranks import Ranks
@@ -66,7 +66,7 @@ def train_stream(
     interval: float = 0.5,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 1000,
-    resume: bool = False,
+    resume: bool | None = None,
     time_dim: int | None = None,
     mesh: DeviceMesh | ProcessGroup | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -125,8 +125,10 @@ def train_stream(
         A file for the whole run, written every so many updates, when the next is asked for; at the
         end; and where the loop is left, also by an error or Ctrl-C. With ``resume=True`` the run
         goes on from it, if it is there, bit for bit as if it had not been cut off, the parameters
-        and the optimizer written in place. Data that comes in a random order must draw it from
-        torch's, NumPy's or Python's random numbers, its ``generator``, or by ``set_epoch(epoch)``.
+        and the optimizer written in place; with ``resume=False`` it is replaced; where neither is
+        said, one that is there already is an error. Data that comes in a random order must draw it
+        from torch's, NumPy's or Python's random numbers, its ``generator``, or by
+        ``set_epoch(epoch)``.
         The same iterator goes on after an error or Ctrl-C as well: the update that was at work is
         made anew. Without a checkpoint its windows are left out.
     ``time_dim``
@@ -142,7 +144,8 @@ def train_stream(
 
     TBPTT(k1, k2): Williams and Peng, 1990; Sutskever, 2013, section 2.8.6.
 
-    Raises TypeError and ValueError for arguments that cannot be meant.
+    Raises TypeError and ValueError for invalid arguments, FileExistsError for a checkpoint that is
+    there already.
 
     >>> import ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)
@@ -160,16 +163,26 @@ def train_stream(
     3 100 torch.Size([2, 5])
     """
     truncation = Truncation.of(k1, k2, burn_in, context, fresh)
-    for name, value, least in (
-        ("epochs", epochs, 1), ("updates", updates, 1), ("accumulate", accumulate, 1),
-        ("micro_batches", micro_batches, 1), ("checkpoint_every", checkpoint_every, 1),
-        ("interval", interval, 0),
-    ):  # fmt: skip
-        if value is not None and value < least:
-            raise ValueError(f"{name}: expected at least {least}, found {value}.")
+    epochs = None if epochs is None else whole("epochs", epochs, 1)
+    updates = None if updates is None else whole("updates", updates, 1)
+    accumulate = whole("accumulate", accumulate, 1)
+    micro_batches = whole("micro_batches", micro_batches, 1)
+    checkpoint_every = whole("checkpoint_every", checkpoint_every, 1)
+    for name, given, kind, words in (
+        ("events", events, Events, "ftbptt.training.Events(...)"),
+        ("autocast", autocast, torch.dtype, "a dtype such as torch.bfloat16"),
+        ("scaler", scaler, GradScaler, "a torch.amp.GradScaler"),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(f"{name}: expected {words}, found {given!r}.")
+    for name, function in (("stop", stop), ("prepare", prepare)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name}: expected a function, found {function!r}.")
     for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if bound is not None and not bound > 0:
-            raise ValueError(f"{name}: expected a number above 0, found {bound}.")
+        if bound is not None:
+            check_positive(name, bound)
+    if not interval >= 0:
+        raise ValueError(f"interval: expected at least 0 seconds, found {interval}.")
     if ema_decay is not None and not 0 <= ema_decay < 1:
         raise ValueError(f"ema_decay: expected a number from 0 to below 1, found {ema_decay}.")
     if on_nonfinite not in ON_NONFINITE:
@@ -223,7 +236,7 @@ def train_stream(
     return stream
 
 
-def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool) -> Store:
+def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool | None) -> Store:
     """Where the run is kept. Raises ValueError if ``path`` is no such thing."""
     if ranks is None:
         if path.is_dir():
@@ -235,10 +248,9 @@ def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool) ->
                 f"checkpoint: {path} is a file. With a mesh, give the name of a folder."
             )
         there = path.is_dir() and any(path.iterdir())
-    if there and not resume:
-        warnings.warn(
-            f"checkpoint: {path} is there already, and will be replaced. To go on from it, "
-            "resume=True.",
-            stacklevel=3,
+    if there and resume is None:
+        raise FileExistsError(
+            f"checkpoint: {path} already exists. Pass resume=True to continue from it, or "
+            "resume=False to overwrite it."
         )
     return FileStore(path) if ranks is None else SharedStore(path, ranks, segments.row_axis)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .._arguments import whole
+
 
 @dataclass(slots=True)  # not frozen: two are made for every update, and that takes twice as long
 class Window:
@@ -53,13 +55,9 @@ class Truncation:
         >>> Truncation.of(4, None, 0, 0, False)
         Truncation(k1=4, k2=4, burn_in=0, context=0, fresh=False)
         """
-        k2 = k1 if k2 is None else k2
-        numbers = {"k1": (k1, 1), "k2": (k2, 1), "burn_in": (burn_in, 0), "context": (context, 0)}
-        for name, (value, least) in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected a number of steps, found {value!r}.")
-            if value < least:
-                raise ValueError(f"{name}: expected at least {least}, found {value}.")
+        k1 = whole("k1", k1, 1)
+        k2 = k1 if k2 is None else whole("k2", k2, 1)
+        burn_in, context = whole("burn_in", burn_in, 0), whole("context", context, 0)
         if context >= k2:
             raise ValueError(
                 f"context: {context} of the k2={k2} steps of a window leave none with a loss. Give "

@@ -1,0 +1,39 @@
+"""Numbers that a caller gives, checked alike everywhere."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+
+def whole(name: str, value: Any, least: int | None) -> int:
+    """whole : name of the argument, what was given, the least allowed if any -> int
+
+    NumPy's integers are whole numbers too. Raises TypeError for what is none, and ValueError for
+    one that is too small.
+
+    >>> whole("k1", 3, 1)
+    3
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected a whole number, found {value!r}.")
+    number = operator.index(value)
+    if least is not None and number < least:
+        raise ValueError(f"{name}: expected at least {least}, found {number}.")
+    return number
+
+
+def check_time_dim(time_dim: Any) -> None:
+    """Raises ValueError if that is no axis of time that a segment can have."""
+    if isinstance(time_dim, bool) or time_dim not in (None, 0, 1):
+        raise ValueError(
+            f"time_dim: expected 0 or 1, or None for the step's own, found {time_dim!r}."
+        )
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises TypeError for what is no number, and ValueError for one that is not above 0."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name}: expected a number, found {value!r}.")
+    if not value > 0:
+        raise ValueError(f"{name}: expected a number above 0, found {value}.")
