@@ -338,7 +338,8 @@ def _check_devices(arguments: Sequence[Argument]) -> None:
 
 
 def context_of(step: Step, device_type: str) -> tuple[Any, ...]:
-    """What else a trace depends on: the module's modes, and autocast on the device of the data."""
+    """What else a trace depends on: modes of modules, the default dtype, autocast for the data."""
+    known = step.modes(), torch.get_default_dtype()
     if not torch.is_autocast_enabled(device_type):
-        return (step.modes(),)
-    return (step.modes(), "autocast", device_type, torch.get_autocast_dtype(device_type))
+        return known
+    return (*known, "autocast", device_type, torch.get_autocast_dtype(device_type))

@@ -5,12 +5,13 @@ Nothing else in the package imports a private torch module. Read in torch 2.11 a
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -167,6 +168,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.mm,
         aten.bmm,
         aten.add,  # of complex numbers: as views of real ones
+        aten.multilabel_margin_loss_forward,  # is wrong up to torch 2.13
     ):
         for overload in op.overloads():
             table.pop(getattr(op, overload), None)
@@ -300,6 +302,7 @@ def inductor_compile(
             tracing(TracingContext(mode)),
             config.patch(options),
             warnings.catch_warnings(),
+            _without_log("torch._inductor.ir", "missing a c-shim"),
         ):
             # It runs complex operations by torch's own kernels, which is what is wanted of it.
             warnings.filterwarnings("ignore", message=".*code generation for complex")
@@ -347,6 +350,33 @@ def inside_derivative() -> bool:
     functorch = torch._C._functorch
     kinds = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
     return any(level.key() in kinds for level in functorch.get_interpreter_stack() or ())
+
+
+def writes_in_place(target: Any) -> bool:
+    """Whether a node's target is an operation that changes one of its arguments."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def without_log_of_failures() -> AbstractContextManager[None]:
+    """Within it, an error of an operation on fake tensors is raised, and not logged as well."""
+    return _without_log("torch._subclasses.fake_tensor", "failed while attempting to run meta")
+
+
+@contextmanager
+def _without_log(logger: str, words: str) -> Iterator[None]:
+    """Within it, torch does not log messages with these words, of which users can make nothing.
+
+    The names of its loggers are those of its modules (2.11 to 2.13).
+    """
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return words not in str(record.msg)
+
+    logging.getLogger(logger).addFilter(wanted)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).removeFilter(wanted)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from ._call import Call
 from ._compat import FakeTensorMode, tree_flatten, tree_unflatten, unvalidated_distributions
 from ._step import Step
 from ._taps import Tap
-from .compiler.rnn import PlainRecurrence
+from .compiler.composed import Composed
 from .compiler.trace import TRACING, own_words
 
 
@@ -26,7 +26,7 @@ def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Te
             for name in ("params", "buffers", "state", "x")
         )
     validated = unvalidated_distributions()
-    with TRACING, mode, validated, PlainRecurrence(), own_words("step", step):
+    with TRACING, mode, validated, Composed(), own_words("step", step):
         (_, tapped), _ = step.apply(
             tree_unflatten(params, call.specs[0]),
             dict(zip(call.buffer_names, buffers, strict=True)),

@@ -321,6 +321,11 @@ class TrainSegment:
         early: EarlyGradients | None = None,
     ) -> list[Tensor]:
         """The segment on plain tensors: finds or makes the plan, and runs it on its backend."""
+        # A program works on what is in memory, not on what torch has put off.
+        tensors = [
+            leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf
+            for leaf in tensors
+        ]
         with torch.no_grad():
             if executable is None:
                 executable = self._executable(call, tensors)
@@ -360,7 +365,8 @@ class TrainSegment:
                 self.trace_count += 1
                 use_a_folder_that_works()
                 recipe = replace(self.recipe, probes=call.probes)
-                plan = make_plan(recipe, call.signature(tensors), call.buffer_names)
+                steps = call.groups(tensors)["x"][0].shape[0]
+                plan = make_plan(recipe, call.signature(tensors), call.buffer_names, steps)
                 self._executables[key] = self._on(plan, choose(self._backend))
         return self._executables[key]
 

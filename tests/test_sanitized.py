@@ -197,7 +197,7 @@ def test_odd_sizes(units: int, recorder: Recorder, tmp_path: Path) -> None:
 def test_layouts(recorder: Recorder, tmp_path: Path) -> None:
     (u, v, bias), x, carried = data_for(3, (6,), 5)
     scan = Scan(gated, [u, v, bias], x, carried)
-    scan.fused([u.T, v[:1].expand(5, -1), bias], x, carried)
+    scan.fused([u.T, v[:, :1].expand(-1, 5), bias], x, carried)
     scan.fused([random(20, 20)[::2, 1::2], v.T.contiguous().T, bias], x, carried)
     check(recorder, tmp_path)
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._compat import FakeTensorMode, TreeSpec, holds_for, symbolic_steps, tree_unflatten
+from .._compat import FakeTensorMode, TreeSpec, holds_for, is_pinned, symbolic_steps, tree_unflatten
 from .._layout import Layout
 from .._loss import segment_loss
+from .composed import Composed
 from .graphs import reachable_from
 from .signature import Leaf, Level, Recipe, Signature, vmapped
 from .timebatch import for_any_length
@@ -40,10 +41,18 @@ _SOME_STEPS = 64
 
 
 class LossTracer:
-    """Traces the loss for outputs like ``outs`` (fake, of one step, without the axes of vmap)."""
+    """Traces the loss for outputs like ``outs`` (fake, of one step, without the axes of vmap).
+
+    ``steps`` is the K of the call that it is traced for.
+    """
 
     def __init__(
-        self, recipe: Recipe, signature: Signature, out_spec: TreeSpec, outs: Sequence[Tensor]
+        self,
+        recipe: Recipe,
+        signature: Signature,
+        out_spec: TreeSpec,
+        outs: Sequence[Tensor],
+        steps: int,
     ) -> None:
         self.recipe, self.signature, self.out_spec = recipe, signature, out_spec
         self.levels = signature.levels
@@ -60,7 +69,12 @@ class LossTracer:
         self.leaves = [*self.outs, *signature.y, *mask]
         self.graphs: dict[int | None, LossGraphs] = {}
         self.tried = False  # whether they hold for more than one K
-        first = self._value_graph(*self._steps(self.example_steps))
+        first = None
+        with suppress(Exception):  # a loss that was written for one K; else it fails again
+            first = self._value_graph(*self._steps(self.example_steps))
+        if first is None:
+            self.example_steps = steps
+            first = self._value_graph(*self._steps(steps))
         self.graded = self._graded(first)
 
     def graphs_for(self, steps: int) -> tuple[int | None, LossGraphs]:
@@ -69,7 +83,9 @@ class LossTracer:
             with TRACING:
                 # torch cannot trace everything with a symbol; what is wrong in itself fails again.
                 with suppress(Exception):
-                    self.graphs[None] = self._trace(None)
+                    graphs = self._trace(None)
+                    if not is_pinned(graphs.steps):
+                        self.graphs[None] = graphs
                 self.tried = True
         if None in self.graphs and self.graphs[None].holds_for(steps):
             return None, self.graphs[None]
@@ -99,7 +115,7 @@ class LossTracer:
             recipe = self.recipe
             return [segment_loss(recipe.loss, back(out), y, mask, s.time_dim, recipe.context)]
 
-        with own_words("loss", self.recipe.loss):
+        with own_words("loss", self.recipe.loss), Composed():
             graph = trace_function(
                 value, self._examples(mode, steps, []), mode, before_autograd=True
             )

@@ -46,10 +46,13 @@ class Plan:
     sliding: Sliding | None
 
 
-def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str]) -> Plan:
-    """make_plan : what was asked for, what it is called with -> Plan
+def make_plan(
+    recipe: Recipe, signature: Signature, buffer_names: Sequence[str], steps: int
+) -> Plan:
+    """make_plan : what was asked for, what it is called with, and the K of that call -> Plan
 
-    Calls the caller's step once, the loss a few times, all on fake tensors.
+    Calls the caller's step once, the loss a few times, all on fake tensors. The plan holds for
+    every K.
     """
     s, step = signature, recipe.step
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -110,7 +113,7 @@ def make_plan(recipe: Recipe, signature: Signature, buffer_names: Sequence[str])
         trained_invariants += [len(given) + i for i in preparation.graded]
         batched = [[*a, *b] for a, b in zip(batched, preparation.batched, strict=True)]
     outs = [node.meta["val"] for node in graph.graph.output_node().args[0]][: base.outs]
-    loss = LossTracer(recipe, s, base.out_spec, outs)
+    loss = LossTracer(recipe, s, base.out_spec, outs, steps)
     n_invariants = len(graph.graph.find_nodes(op="placeholder")) - len(sequences) - len(parts)
     loops = make_loops(
         graph,

@@ -64,13 +64,17 @@ def _random(x: Tensor, *bounds: int | None, generator: Any = None) -> Tensor:
 def _index_put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Any:
-    """``x[mask] = number``; the number of elements of what else a mask takes is no constant."""
+    """``x[mask] = number``, or as many numbers for each place: how many places is no constant."""
     mask = indices[0]
-    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool or values.numel() != 1:
+    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool:
         return NotImplemented
-    mask = mask.reshape(*mask.shape, *(1,) * (x.dim() - mask.dim()))
-    value = values.reshape(())
-    return torch.where(mask, x + value if accumulate else value, x)
+    rest = x.dim() - mask.dim()
+    if values.dim() > rest and all(size == 1 for size in values.shape[: values.dim() - rest]):
+        values = values.reshape(values.shape[values.dim() - rest :])
+    if values.dim() > rest:
+        return NotImplemented
+    mask = mask.reshape(*mask.shape, *(1,) * rest)
+    return torch.where(mask, x + values if accumulate else values, x)
 
 
 REWRITES: dict[Any, Callable[..., Any]] = {
@@ -84,4 +88,5 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     aten.random.to: _random,
     getattr(aten.random, "from"): _random,
     aten.index_put.default: _index_put,
+    aten._neg_view.default: torch.neg,
 }

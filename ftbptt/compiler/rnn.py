@@ -1,8 +1,8 @@
 """torch's recurrent layers and cells as plain tensor operations, while a step is traced.
 
-``aten::lstm`` and its kin are opaque: they cannot be vmapped, split or differentiated by parts.
-Under :class:`PlainRecurrence` a call of them runs the equations of their documentation instead
-(docs of ``nn.LSTM``, ``nn.GRU``, ``nn.RNN``), the same on every device.
+``aten::lstm`` and its kin are opaque: they cannot be vmapped, split or differentiated by parts. A
+call of them runs the equations of their documentation instead (docs of ``nn.LSTM``, ``nn.GRU``,
+``nn.RNN``), the same on every device.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from .._compat import tree_map
 from .._taps import tap_of
 
 
@@ -98,7 +96,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 _elman_tanh, _elman_relu = _elman_cell(torch.tanh), _elman_cell(torch.relu)
-_PLAIN: dict[Any, Callable[..., Any]] = {
+RECURRENT: dict[Any, Callable[..., Any]] = {
     torch.lstm: _layers(_lstm_cell),
     torch.gru: _layers(_gru_cell),
     torch.rnn_tanh: _layers(_elman_tanh),
@@ -109,40 +107,3 @@ _PLAIN: dict[Any, Callable[..., Any]] = {
     torch.rnn_relu_cell: _elman_relu,
     torch.dropout: _dropout,
 }
-
-
-# What reads a tensor outside of torch, where a fake one would give a wrong value silently.
-_LEAVES_TORCH = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__}
-
-
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-
-
-class PlainRecurrence(TorchFunctionMode):
-    """Within it, torch's recurrent layers and dropout run as the plain operations above."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _LEAVES_TORCH:
-            raise RuntimeError(f"{func.__name__}() of a tracing tensor")
-        if func is Tensor.register_hook:
-            raise RuntimeError(
-                "step: Tensor.register_hook cannot be compiled, and would be ignored. Scale the "
-                "gradient in the forward (x * s + x.detach() * (1 - s)), or change the gradients "
-                "that the segment returns."
-            )
-        if func == _REQUIRES_GRAD:  # a fake tensor has none; in the loop that is meant it would
-            return torch.is_grad_enabled() and (args[0].is_floating_point() or args[0].is_complex())
-        plain = _PLAIN.get(func)
-        if plain is not None:
-            with self:  # the mode is off inside this method; a layer calls dropout
-                result = plain(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
-        # What the step keeps from autograd must stay constant when its graph is differentiated.
-        if func == _DATA or not torch.is_grad_enabled():
-            return tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, result)
-        return result

@@ -33,11 +33,14 @@ from .._compat import (
     tree_flatten_with_path,
     tree_unflatten,
     unvalidated_distributions,
+    without_log_of_failures,
+    writes_in_place,
 )
 from .._step import Step
+from .composed import Composed
+from .effects import without_effects
 from .graphs import aten
 from .rewrites import REWRITES
-from .rnn import PlainRecurrence
 
 Tree = Any
 # torch traces by patching itself, for all threads: one at a time.
@@ -88,6 +91,7 @@ def trace_function(
         calling_compiled_as_written(),
         unvalidated_distributions(),
         plain_attention,
+        without_log_of_failures(),
     ):
         # Some of autograd's own formulas write in place: without mutation, nodes can be moved.
         if differentiated is not None and _has_fourier_transform(differentiated.graph):
@@ -95,6 +99,9 @@ def trace_function(
             function = make_fx(function)(*examples)
         pure = function if functional else torch.func.functionalize(function)
         module = make_fx(pure, decomposition_table=table)(*examples)
+        if _writes_in_place(module.graph):  # as decompositions do
+            again = torch.func.functionalize(module)
+            module = make_fx(again, decomposition_table=table)(*examples)
     _make_batchable(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -103,6 +110,13 @@ def trace_function(
 
 def _has_fourier_transform(graph: fx.Graph) -> bool:
     return any(str(node.target).startswith("aten._fft_") for node in graph.nodes)
+
+
+def _writes_in_place(graph: fx.Graph) -> bool:
+    """Whether an operation changes a value of the graph; not if that is one of its inputs."""
+    return any(
+        writes_in_place(node.target) and node.args[0].op != "placeholder" for node in graph.nodes
+    )
 
 
 def _make_batchable(graph: fx.Graph) -> None:
@@ -157,7 +171,7 @@ def trace_step(
         for size, spec in zip(sizes, specs, strict=True):
             trees.append(tree_unflatten(list(leaves[start : start + size]), spec))
             start += size
-        with PlainRecurrence():
+        with Composed():
             result = step.apply(*trees)
         out, after = _checked_pair(result, state, _dtypes(x_t) - _dtypes(params))
         out_leaves, spec = tree_flatten(out)
@@ -165,7 +179,7 @@ def trace_step(
         return [*out_leaves, *tree_flatten(after)[0]]
 
     examples = [leaf for leaves in flat for leaf in leaves]
-    with own_words("step", step), _unchanged_attributes(step):
+    with own_words("step", step), without_effects(step):
         module = trace_function(run, examples, mode, before_autograd=True)
     _forbid_input_mutation(step, module, names)
     captures = lift_captures(
@@ -257,8 +271,8 @@ def own_words(argument: str, function: Any) -> Iterator[None]:
         where = _user_line(error)
         if "autograd.Function" in str(error) or "custom_function_call" in str(error):
             raise RuntimeError(
-                f"{argument} {name} uses a torch.autograd.Function, whose backward cannot be "
-                f"traced\n  {where}\n"
+                f"{argument} {name} uses a torch.autograd.Function, as full backward hooks and "
+                f"samples of Beta and Dirichlet do, whose backward cannot be traced\n  {where}\n"
                 "For a gradient of your own write soft + (hard - soft).detach(): the value of "
                 "`hard` with the gradient of `soft`."
             ) from error
@@ -293,30 +307,6 @@ def _user_line(error: BaseException) -> str:
     return f'File "{last.filename}", line {last.lineno}, in {last.name}\n    {text}'
 
 
-@contextmanager
-def _unchanged_attributes(step: Step) -> Iterator[None]:
-    """A step is a pure function: what it stores on its module would be a stale fake tensor."""
-    modules = dict(step.module.named_modules()) if step.module is not None else {}
-    before = {name: dict(vars(module)) for name, module in modules.items()}
-    changed = []
-    try:
-        yield
-    finally:
-        for name, module in modules.items():
-            own: Any = vars(module)
-            was = before[name]
-            for key in own.keys() | was.keys():
-                # functional_call refreshes the weight lists of torch's recurrent layers itself.
-                if own.get(key) is not was.get(key) and not key.startswith("_flat_weight"):
-                    changed.append(f"{name}.{key}" if name else key)
-                    own[key] = was.get(key)
-    if changed:
-        raise RuntimeError(
-            f"step {step.name} changes its own attribute {min(changed)!r}. A step is a pure "
-            "function: take what it keeps from the state and return it in the next state."
-        )
-
-
 def _forbid_input_mutation(step: Step, module: fx.GraphModule, names: list[str]) -> None:
     """functionalize writes a mutated input back with copy_: find which one that is."""
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -341,6 +331,11 @@ def lift_captures(argument: str, module: fx.GraphModule, after: int, remedy: str
     placeholders = module.graph.find_nodes(op="placeholder")
     nodes = module.graph.find_nodes(op="get_attr")
     values = [getattr(module, node.target) for node in nodes]
+    if any(isinstance(value, torch.Generator) for value in values):
+        raise TypeError(
+            f"{argument}: draws from a torch.Generator, which a graph cannot hold. Draw from "
+            "torch's own one, which torch.manual_seed sets."
+        )
     if not all(isinstance(value, Tensor) for value in values):
         raise TypeError(
             f"{argument}: uses an operation with graphs of its own, such as torch.cond, which "
@@ -354,7 +349,7 @@ def lift_captures(argument: str, module: fx.GraphModule, after: int, remedy: str
         node.replace_all_uses_with(lifted)
         module.graph.erase_node(node)
     module.recompile()
-    return values
+    return [value.resolve_conj().resolve_neg() for value in values]
 
 
 def forbid_trained_captures(argument: str, values: Sequence[Tensor], remedy: str) -> None:

@@ -1,0 +1,216 @@
+"""Functions that cannot be traced as they are, states in parts, and what a segment is given lazily.
+
+All against the plain loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import vmap
+
+from ftbptt import make_train_segment, reference_segment
+
+from .oracle import assert_close, check, reference
+from .problem import B, Draw, H, Problem, mse
+from .sequences import looped, stacked
+
+Tree = Any
+K = 4
+
+
+def linear(params: Tree, x_t: Tensor, h: Tensor) -> Tensor:
+    return torch.tanh(x_t + h @ params["w"])
+
+
+def tanh_step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = linear(params, x_t, h)
+    return h, h
+
+
+def problem(
+    step: Callable[..., Any], loss: Any = mse, state: Any = None, out: tuple[int, ...] = (B, H)
+) -> Problem:
+    draw = Draw(0)
+    params = {"w": draw(H, H), "table": draw(5, H)}
+    state = draw(B, H) if state is None else state
+    return Problem(step, params, state, draw.sequence(B, H), draw.sequence(*out), loss)
+
+
+def checked(given: Problem, backend: str = "eager") -> Any:
+    segment = make_train_segment(given.step, given.loss, backend=backend)
+    check(segment, given, K)
+    return segment
+
+
+# -- composed of others -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, 2])
+def test_bags_of_embeddings(mode: str, padding: int | None) -> None:
+    def step(params: Tree, x_t: Tree, h: Tensor) -> tuple[Tensor, Tensor]:
+        bag = F.embedding_bag(x_t, params["table"], mode=mode, padding_idx=padding)
+        h = torch.tanh(bag + h @ params["w"])
+        return h, h
+
+    given = problem(step)
+    params, state, _, y = given.data(K)
+    x = Draw(0).tokens(5, B, 3)(K)
+    x[:, 0] = 2  # a bag of nothing but padding
+    segment = make_train_segment(step, mse, backend="eager")
+    assert_close(segment(params, state, x, y), reference_segment(step, mse, params, state, x, y))
+
+
+def test_weighted_bags() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        own = torch.tensor([[0, 1, 2, 3, 4, 1, 0]] * B)
+        bag = F.embedding_bag(own, params["table"], mode="sum", per_sample_weights=x_t)
+        h = torch.tanh(bag + h @ params["w"])
+        return h, h
+
+    checked(problem(step))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gaussian_likelihood(reduction: str) -> None:
+    """It looks at whether a variance is negative."""
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        value = F.gaussian_nll_loss(out, y, out[..., 0].square() + 0.1, True, reduction=reduction)
+        return value.mean(-1) if reduction == "none" else value
+
+    checked(problem(tanh_step, loss))
+
+
+def buffered(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+    """A delay line whose place is a tensor of one number."""
+    buffer, t = state
+    new = torch.tanh(x_t + buffer[:, (t + 1) % 3] @ params["w"])
+    buffer = buffer.clone()
+    buffer[:, t % 3, 1:] = new[:, 1:]
+    buffer[..., t % 3, 0] = 0.5 * new[:, 0]
+    return buffer[:, t % 3 - 1], (buffer, t + 1)
+
+
+def test_a_place_in_a_buffer() -> None:
+    draw = Draw(1)
+    given = problem(buffered, state=(draw(B, 3, H), torch.tensor(1)))
+    segment = checked(given)
+    params, _, x, y = given.data(K)
+    calls = [(params, (draw(B, 3, H), torch.tensor(i)), x, y) for i in (0, 2)]
+    batch = [stacked([call[i] for call in calls]) for i in range(1, 4)]
+    found = vmap(segment, in_dims=(None, 0, 0, 0))(params, *batch)
+    assert_close(found, looped(given, calls))
+
+
+def test_rows_that_a_mask_chooses() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = linear(params, x_t, h).clone()
+        h[h[:, 0] > 0] = params["w"][0]
+        return h, h
+
+    checked(problem(step))
+
+
+# -- decompositions of torch ----------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_gradient_that_is_written_in_place() -> None:
+    """affine_grid's is; what was written was dropped, and fresh memory was the gradient."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = linear(params, x_t, h)
+        return F.affine_grid(h[:, :6].reshape(B, 2, 3), [B, 1, 2, 3], align_corners=False), h
+
+    given = problem(step, out=(B, 2, 3, 2))
+    checked(given)
+    segment = make_train_segment(step, mse, backend="eager")
+    found = vmap(segment, in_dims=(None, 0, 0, 0))(
+        given.params, *(stacked([leaf, leaf]) for leaf in given.data(K)[1:])
+    )
+    assert_close(found.loss[1], reference(given, K).loss)
+
+
+def test_a_loss_whose_decomposition_is_wrong() -> None:
+    classes = torch.full((K * B, H), -1)
+    classes[:, 0] = torch.arange(K * B) % H
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.multilabel_margin_loss(out.flatten(0, 1), classes)
+
+    checked(problem(tanh_step, loss))
+
+
+# -- losses of one K ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "fused"])
+def test_a_loss_that_is_written_for_one_length(backend: str, kernels: None) -> None:
+    discount = 0.9 ** torch.arange(K, dtype=torch.float64)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return ((out - y).square().mean((1, 2)) * discount).sum()
+
+    segment = checked(problem(tanh_step, loss), backend)
+    with pytest.raises(RuntimeError, match=r"size of tensor|broadcast"):
+        check(segment, problem(tanh_step, loss), K + 1)
+
+
+# -- states in parts ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bool", "float32", "empty"])
+def test_a_state_joined_of_parts_of_other_dtypes(kind: str) -> None:
+    def step(params: Tree, x_t: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        h, rest = state[:, :H], state[:, H:]
+        h = linear(params, x_t, h) + 0.1 * rest
+        if kind == "empty":
+            return h, torch.cat([torch.empty(0, dtype=h.dtype), h, h], -1)
+        other = h > 0.1 if kind == "bool" else (0.9 * rest + h).float()
+        return h + other, torch.cat([h, other], -1)
+
+    checked(problem(step, state=Draw(1)(B, 2 * H)))
+
+
+# -- what torch has put off -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "fused"])
+def test_conjugated_tensors(backend: str, kernels: None) -> None:
+    """A conjugate is a mark on the same memory."""
+    captured = Draw(3).complex(B, H).conj()
+
+    def step(params: Tree, x_t: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        pole = torch.exp(torch.complex(-params["w"][0].exp(), params["w"][1]))
+        state = state * pole + x_t + 0.1 * captured
+        return state.abs() + x_t.real + (state.conj() * x_t).imag, state
+
+    draw = Draw(0)
+    given = problem(step, state=draw.complex(B, H).conj())
+    x = draw.complex(K, B, H).conj()
+    segment = make_train_segment(step, mse, backend=backend)
+    params, state, _, y = given.data(K)
+    expected = reference_segment(step, mse, params, state, x, y)
+    for _ in range(2):  # the second call is recalled
+        assert_close(segment(params, state, x, y), expected)
+
+
+def test_the_default_dtype_may_change() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t + h @ params["w"] * torch.full((), 1 / 3).to(h.dtype))
+        return h, h
+
+    given = problem(step)
+    segment = checked(given)
+    torch.set_default_dtype(torch.float64)
+    try:
+        check(segment, given, K)
+    finally:
+        torch.set_default_dtype(torch.float32)

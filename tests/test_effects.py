@@ -1,0 +1,147 @@
+"""A step that does something besides returning: refused, and undone."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftbptt import make_train_segment
+
+from .problem import mse
+
+Tree = Any
+K, B, H = 4, 2, 3
+calls_of_all = 0
+seen_by_all: list[Tensor] = []
+
+
+def call(step: Any) -> Any:
+    params = dict(step.named_parameters()) if isinstance(step, nn.Module) else {"w": torch.ones(H)}
+    segment = make_train_segment(step, mse, backend="eager")
+    return segment(params, torch.zeros(B, H), torch.randn(K, B, H), torch.randn(K, B, H))
+
+
+def refused(step: Any, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        call(step)
+
+
+def test_a_variable_around_the_step() -> None:
+    calls = 0
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        return h + calls * params["w"], h + x_t
+
+    refused(step, "step step changes the variable 'calls' outside of it.*from the state")
+    assert calls == 0
+
+
+def test_a_global_variable() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        global calls_of_all
+        calls_of_all += 1
+        return h + calls_of_all * params["w"], h + x_t
+
+    refused(step, "changes the global variable 'calls_of_all'")
+    assert calls_of_all == 0
+
+
+def test_a_global_list() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        seen_by_all.append(h)
+        return h * params["w"], h + x_t
+
+    refused(step, "changes the global variable 'seen_by_all'")
+    assert seen_by_all == []
+
+
+@pytest.mark.parametrize("kind", [list, dict, set, deque])
+def test_a_container_around_the_step(kind: Any) -> None:
+    kept = kind([("a", 1)])
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(kept, dict):
+            kept["a"] = h
+        elif isinstance(kept, set):
+            kept.add("b")
+        else:
+            kept.append(h)
+        return h * params["w"], h + x_t
+
+    refused(step, "changes the variable 'kept' outside of it")
+    assert kept == kind([("a", 1)])
+
+
+def test_a_container_of_a_module() -> None:
+    class Logs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(H, H)
+            self.inner.stats = {"calls": 0}  # type: ignore[assignment]
+
+        def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            self.inner.stats["calls"] += 1  # type: ignore[index, operator]
+            h = torch.tanh(self.inner(h) + x_t)
+            return h, h
+
+    module = Logs()
+    refused(module, "changes its own attribute 'inner.stats'")
+    assert module.inner.stats == {"calls": 0}
+
+
+def test_an_object_that_is_called() -> None:
+    class Counts:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            self.calls += 1
+            return h * params["w"], h + x_t
+
+        def step(self, params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            return self(params, x_t, h)
+
+    for counts in (Counts(), Counts().step):
+        refused(counts, "changes its own attribute 'calls'")
+
+
+@pytest.mark.parametrize("kind", ["random", "numpy.random"])
+def test_random_numbers_that_are_not_torchs(kind: str) -> None:
+    """Scheduled sampling by Python's own would be one choice for all steps and calls."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        keep = random.random() if kind == "random" else float(np.random.rand())
+        h = torch.tanh(h * params["w"] + keep * x_t)
+        return h, h
+
+    refused(step, f"step step draws from {kind}, which would be one number.*torch.rand does")
+
+
+def test_a_generator_of_ones_own() -> None:
+    generator = torch.Generator()
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h * params["w"], h + torch.rand(B, H, generator=generator)
+
+    with pytest.raises(TypeError, match=r"step: draws from a torch.Generator.*torch's own one"):
+        call(step)
+
+
+def test_what_is_only_read_may_be_anywhere() -> None:
+    sizes, names = [H, H], {"w": 0}
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        own = [params[name] for name in names]
+        h = torch.tanh(h.reshape(-1, sizes[0]) * own[0] + x_t)
+        return h, h
+
+    assert call(step).loss.isfinite()
+    assert not seen_by_all
