@@ -1,11 +1,13 @@
 """The bench on a GPU: one command, a few minutes, nothing to install.
 
     python -m bench.gpu                 everything; writes bench/results/
+    python -m bench.gpu --cases lstm,vmap       those alone
     python -m bench.gpu --quick         small sizes, few rounds, on any device; writes runs/bench/
 
 For each case: every peer's first call; its result against the loop in float64 on the same device (a
 wrong one gets no speed); then rounds in which the peers take turns, timed by the device's own
-events; then the kernels that one call launches. Ceilings are measured in the same run.
+events; then the kernels that one call launches. Ceilings are measured in the same run. What was
+found is written after every case, so that a run which is cut off loses only its last one.
 """
 
 from __future__ import annotations
@@ -178,19 +180,39 @@ def run_case(
             except Skip as reason:
                 rows[name].update(status="skip", why=str(reason))
             except Exception as reason:  # the others go on; the table says so
-                lines = str(reason).strip().splitlines() or [""]
-                rows[name].update(status="error", why=f"{type(reason).__name__}: {lines[0][:200]}")
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(rounds):
-            bar.set_postfix_str(f"round {turn + 1} of {rounds}")
-            for name, call in calls.items():
-                times[name].append(clock(call, waits=name == "jax"))
+                rows[name].update(status="error", why=_words(reason))
+        times = timed(calls, clock, rounds, rows, bar)
         least = _floor(own, ceilings, problem)
-        for name, call in calls.items():
-            seconds = statistics.median(times[name])
+        for name in times:
+            call, seconds = calls[name], statistics.median(times[name])
             rows[name].update(ms=1e3 * seconds, round_ms=[1e3 * s for s in times[name]],
                               of_floor=least / seconds, kernels=_kernels(call, device))  # fmt: skip
     return {"title": own.title, "floor_ms": 1e3 * least, "peers": rows}
+
+
+def timed(
+    calls: dict[str, Call],
+    clock: Clock,
+    rounds: int,
+    rows: dict[str, dict[str, Any]],
+    bar: tqdm[Any],
+) -> dict[str, list[float]]:
+    """Seconds of each peer in each round, in which they take turns; one that fails is left out."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds):
+        bar.set_postfix_str(f"round {turn + 1} of {rounds}")
+        for name in list(times):
+            try:
+                times[name].append(clock(calls[name], waits=name == "jax"))
+            except Exception as reason:
+                rows[name].update(status="error", why=_words(reason))
+                del times[name]
+    return times
+
+
+def _words(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def resets(own: GpuCase) -> Tensor:
@@ -287,7 +309,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds, any device")
     parser.add_argument("--out", type=Path, help="folder (default bench/results)")
+    parser.add_argument("--cases", help="names with commas between them (default: all)")
     options = parser.parse_args(arguments)
+    names = list(dict.fromkeys(own.case.name for own in cases()))
+    asked = names if options.cases is None else options.cases.split(",")
+    if unknown := [name for name in asked if name not in names]:
+        parser.error(f"--cases: {unknown[0]} is none of {', '.join(names)}")
+    wanted = [own for own in cases() if own.case.name in asked]
     if not (torch.cuda.is_available() or options.quick):
         parser.exit(1, "bench.gpu: torch sees no GPU here; --quick runs small sizes without one\n")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves the others memory
@@ -298,19 +326,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cuda":
         results["machine"]["gpu"] = torch.cuda.get_device_name(device)
     ceilings = measure_ceilings(device, 256 if options.quick else 8192)
-    chosen = [quick(own) if options.quick else own for own in cases()]
-    results.update(ceilings=ceilings, targets=[], tables=[], cases={})
+    chosen = [quick(own) if options.quick else own for own in wanted]
+    results.update(ceilings=ceilings, targets=[], tables=[], cases={}, failed={})
     with tqdm(chosen, unit="case", dynamic_ncols=True) as bar:
         for own in bar:
             bar.set_description(own.case.name)
-            found = run_case(own, device, rounds, ceilings, bar)
-            results["cases"][f"{own.case.name} {own.precision}"] = found
-            results["targets"] += targets(own, found)
-            if own.case.name == "latency":
-                results["targets"].append(forward_latency(own, device, rounds))
-    gpu_report.write(results, folder)
+            try:
+                found = run_case(own, device, rounds, ceilings, bar)
+                results["cases"][f"{own.case.name} {own.precision}"] = found
+                results["targets"] += targets(own, found)
+                if own.case.name == "latency":
+                    results["targets"].append(forward_latency(own, device, rounds))
+            except Exception as reason:  # of the loop that the others are measured by
+                results["failed"][f"{own.case.name} {own.precision}"] = _words(reason)
+            gpu_report.write(results, folder)
+    print(gpu_report.markdown(results))
     states = [p["status"] for case in results["cases"].values() for p in case["peers"].values()]
-    return int("wrong" in states)
+    return int("wrong" in states or bool(results["failed"]))
 
 
 if __name__ == "__main__":

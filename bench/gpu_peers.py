@@ -133,6 +133,8 @@ def compiled_scan(problem: Problem, reset: Tensor) -> Call:
         from torch._higher_order_ops.scan import scan
     except ImportError as error:
         raise Skip("this torch has no scan") from error
+    if torch.__version__ < "2.12":
+        raise Skip("the gradients of scan are wrong in torch 2.11")
     from torch.utils import _pytree as pytree
 
     model, leaves = problem.model, dict(problem.model.named_parameters())

@@ -15,15 +15,13 @@ _LABELS = {
 
 
 def write(results: dict[str, Any], folder: Path) -> None:
-    """Writes both, and prints the table."""
+    """Writes both."""
     folder.mkdir(parents=True, exist_ok=True)
     about = results["machine"]
     name = re.sub(r"\([^)]*\)|@.*", " ", about.get("gpu") or about["cpu"]).lower()
     stem = folder / "-".join([*re.findall(r"[a-z0-9]+", name), "gpu"])
     stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    text = markdown(results)
-    stem.with_suffix(".md").write_text(text)
-    print(text)
+    stem.with_suffix(".md").write_text(markdown(results))
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -48,6 +46,7 @@ def markdown(results: dict[str, Any]) -> str:
     for own in results["targets"]:
         found = "" if own["measured"] is None else f"{own['measured']:.2f}{own['unit']}"
         lines.append(f"| {own['what']} | {own['target']} | {found} | {own['verdict']} |")
+    lines += [f"\nFailed: {title} ({why})." for title, why in results["failed"].items()]
     for case in results["cases"].values():
         lines += ["", f"## {case['title']}", "", f"Floor {case['floor_ms']:.3f} ms.", ""]
         lines.append("| | ms | of floor | kernels | first call | error |")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat import copy_all
+from ._compat import clear_cublas_workspaces, copy_all, end_recording
 from ._execute import Executable
 from ._output import EarlyGradients
 from .backends import Backend
@@ -28,7 +29,7 @@ Groups = dict[str, list[Tensor]]
 _MOST_GRAPHS = 8
 _CAPTURED_ON = {"cuda"}
 _in_turn = Lock()  # all graphs share their memory, so that only one may run at a time
-_last_stream: torch.cuda.Stream | None = None  # where the last one was launched
+_last_stream: dict[torch.device, torch.cuda.Stream] = {}  # where the last one was launched
 
 
 def make_executable(
@@ -64,7 +65,7 @@ class CapturedExecutable(Executable):
     ) -> list[Tensor]:
         if early is not None or self.failed:
             return super().run(groups, graded=graded, early=early)
-        precision = torch.get_float32_matmul_precision()
+        precision = torch.backends.cuda.matmul.fp32_precision
         key = (graded, groups["x"][0].shape[0], precision)
         with _in_turn:
             if key not in self.graphs:
@@ -73,7 +74,7 @@ class CapturedExecutable(Executable):
                     self.graphs.popitem(last=False)
                 return super().run(groups, graded=graded)
             self.graphs.move_to_end(key)
-            _wait_for_last()
+            _wait_for_last(groups["x"][0].device)
             graph = self.graphs[key] or self._captured(groups, graded)
             self.graphs[key] = graph
             if graph is None:
@@ -84,7 +85,9 @@ class CapturedExecutable(Executable):
     def _captured(self, groups: Groups, graded: bool) -> SegmentGraph | None:
         run = super().run
         try:
-            return SegmentGraph(lambda own: run(own, graded=graded), groups)
+            return SegmentGraph(
+                lambda own: run(own, graded=graded), groups, own_memory=self.reuse_output
+            )
         except RuntimeError as error:
             self.failed = True
             self.graphs.clear()
@@ -100,10 +103,13 @@ class CapturedExecutable(Executable):
 class SegmentGraph:
     """One captured segment, with tensors of its own for what it reads and writes."""
 
-    def __init__(self, run: Callable[[Groups], list[Tensor]], groups: Groups) -> None:
+    def __init__(
+        self, run: Callable[[Groups], list[Tensor]], groups: Groups, *, own_memory: bool
+    ) -> None:
         own = {name: [tensor.clone() for tensor in group] for name, group in groups.items()}
         self.inputs = [tensor for group in own.values() for tensor in group]
-        self.outputs, self.replay = _capture(lambda: run(own))
+        device = groups["x"][0].device
+        self.outputs, self.replay = _capture(lambda: run(own), device, own_memory)
 
     def __call__(self, groups: Groups) -> list[Tensor]:
         """The graph's own results, which the next call overwrites."""
@@ -112,29 +118,58 @@ class SegmentGraph:
         return list(self.outputs)
 
 
-def _wait_for_last() -> None:
+def _wait_for_last(device: torch.device) -> None:
     """What this thread launches from now on comes after the last graph, whoever launched it."""
-    global _last_stream
-    stream = torch.cuda.current_stream()
-    if _last_stream is not None and _last_stream != stream:
-        stream.wait_stream(_last_stream)
-    _last_stream = stream
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        last = _last_stream.get(device, stream)
+        if last != stream:
+            stream.wait_stream(last)
+        _last_stream[device] = stream
 
 
 @cache
-def _memory_pool() -> Any:
-    """One pool for all graphs: they run in turn."""
-    return torch.cuda.graph_pool_handle()
+def _memory_pool(device: torch.device) -> tuple[Any, torch.cuda.CUDAGraph]:
+    """The memory of all graphs that copy their results, which run in turn.
+
+    With it a graph that holds it: a pool that no graph uses any more cannot be used again.
+    """
+    pool, holder = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(holder, pool=pool, stream=torch.cuda.Stream(device)):
+        torch.zeros(1, device=device)
+    return pool, holder
 
 
-def _capture(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-    """The tensors that a function returns, and what fills them again."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()  # libraries choose their algorithms and allocate, which a graph may not
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_memory_pool()):
-        outputs = function()
+def _capture(
+    function: Callable[[], list[Tensor]], device: torch.device, own_memory: bool
+) -> tuple[list[Tensor], Callable[[], None]]:
+    """The tensors that a function returns, and what fills them again.
+
+    ``own_memory``: no other graph works where they lie.
+    """
+    with torch.cuda.device(device):
+        before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        stream.wait_stream(before)
+        with torch.cuda.stream(stream):
+            function()  # libraries choose their algorithms and allocate, which a graph may not
+        before.wait_stream(stream)
+        pool = torch.cuda.graph_pool_handle() if own_memory else _memory_pool(device)[0]
+        graph = torch.cuda.CUDAGraph()
+        clear_cublas_workspaces()
+        try:
+            # Other threads may go on to use the device, such as for the next window.
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                outputs = function()
+        except BaseException:
+            # torch leaves its stream, and goes on allocating in the pool, where a capture ends
+            # with an error.
+            torch.cuda.set_stream(before)
+            with suppress(Exception):
+                end_recording(device, pool)
+            _memory_pool.cache_clear()
+            raise
+        finally:
+            clear_cublas_workspaces()
     return outputs, graph.replay

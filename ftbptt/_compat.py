@@ -288,6 +288,7 @@ def inductor_compile(
         # For a convolution it copies every tensor of four axes behind it to another layout: also
         # a sequence that a loop writes into, whose values it then loses.
         "layout_optimization": False,
+        "triton.cudagraphs": False,  # a segment is one graph
         # A loop of fewer elements costs more to share between threads than to run: in the body of
         # a recurrence that is paid at every step.
         "cpp.min_chunk_size": 16384,
@@ -306,6 +307,8 @@ def inductor_compile(
         ):
             # It runs complex operations by torch's own kernels, which is what is wanted of it.
             warnings.filterwarnings("ignore", message=".*code generation for complex")
+            # The precision of products is the user's to choose.
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
             return compile_fx_inner(graph, list(examples), cpp_wrapper=on_cpu)
 
     try:
@@ -377,6 +380,20 @@ def _without_log(logger: str, words: str) -> Iterator[None]:
         yield
     finally:
         logging.getLogger(logger).removeFilter(wanted)
+
+
+def clear_cublas_workspaces() -> None:
+    """Forgets the memory that cuBLAS works in, which it gets anew when it is next called.
+
+    What it gets in a capture lies in the graph's pool, and must not outlive that; torch's own
+    graphs in torch._inductor.cudagraph_trees do the same.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def end_recording(device: torch.device, pool: Any) -> None:
+    """After a capture that failed: allocations no longer go to its pool."""
+    torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 @contextmanager

@@ -86,9 +86,9 @@ def make_train_segment(
         ones'. There is one forward and one reverse loop, in which all windows run side by side.
         With a ``stride`` above 1 so many steps share a window, which ends with the last of them.
     ``reuse_output``
-        On a GPU, where a segment is a CUDA graph, a call may overwrite what any call before it
-        returned, also one of another segment that was made so: one copy less of everything.
-        Elsewhere it changes nothing.
+        On a GPU, where a segment is a CUDA graph, a call may overwrite what the one before it with
+        the same number of steps returned: one copy less of everything, but memory that no other
+        graph shares. Elsewhere it changes nothing.
 
     Truncated backpropagation through time: Williams and Peng, 1990. The loops are split as in
     loop distribution: Allen and Kennedy, 1987.

@@ -1,7 +1,7 @@
 """Kernels compiled for an H200 (sm_90), on any machine.
 
-``python -m tests.compile_triton [CELL...]`` prints, as JSON, the shared memory, registers and
-spilled bytes of each.
+``python -m tests.compile_triton [CELL[:DTYPE[:resets]]...]`` prints, as JSON, the shared memory,
+registers and spilled bytes of each.
 
 Triton brings its own assembler and needs no GPU to compile. It is a process of its own because a
 kernel is either interpreted or compiled.
@@ -53,12 +53,18 @@ def of_lstm(hidden: int, dtype: torch.dtype) -> list[tuple[str, ScanBlock]]:
     return loops(segment.plan(dict(cell.named_parameters()), state, x, y)[0])
 
 
-def of_cell(name: str) -> list[tuple[str, ScanBlock]]:
-    given = problem(name, torch.float32)
+def of_cell(name: str, dtype: torch.dtype, resets: bool) -> list[tuple[str, ScanBlock]]:
+    given = problem(name, dtype)
     segment = make_train_segment(
-        given.step, given.loss, backend="eager", time_dim=given.time_dim or None
-    )
-    return loops(segment.plan(*given.data(3))[0])
+        given.step, given.loss, backend="eager", time_dim=given.time_dim or None,
+        recompute=resets,
+    )  # fmt: skip
+    reset = None
+    if resets:
+        shape = (3,) if given.rows is None else (3, given.rows)
+        reset = torch.zeros(shape, dtype=torch.bool)
+        reset = reset.movedim(0, given.time_dim) if reset.dim() > 1 else reset
+    return loops(segment.plan(*given.data(3), reset=reset)[0])
 
 
 def loops(plan: Any) -> list[tuple[str, ScanBlock]]:
@@ -71,7 +77,8 @@ def compiled(block: ScanBlock, reverse: bool, precision: str) -> dict[str, dict[
     """The kernels of a block by their names, with the tiles that they would be called with."""
     loop = make_row_loop(block, least_features=0)
     module = load(str(write(print_triton(loop, block.history, reverse=reverse))))
-    rows, warps = options_for(1 << 20, 1, module.ROW_BYTES, 132, precision)
+    exact = module.EXACT and precision == "ieee"
+    rows, warps = options_for(1 << 20, 1, module.ROW_BYTES, 132, exact)
     options = {"ROWS": rows, "PRECISION": precision}
     found = {"run": compiled_function(module, "run", loop, options, warps, reverse)}
     if hasattr(module, "run_composed"):
@@ -145,11 +152,17 @@ def usage(ptx: str) -> dict[str, int]:
 
 
 def main(names: list[str]) -> None:
-    """Of these cells of the table; without any, of the LSTMs."""
+    """Of these cells of the table, ``name``, ``name:dtype`` or ``name:dtype:resets``; without any,
+    of the LSTMs."""
     found = {}
     for name in names or CASES:
-        hidden, dtype, precision = CASES.get(name, (0, torch.float32, "tf32"))
-        own = of_lstm(hidden, dtype) if hidden else of_cell(name)
+        if name in CASES:
+            hidden, dtype, precision = CASES[name]
+            own = of_lstm(hidden, dtype)
+        else:
+            cell, kind, resets = [*name.split(":"), "", ""][:3]
+            precision, dtype = "tf32", getattr(torch, kind or "float32")
+            own = of_cell(cell, dtype, bool(resets))
         for i, (phase, block) in enumerate(own):
             with contextlib.suppress(Unsupported):
                 for function, kernel in compiled(block, phase == "reverse", precision).items():

@@ -27,6 +27,8 @@ def reference(problem: Problem, steps: int, **options: Any) -> SegmentOutput:
     with warnings.catch_warnings():
         # torch says so of a float32 nn.LSTM(proj_size=...), in eager mode too.
         warnings.filterwarnings("ignore", "LSTM with projections is not supported with oneDNN")
+        # cuDNN's, of parameters that are given one by one.
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous")
         return reference_segment(problem.step, problem.loss, *problem.data(steps), **options)
 
 

@@ -92,7 +92,7 @@ OPERATIONS: dict[str, tuple[str, str, Callable[..., Tensor]]] = {
     "elu": ("v", "v", lambda w, a: F.elu(a)),
     "selu": ("v", "v", lambda w, a: F.selu(a)),
     "mish": ("v", "v", lambda w, a: F.mish(a)),
-    "hard sigmoid": ("v", "v", lambda w, a: F.hardsigmoid(a)),
+    "hard tanh": ("v", "v", lambda w, a: F.hardtanh(a)),
     "hard swish": ("v", "v", lambda w, a: F.hardswish(a)),
     "soft sign": ("v", "v", lambda w, a: F.softsign(a)),
     "parametric": ("v", "v", lambda w, a: F.prelu(a, w[1][0])),
@@ -119,7 +119,7 @@ OPERATIONS: dict[str, tuple[str, str, Callable[..., Tensor]]] = {
     "logsumexp": ("v", "v", lambda w, a: a - a.logsumexp(-1, keepdim=True)),
     "products": ("v", "v", lambda w, a: torch.sigmoid(a).cumprod(-1)),
     "highest so far": ("v", "v", lambda w, a: a.cummax(-1).values),
-    "sort": ("v", "v", lambda w, a: a.sort(-1, stable=True).values),
+    "sort": ("v", "v", lambda w, a: a.sort(dim=-1, stable=True).values),
     "gather": ("vi", "v", lambda w, a, n: a.gather(-1, (n.unsqueeze(1) + torch.arange(H)) % H)),
     "scatter": (
         "vi", "v",

@@ -30,10 +30,11 @@ class Captures:
         self.made = self.replayed = 0
 
     def capture(
-        self, function: Callable[[], list[Tensor]]
+        self, function: Callable[[], list[Tensor]], device: torch.device, own_memory: bool
     ) -> tuple[list[Tensor], Callable[[], None]]:
         outputs = [tensor.clone() for tensor in function()]
         self.made += 1
+        self.own_memory = own_memory
 
         def replay() -> None:
             self.replayed += 1
@@ -107,6 +108,7 @@ def test_output_that_may_be_overwritten(captures: Captures) -> None:
         found = segment(params, state, x, y)
         assert_close(tuple(found), tuple(wanted))
         state = found.state if i % 2 else tree_map(Tensor.clone, wanted.state)
+    assert captures.own_memory
     again = segment(params, state, x, y)
     assert tree_leaves(again.out)[0].data_ptr() == tree_leaves(found.out)[0].data_ptr()
 
@@ -166,7 +168,7 @@ def test_precision_is_part_of_a_graph(captures: Captures) -> None:
 def test_what_cannot_be_captured_runs_without(
     captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(function: Callable[[], Any]) -> Any:
+    def refuse(function: Callable[[], Any], device: Any, own_memory: bool) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr("ftbptt._capture._capture", refuse)
@@ -177,6 +179,22 @@ def test_what_cannot_be_captured_runs_without(
         check(segment, given, 7)
     for _ in range(2):  # said once
         check(segment, given, 7)
+
+
+def test_what_a_step_moves_to_the_device_is_moved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from the CPU waits for a GPU, for which "meta" stands here."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
+    table, number = torch.arange(9.0), torch.tensor(2.0)
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t + h * params["w"] + table[:3].to(h) * number)
+        return h, h
+
+    segment = make_train_segment(step, lambda out, y: (out - y).square().mean(), backend="eager")
+    shapes = ((3,), (2, 3), (4, 2, 3), (4, 2, 3))
+    w, *given = (torch.empty(shape, device="meta") for shape in shapes)
+    plan, _ = segment.plan({"w": w}, *given)
+    assert [capture.device.type for capture in plan.captures] == ["meta", "cpu"]
 
 
 def test_what_is_tried_after_a_backend_that_failed() -> None:

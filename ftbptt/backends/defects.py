@@ -15,6 +15,7 @@ def go_around_defects(program: fx.GraphModule) -> None:
     _write_to_whole_tensors(program.graph)
     _compute_once(program.graph)
     _give_loops_what_views_look_at(program.graph)
+    _sum_once(program.graph)
     program.recompile()
 
 
@@ -69,6 +70,25 @@ def _give_loops_what_views_look_at(graph: fx.Graph) -> None:
                 source = source.args[0]
             if source is not value and _layout(source) == _layout(value):
                 loop.replace_input_with(value, source)
+
+
+def _sum_once(graph: fx.Graph) -> None:
+    """Copies a sum in 16 bits where the same one is asked for twice, as for an LSTM's two biases.
+
+    Inductor (2.11 to 2.13) rounds one accumulator twice in C++, under one name, which no compiler
+    takes.
+    """
+    known: dict[Any, Node] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+        if node.meta["val"].dtype not in (torch.bfloat16, torch.float16):
+            continue
+        first = known.setdefault((node.args[0], str(node.args[1:]), str(node.kwargs)), node)
+        if first is not node:
+            with graph.inserting_before(node):
+                copied = graph.call_function(aten.clone.default, (first,))
+                copied.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(copied)
+            graph.erase_node(node)
 
 
 def _layout(node: Node) -> tuple[Any, ...]:

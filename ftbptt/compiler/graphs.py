@@ -116,3 +116,13 @@ def extract(
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies[node] for node in outputs])
     return fx.GraphModule({}, graph)
+
+
+def matrix_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` over any axes in front; of equal ones without ``matmul``, which pins K in 2.11."""
+    if a.dim() == b.dim() == 3:
+        return torch.bmm(a, b)
+    if a.dim() == b.dim() == 4:
+        product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1))
+        return product.unflatten(0, (a.shape[0], a.shape[1]))
+    return torch.matmul(a, b)

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .._compat import FakeTensorMode, TreeSpec, tree_unflatten
 from .adjoint import Loop, LoopPair, make_loops
 from .distribute import DistributedLoop, distribute
+from .graphs import VIEWS, Node, aten
 from .loss import LossTracer
 from .prepare import Preparation, make_preparation, split_invariants
 from .restart import with_reset_and_mask
 from .signature import Leaf, Recipe, Signature, differentiable, vmapped, with_level_axes
 from .split import split_products
 from .stacked import Packing, split_stacked_state
-from .trace import lift_captures, trace_function, trace_step
+from .trace import StepGraph, lift_captures, trace_function, trace_step
 from .windows import Sliding
 
 
@@ -76,7 +78,7 @@ def make_plan(
     module = split_products(module, sum(packing.count for packing in packings))
 
     unbatched = (False,) * len(s.levels)
-    captures = list(base.captures)
+    captures = _on_device(base, s.x[0].device, len(params) + len(buffers))
 
     def leaf_of(capture: Tensor) -> Leaf:
         return Leaf(tuple(capture.shape), capture.dtype, capture.device, unbatched)
@@ -148,3 +150,24 @@ def make_plan(
         recompute=recipe.recompute,
         sliding=None if recipe.window is None else Sliding(recipe.window, recipe.stride),
     )
+
+
+def _on_device(base: StepGraph, device: torch.device, first: int) -> list[Tensor]:
+    """What the step closes over, on the device that it moves it to in every step anyway.
+
+    A copy from pageable memory waits for a GPU, which nothing in a CUDA graph may.
+    """
+    nodes = base.module.graph.find_nodes(op="placeholder")[first:]
+
+    def only_moved(node: Node) -> bool:
+        return all(
+            user.kwargs.get("device") == device
+            if user.target is aten._to_copy.default
+            else user.target in VIEWS and only_moved(user)
+            for user in node.users
+        )
+
+    return [
+        capture.to(device) if capture.device != device and only_moved(node) else capture
+        for capture, node in zip(base.captures, nodes, strict=False)
+    ]

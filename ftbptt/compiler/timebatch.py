@@ -22,7 +22,7 @@ from .convolution import (
     weight_gradient,
     weight_gradient_over_time,
 )
-from .graphs import aten
+from .graphs import aten, matrix_product
 
 
 def _with_rule(run: Callable[..., Tensor], rule: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -100,14 +100,14 @@ def _product_over_time(steps: Any, dims: Any, a: Tensor, b: Tensor) -> tuple[Ten
     a_dim, b_dim = dims
     if b_dim is None:  # [(n,) K, M, D] @ [(n,) D, N]: the steps are rows
         a = a.movedim(a_dim, -3)
-        product = torch.matmul(a.flatten(-3, -2), b)
+        product = matrix_product(a.flatten(-3, -2), b)
         return product.unflatten(-2, (steps, a.shape[-2])), b.dim() - 2
     if a_dim is None:  # [(n,) M, D] @ [(n,) D, K, N]: the steps are columns
         b = b.movedim(b_dim, -2)
-        product = torch.matmul(a, b.flatten(-2))
+        product = matrix_product(a, b.flatten(-2))
         return product.unflatten(-1, (steps, b.shape[-1])), a.dim() - 1
     a, b = a.movedim(a_dim, 0), b.movedim(b_dim, 0)
-    return torch.matmul(a, b), 0
+    return matrix_product(a, b), 0
 
 
 _OURS = {

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from .._compat import tree_leaves
 from .convolution import weight_gradient
-from .graphs import VIEWS, Node, aten, value_of
+from .graphs import VIEWS, Node, aten, matrix_product, value_of
 
 Values = Callable[[Node], Tensor]
 
@@ -99,7 +99,7 @@ def _gemm(a: Tensor, b: Tensor) -> Tensor:
     """``sum_t a[t] @ b[t]`` of ``[K, (n,) M, R]`` and ``[K, (n,) R, N]``: one (batched) GEMM."""
     a = a.movedim(0, -2)  # [(n,) M, K, R]
     b = b.movedim(0, -3)  # [(n,) K, R, N]
-    return torch.matmul(a.flatten(-2), b.flatten(-3, -2))
+    return matrix_product(a.flatten(-2), b.flatten(-3, -2))
 
 
 def _sum_of_rows(x: Tensor) -> Tensor:

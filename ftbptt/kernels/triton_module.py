@@ -78,8 +78,9 @@ def launch(
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    rows, warps = options_for(total // groups, groups, module.ROW_BYTES, processors, precision)
+    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    exact = module.EXACT and precision == "ieee"
+    rows, warps = options_for(total // groups, groups, module.ROW_BYTES, processors, exact)
     function = module.run
     options: dict[str, Any] = {"PRECISION": precision}
     at_once = steps_at_once(steps, total, processors)
@@ -97,18 +98,24 @@ def launch(
 
 
 def options_for(
-    rows: int, groups: int, row_bytes: int, processors: int, precision: str
+    rows: int, groups: int, row_bytes: int, processors: int, exact: bool
 ) -> tuple[int, int]:
     """The rows of a tile and the warps of a program, for so many rows in each group and so many
-    multiprocessors."""
+    multiprocessors. ``exact``: of products that no matrix unit does.
+
+    The smallest tile of those for which the multiprocessors take the fewest turns.
+    """
     if row_bytes <= 16:
         return _ROWS_OF_ONE_NUMBER, _WARPS_OF_ONE_NUMBER
-    room = _TILE_BYTES if precision == "tf32" else _TILE_BYTES_EXACT
-    most = min(_MOST_ROWS, max(_LEAST_ROWS, room // row_bytes))
-    own = _LEAST_ROWS
-    while own < most and rows // (2 * own) * groups >= processors:
-        own *= 2
-    return own, _WARPS
+    room = _TILE_BYTES_EXACT if exact else _TILE_BYTES
+    sizes = [_LEAST_ROWS]
+    while 2 * sizes[-1] <= min(_MOST_ROWS, room // row_bytes):
+        sizes.append(2 * sizes[-1])
+
+    def turns(size: int) -> int:
+        return -(-(-(-rows // size) * groups) // processors)
+
+    return min(sizes, key=turns), _WARPS
 
 
 def steps_at_once(steps: int, rows: int, processors: int) -> tuple[int, int] | None:

@@ -45,7 +45,8 @@ def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
     Its function is ``run(*memory, *numbers, ROWS, PRECISION)``: ``memory`` and ``numbers`` as in
     ``cpp``, and behind the memory the kernel's own, as ``OWN`` says: (dtype, elements per row,
     whether there is one for each step and one more). ``GROUPED``: the row axes in front of which
-    a program has one; ``ROW_BYTES``: of the widest tile. There is ``run_composed`` as well if the
+    a program has one; ``ROW_BYTES``: of the widest tile; ``EXACT``: whether a product may be one
+    that no matrix unit does. There is ``run_composed`` as well if the
     steps compose. Raises Unsupported.
     """
     text, affine = _Printer(loop, history, reverse).text(), affine_next(loop)
@@ -83,6 +84,7 @@ class _Printer(TilePrinter):
             _HEAD,
             f"OWN = {own!r}",
             f"AXES, GROUPED, ROW_BYTES = {len(self.loop.rows.dims)}, {self.grouped}, {row_bytes}",
+            f"EXACT = {any(own.itemsize > 2 for own in self.loop.weight_dtypes.values())}",
             "",
             "",
             f"@triton.jit(do_not_specialize=[{fixed}])",
@@ -234,6 +236,10 @@ class _Printer(TilePrinter):
             if k != 1:
                 product = f"tl.sum({product}, 1)[:, None]"
             return product if first else f"{name} + {product}"
+        if own is torch.float64:
+            # Triton takes a product's layout from the narrowest load behind an operand, such as a
+            # mask, and has none for float64 below 32 bits (3.6, 3.7): a sum breaks the chain.
+            a = f"tl.sum(({a})[:, :, None], 2)"
         more = "" if first else f", acc={name}"
         return (
             f"tl.dot({a}.to({TYPES[own]}), {weight}{more}, input_precision=PRECISION, "
