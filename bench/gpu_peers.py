@@ -63,7 +63,7 @@ def _restarted(state: Any, restart: Tensor) -> Any:
 
 def split(problem: Problem, reset: Tensor) -> Call:
     """cuDNN with resets: each row cut where it restarts, the pieces padded to the longest."""
-    pieces: list[tuple[int, int, int]] = []  # row, first step, behind the last
+    pieces: list[tuple[int, int, int]] = []  # row, first step, after the last
     for row_index, flags in enumerate(reset.t().tolist()):
         cuts = [0, *(t for t, flag in enumerate(flags) if flag and t), len(flags)]
         pieces += [(row_index, a, b) for a, b in pairwise(cuts)]

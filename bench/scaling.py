@@ -60,7 +60,7 @@ def update_of(found: dict[str, Any], compute: float) -> Update:
     A bucket is ready at the same part of it as in the segment alone.
     """
     own = found["updates"]
-    segment = min(own["segment"], compute)  # what comes behind it needs all gradients
+    segment = min(own["segment"], compute)  # what comes after it needs all gradients
     early = own["segment"] - segment
     return Update(segment, [(size, max(at - early, 0.0)) for size, at in own["buckets"]])
 

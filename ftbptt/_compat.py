@@ -285,7 +285,7 @@ def inductor_compile(
         "allow_buffer_reuse": False,
         # Random numbers by torch's own kernels: the pass for others is one of those before.
         "fallback_random": True,
-        # For a convolution it copies every tensor of four axes behind it to another layout: also
+        # For a convolution it copies every tensor of four axes after it to another layout: also
         # a sequence that a loop writes into, whose values it then loses.
         "layout_optimization": False,
         "triton.cudagraphs": False,  # a segment is one graph

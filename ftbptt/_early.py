@@ -33,7 +33,7 @@ def reverse_in_parts(
 ) -> list[Tensor]:
     """The first chunk of a segment, the last to be run in reverse: the gradients of all.
 
-    ``later`` are those of the chunks behind it; none if there are none.
+    ``later`` are those of the chunks after it; none if there are none.
     """
     plan, loop = programs.plan, programs.windowed
     reads = [sequences[i] for i in loop.reads]

@@ -11,7 +11,7 @@ from ._compat import keystr, tree_flatten_with_path, tree_unflatten
 from ._execute import Executable
 from .backends import Backend
 from .compiler.distribute import Block, DistributedLoop, MapBlock, ShiftBlock
-from .compiler.graphs import GEMMS, VIEWS, Node, gemm_flops, is_getitem, nbytes, value_of
+from .compiler.graphs import GEMMS, VIEWS, Node, aten, gemm_flops, is_getitem, nbytes, value_of
 from .compiler.plan import Plan
 
 
@@ -180,15 +180,17 @@ def _work(module: fx.GraphModule, steps: int, how_often: str) -> tuple[list[str]
             continue
         if node.target in GEMMS:
             a, b = (value_of(arg).shape for arg in node.args[:2])
-            gemms.append(_gemm_text(a, b, how_often))
+            sign = "*" if node.target is aten.convolution.default else "@"
+            gemms.append(_gemm_text(a, b, how_often, sign))
             flops += steps * gemm_flops(node)
         else:
             other += 1
     return gemms, other, flops
 
 
-def _gemm_text(a: Sequence[int], b: Sequence[int], how_often: str) -> str:
-    return f"{list(a)} @ {list(b)} {how_often}"
+def _gemm_text(a: Sequence[int], b: Sequence[int], how_often: str, sign: str = "@") -> str:
+    """``sign``: a convolution's is ``*``."""
+    return f"{list(a)} {sign} {list(b)} {how_often}"
 
 
 def _count(value: float, unit: str) -> str:

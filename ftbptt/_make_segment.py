@@ -73,7 +73,7 @@ def make_train_segment(
         gradient per sequence is ever made. ``reset`` and ``mask`` have the axis of ``x``.
     ``context``
         How many steps at the start of a segment have no loss. Their gradient flows: they give the
-        steps behind them something to reach back to.
+        steps after them something to reach back to.
     ``taps``
         Names of tensors inside the step (True: all) whose value and gradient at every step come
         back as ``taps``, the fifth part of a :class:`TappedOutput`: what the step marks with
@@ -93,7 +93,7 @@ def make_train_segment(
     Truncated backpropagation through time: Williams and Peng, 1990. The loops are split as in
     loop distribution: Allen and Kennedy, 1987.
 
-    Raises TypeError or ValueError for arguments that cannot be meant; ``train_segment`` raises
+    Raises TypeError or ValueError for invalid arguments; ``train_segment`` raises
     TypeError for structure and dtype, ValueError for shapes and lengths, RuntimeError for a step
     that cannot be traced.
 

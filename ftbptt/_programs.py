@@ -42,7 +42,7 @@ class Programs:
         return split_windows(self.plan.loops.reverse)
 
     def zero_gradients(self, device: torch.device) -> list[Tensor]:
-        """d(state) behind the last step: no gradient comes from later segments."""
+        """d(state) after the last step: no gradient comes from later segments."""
         return [
             torch.zeros(value_of(node).shape, dtype=value_of(node).dtype, device=device)
             for node in self.plan.reverse.loop.carries

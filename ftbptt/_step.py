@@ -66,7 +66,7 @@ class Step:
 
     @property
     def batched_axes(self) -> int:
-        """The fewest axes of ``x`` with rows: torch's own modules have features behind them."""
+        """The fewest axes of ``x`` with rows: torch's own modules have features after them."""
         return 3 if isinstance(self.module, (nn.RNNBase, nn.RNNCellBase)) else 2
 
     def row_axis(self, leaf: Tensor) -> int:
@@ -148,7 +148,7 @@ class Step:
         )
 
     def with_gradient_factors(self) -> Step:
-        """The same step on ``(x_t, factor)``: the gradient by the state is multiplied by that."""
+        """The same step on ``(x_t, factor)``, which the gradient at the state is multiplied by."""
 
         def scaled(factor: Tensor, state: Tree) -> Tree:
             factor = factor.reshape(())  # axes of size 1 stand before the axis of time
@@ -302,9 +302,8 @@ def _tied(module: nn.Module) -> list[tuple[str, str]]:
     names: dict[int, str] = {}
     found = []
     for path, owner in module.named_modules():
-        for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
-            if tensor is not None:
-                place = f"{path}.{key}" if path else key
+        for kind in (owner.named_parameters, owner.named_buffers):
+            for place, tensor in kind(path, recurse=False, remove_duplicate=False):
                 first = names.setdefault(id(tensor), place)
                 if first != place:
                     found.append((place, first))

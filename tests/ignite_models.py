@@ -174,7 +174,7 @@ class Attention(Plain):
 
 
 class ConvolutionBehindNoise(Plain):
-    """Noise that drops all where it is a constant below one half hides what is behind it."""
+    """Noise that drops all where it is a constant below one half hides what is after it."""
 
     def __init__(self, below: bool) -> None:
         super().__init__()

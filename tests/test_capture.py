@@ -63,7 +63,7 @@ def make(given: Problem, **options: Any) -> Any:
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        ["lstm_readout", "counter_and_flag"],
+        ["lstm_readout"],
         ["lstm_readout", "nested_everything", "counter_and_flag"],
     ),
 )

@@ -68,7 +68,7 @@ def test_of_a_small_cell(name: str) -> None:
     check_parts(problem(name), "eager")
 
 
-@pytest.mark.parametrize("name", slow_but(["lstm_readout", "embedding_tied"], CELLS))
+@pytest.mark.parametrize("name", slow_but(["embedding_tied"], CELLS))
 def test_fused(name: str, short_chunks: None) -> None:
     check_parts(problem(name), "fused")
 
@@ -100,7 +100,7 @@ def test_an_error_in_what_is_called_is_the_callers(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_first_is_there_before_the_others(short_chunks: None, monkeypatch: Any) -> None:
-    """When a part is handed over, those behind it have not been computed."""
+    """When a part is handed over, those after it have not been computed."""
     given = problem("lstm_readout")
     segment = make_train_segment(given.step, given.loss, backend="eager")
     done: list[Any] = []

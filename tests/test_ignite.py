@@ -251,7 +251,7 @@ def test_arguments_that_cannot_be_meant(name: str) -> None:
 
 BAD_RUNS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
     "no tensors": ({}, [([1.0], [2.0])], TypeError, "batch: expected tensors .* list for x"),
-    "dim": ({"dim": 5}, batches(1), ValueError, "dim: 5 is no axis of x"),
+    "dim": ({"dim": 5}, batches(1), ValueError, r"dim: x of shape .* has no axis 5"),
     "lengths": (
         {"k2": 8}, [(torch.ones(8, 3, 3), torch.ones(6, 3, 2))], ValueError,
         "batch: x has 8 steps on axis 0, but y has 6",

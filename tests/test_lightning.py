@@ -288,7 +288,7 @@ def test_a_batch_without_a_loss() -> None:
 
 
 def test_carry_between_batches_of_different_rows() -> None:
-    with pytest.raises(ValueError, match=r"carry: state\[0\] is \[2, 5\] behind.*\[3, 5\]"):
+    with pytest.raises(ValueError, match=r"carry: state\[0\] is \[2, 5\] after.*\[3, 5\]"):
         fit(model(carry=True), [stream(8), stream(8, rows=3)])
 
 

@@ -380,7 +380,7 @@ class Momentum(Tagger):
 
 
 class Save(Callback):
-    """Writes a checkpoint behind the batch that ends with an update."""
+    """Writes a checkpoint after the batch that ends with an update."""
 
     def __init__(self, path: Path, update: int) -> None:
         self.path, self.update = path, update

@@ -95,7 +95,7 @@ def test_the_mean_is_weighted(clock: Clock) -> None:
     assert (report.index, report.position, report.grad_norm) == (3, 12, 0.25)
     assert report.learning_rate == 0.01
     assert (report.steps_per_second, report.tokens_per_second) == (8, 16)
-    # The next one is of what comes behind it.
+    # The next one is of what comes after it.
     clock.now += 0.5
     meter.add(measured(7.0, 2))
     assert not meter.is_due()

@@ -285,7 +285,9 @@ def test_another_model_or_state_is_refused(tmp_path: Path) -> None:
     words = r"params\['cell.weight_ih'\]: is torch.float64 \[24, 3\], but in the checkpoint"
     with pytest.raises(ValueError, match=words):
         resumed(Tagger(hidden=6), zeros(hidden=6))
-    with pytest.raises(ValueError, match=r"is torch.float32 \[20, 3\].*it is of another model"):
+    with pytest.raises(
+        ValueError, match=r"is torch.float32 \[20, 3\].*it belongs to a different model"
+    ):
         resumed(Tagger().float(), zeros())
     more = Tagger()
     more.scale = torch.nn.Parameter(torch.ones(3))
@@ -328,5 +330,5 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds something else than a run of train_stream"):
         Run("plain", 0, tmp_path / "run.pt", resume=True)
     torch.save({"model": torch.ones(3)}, tmp_path / "weights.pt")
-    with pytest.raises(CheckpointError, match=r"weights.pt: cut off, or no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"weights.pt: cut off, or not a checkpoint"):
         Run("plain", 0, tmp_path / "weights.pt", resume=True)

@@ -50,7 +50,7 @@ def sgd(params: Params, **options: Any) -> torch.optim.Optimizer:
 
 
 def run(segment: Any, data: Any, **options: Any) -> tuple[list[Update], Params]:
-    """All updates, and the parameters behind them."""
+    """All updates, and the parameters after them."""
     train_segment, params = segment
     optimizer = options.pop("optimizer", None) or sgd(params)
     options = {"k1": 4, "progress": False} | options
@@ -464,7 +464,7 @@ def test_a_frozen_parameter_stays_until_it_is_thawed(segment: Segments) -> None:
 
 
 def test_ensemble_by_vmap() -> None:
-    """A vmapped segment trains many models, each on its own stream; time is behind their axis."""
+    """A vmapped segment trains many models, each on its own stream; time is after their axis."""
     modules = [tagger(seed).double() for seed in range(3)]
     params, _ = torch.func.stack_module_state(modules)
     params = {name: p.detach().requires_grad_() for name, p in params.items()}
@@ -538,7 +538,9 @@ def test_numbers_of_numpy(segment: Segments) -> None:
 def test_an_optimizer_of_other_tensors(segment: Segments) -> None:
     train_segment, params = segment()
     copies = [p.detach().clone().requires_grad_() for p in params.values()]
-    with pytest.raises(ValueError, match=r"optimizer: its tensor 0 of group 0.*is none of params"):
+    with pytest.raises(
+        ValueError, match=r"optimizer: its tensor 0 of group 0.*is not one of the tensors"
+    ):
         run((train_segment, params), stream(8), optimizer=torch.optim.SGD(copies, lr=0.1))
 
 

@@ -164,6 +164,30 @@ def by_hand(params: Any, h: Tensor, x: Tensor, y: Tensor) -> tuple[dict[str, lis
     return seen, mse(torch.stack(seen["out"]), y)
 
 
+def test_an_encoder_in_front() -> None:
+    """The gradient by x, by a tap at the start of the step: as if all were one graph."""
+    torch.manual_seed(0)
+    encoder, cell = nn.Linear(3, D).double(), nn.GRUCell(D, H).double()
+    raw, y = torch.randn(K, B, 3).double(), torch.randn(K, B, H).double()
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> Any:
+        h = functional_call(cell, params, (tap("x", x_t), h))
+        return h, h
+
+    segment = make_train_segment(step, mse, backend="eager", taps=["x"])
+    encoded, h = encoder(raw), torch.zeros(B, H).double()
+    result = segment(dict(cell.named_parameters()), h, encoded, y)
+    encoded.backward(result.taps["x"].grad)
+    found = [p.grad.clone() for p in encoder.parameters() if p.grad is not None]
+    encoder.zero_grad()
+    outs = []
+    for x_t in encoder(raw):
+        h = cell(x_t, h)
+        outs.append(h)
+    mse(torch.stack(outs), y).backward()
+    torch.testing.assert_close(found, [p.grad for p in encoder.parameters()])
+
+
 def test_marks_of_the_step() -> None:
     arguments = problem(Draw(3), B)
     found: Any = make_train_segment(marked, mse, backend="eager", taps=True)(*arguments)

@@ -22,7 +22,7 @@ class Backend:
     ``build(function, examples, mode)`` makes a function of the program ready for tensors like the
     fake ``examples``; None: it runs as it is. ``describe`` says in words how a scan block runs.
     ``captured``: on a GPU, a whole segment becomes one CUDA graph. ``fusion``: what its loops can
-    take in of the work behind them.
+    take in of the work after them.
     """
 
     name: str

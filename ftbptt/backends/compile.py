@@ -20,7 +20,7 @@ from .._compat import inductor_compile, make_program_graph, while_loop
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import gemm_flops
 from .base import Backend, Function
-from .defects import go_around_defects
+from .defects import work_around_defects
 from .products import products_in_cpp, share_products
 
 
@@ -169,7 +169,7 @@ def build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function
     """The function as one Inductor graph."""
     _keep_freed_memory()
     program = make_program_graph(function, examples, mode)
-    go_around_defects(program)
+    work_around_defects(program)
     share_products(program)
     with products_in_cpp():
         return inductor_compile(program, examples, mode)

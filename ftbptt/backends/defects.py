@@ -1,4 +1,4 @@
-"""Defects of Inductor, with wrong numbers or a crash, gone around in the graph of a program."""
+"""Defects of Inductor, with wrong numbers or a crash, worked around in the graph of a program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 from ..compiler.graphs import VIEWS, Node, aten
 
 
-def go_around_defects(program: fx.GraphModule) -> None:
+def work_around_defects(program: fx.GraphModule) -> None:
     """Changes the graph where Inductor would take it for another."""
     _write_to_whole_tensors(program.graph)
     _compute_once(program.graph)

@@ -149,7 +149,7 @@ def _at_every_step(found: _Analysis, sums: list[Term]) -> set[Node]:
 
 
 def _fuse(found: _Analysis, p: int, sums: list[Term], fusion: Fusion) -> list[Term]:
-    """Moves into a recurrence what it can take in of the map behind it, and of the sums."""
+    """Moves into a recurrence what it can take in of the map after it, and of the sums."""
     core, stage, (carries, afters) = found.cores[p], dict(found.stage), _carried(found, p)
     inside = {*core, *carries, *afters}
     behind = [n for n in found.order if stage[n] == 2 * p + 2]

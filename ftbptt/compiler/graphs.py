@@ -68,9 +68,12 @@ def is_getitem(node: Node) -> bool:
 
 def gemm_flops(node: Node) -> int:
     """Multiply-adds times two of a GEMM node at one step."""
-    if node.target not in (aten.mm.default, aten.bmm.default):
+    if node.target not in GEMMS:
         return 0
     a, b = (value_of(arg) for arg in node.args[:2])
+    if node.target is aten.convolution.default:  # each output, or input if transposed, by a filter
+        places = a if node.args[6] else value_of(node)
+        return 2 * places.numel() * b[0].numel()
     return 2 * a.numel() * b.shape[-1]
 
 

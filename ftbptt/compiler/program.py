@@ -3,10 +3,10 @@
 A program works on a chunk of K consecutive steps. Its functions are plain torch on tensors with
 time as axis 0, pure, and hold for any K, so a compiler can trace them with K as a symbol:
 
-    prepare(*given)                                  -> [*prepared]            once per segment
-    forward(*invariants, *state, *x)                 -> [*state, *out, *saved]
-    reverse(*invariants, *x, *saved, *d_out, *d_state) -> [*d_invariants, *d_state]
-    finish(*given, *d_prepared)                      -> [*d_given]             once per segment
+    prepare(*given)                                -> [*prepared]            once per segment
+    forward(*invariants, *x, *state)               -> [*state, *out, *saved]
+    reverse(*invariants, *x, *saved, *d_out, *d_state) -> [*d_state, *d_probes, *d_invariants]
+    finish(*given, *d_prepared)                    -> [*d_given]             once per segment
 """
 
 from __future__ import annotations

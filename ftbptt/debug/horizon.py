@@ -26,7 +26,7 @@ class GradientHorizon:
 
     ``norms`` has by leaf of the state ``[max_lag, losses, rows]``: entry ``[k - 1, i, b]`` is the
     norm of d loss_t / d state_{t-k} in row b, where loss_t is the share of step t in the segment's
-    loss and state_s the state behind step s. ``reached`` has by k2 the norm of the parameters'
+    loss and state_s the state after step s. ``reached`` has by k2 the norm of the parameters'
     gradient in which each loss reaches back k2 steps, and ``bias`` how far that is off the one with
     the longest reach, relative to it.
     """
@@ -76,7 +76,7 @@ class GradientHorizon:
     def suggest_k2(self, tolerance: float = 0.1) -> int:
         """suggest_k2 : the relative bias of the gradient that is tolerable -> k2
 
-        The smallest k2 for which the bias is estimated to be below: what lags behind it can add
+        The smallest k2 for which the bias is estimated to be below: what lags after it can add
         is at most M times their norms, extrapolated beyond ``max_lag`` by the fitted decay, and is
         compared with the norm of the gradient. M is measured here, as the largest share of lags in
         the parameters' gradient over the sum of their norms. It is a bound, so often more than is
@@ -94,8 +94,8 @@ class GradientHorizon:
         if not decay < 1:
             raise ValueError(
                 f"max_lag: within {self.max_lag} steps the gradient does not fade (a factor of "
-                f"{decay:.3g} from lag to lag), so no k2 can be told. Give a longer segment and a "
-                "larger max_lag."
+                f"{decay:.3g} from lag to lag), so k2 cannot be estimated. Give a longer "
+                "segment and a larger max_lag."
             )
         # beyond[k - 1]: of lags k and more, all together.
         beyond = self._gain * mean.flip(0).cumsum(0).flip(0)
@@ -111,8 +111,8 @@ class GradientHorizon:
         if whole <= 0:
             raise ValueError(
                 f"max_lag: what may lie beyond {self.max_lag} steps is as large as the gradient "
-                f"itself (a factor of {decay:.3g} from lag to lag), so no k2 can be told. Give a "
-                "longer segment and a larger max_lag."
+                f"itself (a factor of {decay:.3g} from lag to lag), so k2 cannot be estimated. "
+                "Give a longer segment and a larger max_lag."
             )
         k2 = 1
         while bound(k2) / whole >= tolerance:

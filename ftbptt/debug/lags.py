@@ -30,7 +30,7 @@ def norms_by_lag(
 ) -> dict[str, Tensor]:
     """norms_by_lag : -> by state leaf ``[max_lag, losses, rows]``
 
-    Entry ``[k - 1, i]`` is the norm of d loss_t / d (the state behind step t - k), with t =
+    Entry ``[k - 1, i]`` is the norm of d loss_t / d (the state after step t - k), with t =
     ``first`` + i. ``row_axes``: where the rows lie in each state leaf; None: there are none.
 
     Runs operation by operation: a diagnosis is made once, compiling would take longer.

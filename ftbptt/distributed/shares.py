@@ -18,8 +18,8 @@ def share_of(rows: int, rank: int, size: int) -> range:
     """The rows of a rank, the same number for each, or one more for the first ones."""
     if rows < size:
         raise ValueError(
-            f"mesh: {size} ranks share the rows of the data, but there are {rows}. Give more rows "
-            "or fewer ranks."
+            f"mesh: {size} ranks share the rows of the data, but there are only {rows} "
+            "rows. Give more rows or fewer ranks."
         )
     each, more = divmod(rows, size)
     start = rank * each + min(rank, more)

@@ -20,7 +20,7 @@ _SMALL = 1e-2
 
 
 class Outcome(NamedTuple):
-    """What a chunk gives: a loss, the state behind it, one from within, and gradients by name."""
+    """What a chunk gives: a loss, the state after it, one from within, and gradients by name."""
 
     loss: Tensor
     state: Tree

@@ -15,7 +15,7 @@ from ..training.windows import Truncation
 class BatchWindow(NamedTuple):
     """The steps of one update. ``keep``: before which of them the next window starts.
 
-    ``again``: it starts where this one did; else, without ``keep``, behind this one.
+    ``again``: it starts where this one did; else, without ``keep``, after this one.
     """
 
     x: Tensor
@@ -45,7 +45,7 @@ class BatchWindows:
                     "What is to become of a chunk of them is up to prepare_batch."
                 )
             if not -part.dim() <= self.dim < part.dim():
-                raise ValueError(f"dim: {self.dim} is no axis of {name}, {list(part.shape)}.")
+                raise ValueError(f"dim: {name} of shape {list(part.shape)} has no axis {self.dim}.")
         axis = self.dim % x.dim()
         reset = None if self.reset is None else self.reset(batch)
         if reset is not None:

@@ -171,7 +171,7 @@ class Trained(NamedTuple):
 class Windows:
     """The windows of one batch, each run when it is asked for, so by the newest parameters.
 
-    ``state`` is the state behind the last step that was run; behind the last window, that behind
+    ``state`` is the state after the last step that was run; after the last window, that behind
     the batch. Windows do not reach back to before the batch.
     """
 
@@ -215,7 +215,7 @@ class Windows:
             loss = result.loss if factor is None else result.loss / factor
             measured = Measured(loss, weight, window.end - window.start, tokens)
             yield Trained(result.grads, measured, result.out, part)
-        if done < total:  # steps behind the last window with a loss: the state goes over them
+        if done < total:  # steps after the last window with a loss: the state goes over them
             rest = Span(Window(index, total, total, total), position,
                         axes.cut(chunk, position, total))  # fmt: skip
             self.state, _ = segments.warm_up(self._params, carried, rest, total)

@@ -32,7 +32,7 @@ _CHANGES = 4  # of the surroundings, after which compiling for each is given up
 
 
 class ChunkOutput(NamedTuple):
-    """The loss, detached; the state behind the chunk, and before the step that was to be kept."""
+    """The loss, detached; the state after the chunk, and before the step that was to be kept."""
 
     loss: Tensor
     state: Tree
@@ -79,11 +79,6 @@ class Chunks:
         self._reached: frozenset[str] = frozenset()  # by a chunk that was given a state
         if backend == "eager":
             self.reason = "backend='eager'"
-
-    @property
-    def compiled(self) -> bool:
-        """Whether chunks may run compiled, as far as is known."""
-        return self.reason is None
 
     def run(self, chunk: Chunk, state: Tree, keep: int | None, weight: float) -> ChunkOutput:
         """The chunk, and ``weight`` times its gradient, scaled by the scaler, into ``.grad``."""

@@ -18,7 +18,7 @@ Tree = Any
 
 
 class Forward(NamedTuple):
-    """The loss with its graph, the output it was made of, the state behind, and one within."""
+    """The loss with its graph, the output it was made of, the state after, and one within."""
 
     loss: Tensor
     out: Tree

@@ -115,7 +115,7 @@ def create_supervised_tbptt_trainer(
         "eager": everything as written, without a warning. "fused" and "compile" as in
         :func:`ftbptt.make_train_segment`; a model that they cannot run is an error. "auto".
 
-    Raises TypeError and ValueError for arguments that cannot be meant; in a run, RuntimeError where
+    Raises TypeError and ValueError for invalid arguments; in a run, RuntimeError where
     a backend that was named cannot run the model.
 
     >>> class Net(nn.Module):

@@ -49,7 +49,7 @@ class TBPTTModule(LightningModule):
         ``[B, C, T]`` and ``[B, T]``. ``reset`` and ``mask`` are ``[T]`` or ``[B, T]``, for
         ``time_dim=0`` ``[T, B]``.
     ``carry``
-        Whether a batch begins with the state behind the batch before, each epoch anew.
+        Whether a batch begins with the state after the batch before, each epoch anew.
     ``k_eval``
         The length of the chunks for validation, test and prediction, which have no gradient.
     ``backend``, ``recompute``
@@ -147,7 +147,7 @@ class TBPTTModule(LightningModule):
         return batch
 
     def on_chunk(self, stage: str, out: Tree, y: Tree) -> None:
-        """Called behind each window and chunk, for metrics of your own.
+        """Called after each window and chunk, for metrics of your own.
 
         ``stage`` is "train", "val" or "test"; ``out`` and ``y`` are detached.
         """

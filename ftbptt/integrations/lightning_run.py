@@ -36,7 +36,7 @@ class TBPTTRun(Callback):
         self._module = module
         self._learner: Learner | None = None
         self._saved: dict[str, Any] | None = None  # of the carried state, from a checkpoint
-        self._behind: tuple[int, Tree] | None = None  # epoch, the state behind its last batch
+        self._behind: tuple[int, Tree] | None = None  # epoch, the state after its last batch
         self.stages: dict[tuple[str, int], Tree] = {}  # the same for (stage, loader)
         self.waiting: list[Measured] = []  # windows since the last update
         self._norm: Tensor | None = None
@@ -156,7 +156,7 @@ class TBPTTRun(Callback):
             self._step_schedulers("epoch", trainer.current_epoch + 1, None, plateau=False)
         # Lightning's own logs, as of val_loss or learning rates, have this counter of batches on
         # their axis; with the number of updates in it they stand beside those of updates. It is
-        # raised by one behind the batch, as trainer.global_step already is.
+        # raised by one after the batch, as trainer.global_step already is.
         trainer.fit_loop.epoch_loop._batches_that_stepped = max(0, trainer.global_step - 1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -229,7 +229,7 @@ class TBPTTRun(Callback):
         return _like(self._behind[1], start)
 
     def keep(self, state: Tree, epoch: int) -> None:
-        """The state behind a batch."""
+        """The state after a batch."""
         if self._module.carry:
             self._behind = epoch, state
 
@@ -259,7 +259,7 @@ def _like(state: Tree, start: Tree) -> Tree:
     for leaf, (path, like) in zip(found, wanted, strict=True):
         if leaf.shape != like.shape:
             raise ValueError(
-                f"carry: state{keystr(path)} is {list(leaf.shape)} behind the batch before, but "
+                f"carry: state{keystr(path)} is {list(leaf.shape)} after the batch before, but "
                 f"this batch begins with {list(like.shape)}. Give batches of the same rows in the "
                 "same order (drop_last=True, shuffle=False), or carry=False."
             )

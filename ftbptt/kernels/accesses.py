@@ -118,7 +118,7 @@ class RowView:
         unit = expected = strides[last]
         for i in range(last, first - 1, -1):
             if sizes[i] != 1 and strides[i] != expected:
-                raise refuse(node, "its rows do not lie one behind the other")
+                raise refuse(node, "its rows do not lie one after the other")
             expected *= sizes[i]
         start = self.axis(math.prod(sizes[:first]), node)
         stop = self.axis(math.prod(sizes[: last + 1]), node)

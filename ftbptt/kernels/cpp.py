@@ -92,7 +92,7 @@ class _Printer:
             yield self._argument(f"invariant{i}", loop.invariants[i].dtype, place)
             place += 1
         for weight in self.products:
-            yield self._argument(f"weight{weight}", self._weight_dtype(weight), place)
+            yield self._argument(f"weight{weight}", self.loop.weight_dtypes[weight], place)
             place += 1
         for i in sorted(loop.sequences):
             yield self._argument(f"sequence{i}", loop.sequences[i].dtype, place)
@@ -128,9 +128,6 @@ class _Printer:
         kind = f"const {c_type(dtype)}" if const else c_type(dtype)
         return f"{kind}* const {name} = static_cast<{kind}*>(memory[{place}]);"
 
-    def _weight_dtype(self, weight: int) -> torch.dtype:
-        return self.loop.weight_dtypes[weight]
-
     def _axes(self, first: int, behind: int) -> str:
         return " * ".join(f"axis{i}" for i in range(first, behind)) or "1"
 
@@ -153,7 +150,7 @@ class _Printer:
 
     def _packing_space(self) -> Iterator[str]:
         for weight, op in self.products.items():
-            t = c_type(compute_dtype(self._weight_dtype(weight)))
+            t = c_type(compute_dtype(self.loop.weight_dtypes[weight]))
             count = self._axes(0, op.grouped)
             yield f"const int64_t packed_size{weight} = Gemm<{t}>::packed_size({op.k}, {op.n});"
             yield f"Buffer<{t}> packed{weight}({count} * packed_size{weight});"
@@ -162,7 +159,7 @@ class _Printer:
         if not self.products:
             return
         for weight, op in self.products.items():
-            t = c_type(compute_dtype(self._weight_dtype(weight)))
+            t = c_type(compute_dtype(self.loop.weight_dtypes[weight]))
             count = self._axes(0, op.grouped)
             yield (
                 f"pack<{t}>(weight{weight}, strides{weight}, {op.k}, {op.n}, {count}, "

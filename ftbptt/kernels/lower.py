@@ -95,7 +95,7 @@ class _Builder:
                 continue
             if is_elementwise(node):
                 if self._has_rows(node):
-                    self._map(node, node)
+                    self._map(node)
             elif node.target in _REDUCTIONS:
                 self._reduce(node)
             elif node.target in (aten.mm.default, aten.bmm.default):
@@ -124,7 +124,7 @@ class _Builder:
         self.places.append(value)
         return value
 
-    def _map(self, node: Node, name: Node) -> None:
+    def _map(self, node: Node) -> None:
         found = self._leaves(node, list(value_of(node).shape), self.rows.rank(node))
         self.operations.append(Map(self._value(node), found))
 

@@ -151,7 +151,7 @@ _IN_OTHER_WORDS: dict[Any, Callable[[Node], None]] = {
 
 
 def _push_views(node: Node, has_rows: bool) -> None:
-    """Does the views of an elementwise node before it instead of behind it.
+    """Does the views of an elementwise node before it instead of after it.
 
     Only where that computes nothing twice; and always for a node that is not a value of each row
     (such as the inverse of a flag that all rows share), which so comes to the nodes that read it.

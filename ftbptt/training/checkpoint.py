@@ -26,11 +26,11 @@ from .._compat import (
 )
 
 Tree = Any
-_MARK = b"ftbptt-sha256:"  # behind torch's own file, with the hash of all before it
+_MARK = b"ftbptt-sha256:"  # after torch's own file, with the hash of all before it
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, or none at all."""
+    """A file that is damaged, or that is not a checkpoint."""
 
 
 def previous(path: str | Path) -> Path:
@@ -162,7 +162,9 @@ def _read(path: Path) -> Any:
     tail = len(_MARK) + hashlib.sha256().digest_size
     body, mark = data[:-tail], data[-tail:]
     if not mark.startswith(_MARK):
-        raise CheckpointError(f"checkpoint {path}: cut off, or no checkpoint ({len(data)} bytes).")
+        raise CheckpointError(
+            f"checkpoint {path}: cut off, or not a checkpoint ({len(data)} bytes)."
+        )
     if hashlib.sha256(body).digest() != mark[len(_MARK) :]:
         raise CheckpointError(f"checkpoint {path}: damaged, its content is not what was written.")
     return torch.load(io.BytesIO(body), weights_only=True, map_location="cpu")

@@ -23,7 +23,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``loss`` is the mean over all ``steps`` valid steps, ``state`` the state behind the last."""
+    """``loss`` is the mean over all ``steps`` valid steps, ``state`` the state after the last."""
 
     loss: float
     steps: int

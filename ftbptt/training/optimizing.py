@@ -93,7 +93,7 @@ class Learner:
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError(
                 "scheduler: it changes the learning rate of another optimizer than the one that is "
-                "given. Make it from this one."
+                "given. Build it from this one."
             )
         if scaler is not None and not isinstance(optimizer, Optimizer):
             raise TypeError("scaler: needs a torch.optim.Optimizer, which it steps itself.")
@@ -316,8 +316,8 @@ def _check_like(name: str, whole: str, tree: Tree, found: list[Any]) -> None:
     leaves = tree_leaves(tree)
     if len(leaves) != len(found):
         raise ValueError(
-            f"{name}: has {len(leaves)} leaves, but the checkpoint has {len(found)}: it is of "
-            f"another {whole}."
+            f"{name}: has {len(leaves)} leaves, but the checkpoint has {len(found)}: it belongs "
+            f"to a different {whole}."
         )
     paths = [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
     for path, leaf, value in zip(paths, leaves, found, strict=True):
@@ -326,7 +326,8 @@ def _check_like(name: str, whole: str, tree: Tree, found: list[Any]) -> None:
         if leaf.shape != value.shape or leaf.dtype != value.dtype:
             raise ValueError(
                 f"{name}{path}: is {leaf.dtype} {list(leaf.shape)}, but in the checkpoint "
-                f"{value.dtype} {list(value.shape)}: it is of another {whole}."
+                f"{value.dtype} {list(value.shape)}: it belongs to a "
+                f"different {whole}."
             )
 
 
@@ -337,7 +338,8 @@ def _check_owned(optimizer: Optimizer, params: Tree) -> None:
         for i, p in enumerate(group["params"]):
             if id(p) not in own:
                 raise ValueError(
-                    f"optimizer: its tensor {i} of group {g}, of shape {list(p.shape)}, is none of "
-                    "params, so it would never get a gradient. Make it from params' own tensors: "
-                    "params = dict(model.named_parameters()); torch.optim.Adam(params.values())."
+                    f"optimizer: its tensor {i} of group {g}, of shape {list(p.shape)}, is not "
+                    "one of the tensors in params, so it would never get a gradient. Build the "
+                    "optimizer from those tensors: params = dict(model.named_parameters()); "
+                    "torch.optim.Adam(params.values())."
                 )

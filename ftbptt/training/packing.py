@@ -107,7 +107,7 @@ class PackedSequences:
                 own[:] = [own[i] for i in order]
         # By place in its row: those that a window has reached and none has passed.
         self._held: list[dict[int, Chunk]] = [{} for _ in range(self.rows)]
-        # The first step of each sequence of a row, and behind the last one.
+        # The first step of each sequence of a row, and after the last one.
         self._edges = [[0, *accumulate(self._lengths[i] for i in own)] for own in self._order]
 
     def read(self, start: int, stop: int) -> Chunk | None:

@@ -20,7 +20,7 @@ Tree = Any
 
 
 class Cuts(NamedTuple):
-    """``pieces`` are (first step, behind the last); the gradient that goes back from a step to the
+    """``pieces`` are (first step, after the last); the gradient that goes back from a step to the
     one before it is multiplied by the step's entry in ``factors``."""
 
     pieces: list[tuple[int, int]]
@@ -38,7 +38,7 @@ def random_truncation(
 
     Truncation without bias: the mean of its gradients over many draws is the gradient of the whole
     segment, though none of its pieces may be as long. A segment of K steps is run in pieces of
-    random lengths, one behind the other, so that it takes the memory of the longest. Where it might
+    random lengths, one after the other, so that it takes the memory of the longest. Where it might
     have been cut with probability c and was not, the gradient is multiplied by 1 / (1 - c)::
 
         since = 0
@@ -57,7 +57,7 @@ def random_truncation(
 
     The result is called as ``train_segment`` is, and can be trained on a stream with
     :func:`train_stream`. Its loss is the mean over the steps, so that of ``train_segment`` must be
-    one, or one value per step. Raises TypeError and ValueError for arguments that cannot be meant.
+    one, or one value per step. Raises TypeError and ValueError for invalid arguments.
 
     ARTBP: Tallec and Ollivier, Unbiasing truncated backpropagation through time, 2017.
 

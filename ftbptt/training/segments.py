@@ -171,7 +171,7 @@ class Segments:
         scale: Tensor | None,
         early: EarlyGradients | None = None,
     ) -> tuple[SegmentOutput, Tree]:
-        """The segment, and the state before step ``keep`` of it (None: behind its last step)."""
+        """The segment, and the state before step ``keep`` of it (None: after its last step)."""
         run = self.train_segment
         if isinstance(run, TrainSegment):
             if keep is not None or scale is not None or self._has_own_context:

@@ -155,7 +155,7 @@ class Source(Protocol):
         """An epoch starts; the next read is from step 0."""
 
     def read(self, start: int, stop: int) -> Chunk | None:
-        """Steps ``[start, stop)``, fewer at the end of the stream, None behind it.
+        """Steps ``[start, stop)``, fewer at the end of the stream, None after it.
 
         Neither ``start`` nor ``stop`` ever goes back within an epoch.
         """
@@ -242,7 +242,7 @@ class Chunks:
         self._random: dict[int, dict[str, Any]] = {}
         self._left: Iterator[Any] | None = None
         self._generators: list[Tensor] = []  # their states before the epoch
-        self._held: deque[tuple[int, int, Chunk]] = deque()  # (first step, behind the last, chunk)
+        self._held: deque[tuple[int, int, Chunk]] = deque()  # (first step, after the last, chunk)
         self._end = 0
 
     def begin(self, epoch: int) -> None:

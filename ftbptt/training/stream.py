@@ -74,8 +74,8 @@ class Stream(Iterator[Update]):
             segments, learner, cursor.truncation, self._initial, guard, events,
             limits.micro_batches, together if limits.accumulate == 1 else None,
         )  # fmt: skip
-        self._place = Place(0, 0, 0, self._initial)  # behind the last window
-        self._behind = self._initial  # the state behind the last window's last step
+        self._place = Place(0, 0, 0, self._initial)  # after the last window
+        self._behind = self._initial  # the state after the last window's last step
         # Where the run stood before the work on the next update began; None between two updates.
         self._stand: dict[str, Any] | None = None
         self._stood = self._place, self._behind
@@ -104,7 +104,7 @@ class Stream(Iterator[Update]):
 
     @property
     def state(self) -> Tree:
-        """The state behind the last step that was trained on, detached."""
+        """The state after the last step that was trained on, detached."""
         return self._behind
 
     @property
@@ -228,7 +228,7 @@ class Stream(Iterator[Update]):
             if self._together is None:
                 update = None if measured is None or self._finished else self._update(measured)
             else:
-                # With Ctrl-C all ranks stop before the update, or all behind it.
+                # With Ctrl-C all ranks stop before the update, or all after it.
                 with self._undisturbed():
                     update, more = self._update_of_all(measured, more, self._together)
             if update is not None or self._finished:

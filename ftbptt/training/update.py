@@ -16,7 +16,7 @@ class Update:
     ``index`` counts from 0; ``epoch`` too; ``position`` is how many steps of the epoch are done.
     ``loss`` is the mean over the valid steps of the update, on the device: reading it waits for
     that. ``steps`` is how many valid steps those were, all rows together, ``state`` the carried
-    state behind them, ``params`` the parameters after the update, ``tokens_per_second`` the speed
+    state after them, ``params`` the parameters after the update, ``tokens_per_second`` the speed
     since the last report.
     """
 

@@ -20,7 +20,7 @@ from .windows import Truncation, Window
 Tree = Any
 
 
-# What was measured (None: it does not count), the state behind a window, and the next place. A
+# What was measured (None: it does not count), the state after a window, and the next place. A
 # tuple, since one is made for every update.
 Ran = tuple[Measured | None, Tree, Place]
 
@@ -84,7 +84,7 @@ class WindowRunner:
         update: int,
         first: int = 0,
     ) -> tuple[Measured | None, Tree, Tree] | None:
-        """Rows of a window, from row ``first`` on: what was measured, the state behind, that kept.
+        """Rows of a window, from row ``first`` on: what was measured, the state after, that kept.
 
         Nothing was measured if the loss is not finite; None if the run is to stop then.
         """
