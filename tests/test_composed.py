@@ -163,6 +163,19 @@ def test_a_loss_that_is_written_for_one_length(backend: str, kernels: None) -> N
         check(segment, problem(tanh_step, loss), K + 1)
 
 
+def test_a_loss_that_is_compiled_for_many_lengths() -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (out - y).square().reshape(len(out) * B, H).sum(0).mean() / float(len(out))
+
+    given = problem(tanh_step, loss)
+    segment = make_train_segment(tanh_step, loss, backend="eager")
+    for steps in (2, 3, 4, 5, 3):
+        check(segment, given, steps)
+    with pytest.warns(RuntimeWarning, match="the loss is compiled anew for each number of steps"):
+        check(segment, given, 6)
+    check(segment, given, 7)
+
+
 # -- states in parts ------------------------------------------------------------------------------
 
 

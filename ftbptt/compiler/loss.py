@@ -7,6 +7,7 @@ trace with a symbol.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class LossGraphs:
 
 
 _SOME_STEPS = 64
+_MANY_LENGTHS = 5  # more than a stream and its ragged end have
 
 
 class LossTracer:
@@ -92,6 +94,14 @@ class LossTracer:
         if steps not in self.graphs:
             with TRACING:
                 self.graphs[steps] = self._trace(steps)
+            if None not in self.graphs and len(self.graphs) == _MANY_LENGTHS:
+                warnings.warn(
+                    "ftbptt: the loss is compiled anew for each number of steps (this is the "
+                    f"{len(self.graphs)}th): it reads K as a number, as by len(out) or a reshape. "
+                    "Leave that to mean() or flatten(), or give segments of fewer lengths.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return steps, self.graphs[steps]
 
     def _steps(self, steps: int | None) -> tuple[FakeTensorMode, Any]:
