@@ -68,19 +68,19 @@ class CapturedExecutable(Executable):
         precision = torch.backends.cuda.matmul.fp32_precision
         key = (graded, groups["x"][0].shape[0], precision)
         with _in_turn:
-            if key not in self.graphs:
+            if key in self.graphs:
+                self.graphs.move_to_end(key)
+                _wait_for_last(groups["x"][0].device)
+                graph = self.graphs[key] or self._captured(groups, graded)
+                self.graphs[key] = graph
+                if graph is not None:
+                    outputs = graph(groups)
+                    return outputs if self.reuse_output else [own.clone() for own in outputs]
+            else:
                 self.graphs[key] = None
                 if len(self.graphs) > _MOST_GRAPHS:
                     self.graphs.popitem(last=False)
-                return super().run(groups, graded=graded)
-            self.graphs.move_to_end(key)
-            _wait_for_last(groups["x"][0].device)
-            graph = self.graphs[key] or self._captured(groups, graded)
-            self.graphs[key] = graph
-            if graph is None:
-                return super().run(groups, graded=graded)
-            outputs = graph(groups)
-            return outputs if self.reuse_output else [output.clone() for output in outputs]
+        return super().run(groups, graded=graded)
 
     def _captured(self, groups: Groups, graded: bool) -> SegmentGraph | None:
         run = super().run
