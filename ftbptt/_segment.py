@@ -330,6 +330,8 @@ class TrainSegment:
             if executable is None:
                 executable = self._executable(call, tensors)
             found.out_spec = executable.plan.out_spec
+            for source, copy in executable.plan.copied:  # which may have been written in place
+                copy.copy_(source)
             groups = call.groups(tensors)
             if self._backend != "auto" or executable.backend.name == "eager":
                 return executable.run(groups, graded=graded, early=early)

@@ -213,6 +213,9 @@ def test_conjugated_tensors(backend: str, kernels: None) -> None:
     expected = reference_segment(step, mse, params, state, x, y)
     for _ in range(2):  # the second call is recalled
         assert_close(segment(params, state, x, y), expected)
+    captured.mul_(2)
+    expected = reference_segment(step, mse, params, state, x, y)
+    assert_close(segment(params, state, x, y), expected)
 
 
 def test_the_default_dtype_may_change() -> None:

@@ -36,6 +36,7 @@ class Plan:
 
     signature: Signature
     captures: list[Tensor]
+    copied: list[tuple[Tensor, Tensor]]  # what the step closes over, and the capture in its place
     out_spec: TreeSpec
     packings: list[Packing]
     preparation: Preparation | None
@@ -97,7 +98,8 @@ def make_plan(
     more = lift_captures(
         "initial_state", graph, after=n_fixed, remedy="Take it from params, or detach it."
     )
-    captures += more
+    captures += [_in_memory(capture) for capture in more]
+    closed_over = [*base.captures, *more]
     given[n_fixed:n_fixed] = map(leaf_of, more)
     with mode:
         examples[n_fixed:n_fixed] = [leaf_of(capture).example() for capture in more]
@@ -139,6 +141,7 @@ def make_plan(
     return Plan(
         signature=s,
         captures=captures,
+        copied=[(a, b) for a, b in zip(closed_over, captures, strict=True) if a is not b],
         out_spec=base.out_spec,
         packings=packings,
         preparation=preparation,
@@ -150,6 +153,11 @@ def make_plan(
         recompute=recipe.recompute,
         sliding=None if recipe.window is None else Sliding(recipe.window, recipe.stride),
     )
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """The tensor, without what torch has put off."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _on_device(base: StepGraph, device: torch.device, first: int) -> list[Tensor]:
@@ -168,6 +176,6 @@ def _on_device(base: StepGraph, device: torch.device, first: int) -> list[Tensor
         )
 
     return [
-        capture.to(device) if capture.device != device and only_moved(node) else capture
+        _in_memory(capture.to(device) if only_moved(node) else capture)
         for capture, node in zip(base.captures, nodes, strict=False)
     ]

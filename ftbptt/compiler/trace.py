@@ -349,7 +349,7 @@ def lift_captures(argument: str, module: fx.GraphModule, after: int, remedy: str
         node.replace_all_uses_with(lifted)
         module.graph.erase_node(node)
     module.recompile()
-    return [value.resolve_conj().resolve_neg() for value in values]
+    return values
 
 
 def forbid_trained_captures(argument: str, values: Sequence[Tensor], remedy: str) -> None:
