@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from ._compat.trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from ._layout import Layout, SharedLayout
 from ._step import Step, start_of
 from .compiler.signature import Leaf, Level, Recipe, Signature

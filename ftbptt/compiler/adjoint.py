@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from .._compat import FakeTensorMode
+from .._compat.tracing import FakeTensorMode
 from .convolution import split_gradients
 from .graphs import (
     Node,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
-from .._compat import tree_flatten, tree_unflatten
+from .._compat.trees import tree_flatten, tree_unflatten
 from .._layout import broadcast_rows
 from .signature import Recipe, Signature
 from .stacked import Packing

@@ -20,22 +20,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .._compat import (
-    DECOMPOSITIONS_BEFORE_AUTOGRAD,
+from .._compat.decompositions import DECOMPOSITIONS_BEFORE_AUTOGRAD, decompositions
+from .._compat.tracing import (
     UNTRACEABLE,
     FakeTensorMode,
-    TreeSpec,
     calling_compiled_as_written,
-    decompositions,
-    keystr,
     make_fx,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_unflatten,
     unvalidated_distributions,
     without_log_of_failures,
     writes_in_place,
 )
+from .._compat.trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .._step import Step
 from .composed import Composed
 from .effects import without_effects

@@ -22,7 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import any_global_module_hook, has_hooks, version_of
+from .._compat.modules import (
+    any_global_module_hook,
+    has_hooks,
+    has_module_hooks,
+    own_buffers,
+    own_parameters,
+)
+from .._compat.running import version_of
 
 Place = tuple[str, str, int]  # the owner; its attribute, global or closed-over name; which of them
 Marks = dict[Place, Any]
@@ -33,7 +40,6 @@ _CODE = (type, types.ModuleType, types.BuiltinFunctionType, types.FunctionType, 
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _OWN = frozenset(vars(nn.Module())) - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class _Same:
@@ -176,13 +182,13 @@ class Surroundings:
             return "a hook is registered for all modules"
         parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
         for name, module, _ in self.modules():
-            if any(getattr(module, hooks) for hooks in _HOOKS):
+            if has_module_hooks(module):
                 return f"a hook is registered on its module {name!r}"
             if isinstance(module, parallel):
                 return f"{type(module).__name__} works in hooks of the backward"
             if isinstance(module, torch.jit.ScriptModule):
                 return f"its module {name!r} is TorchScript"
-            for key, p in module._parameters.items():
+            for key, p in own_parameters(module).items():
                 if p is not None and has_hooks(p):
                     return f"a hook is registered on its parameter '{name}.{key}'"
         return None
@@ -195,9 +201,9 @@ class Surroundings:
                 # torch's recurrent layers hold their parameters a second time in such a list.
                 if key not in _OWN and not key.startswith("_flat_weight"):
                     marks[name, key, i] = _mark(value)
-            for key, p in module._parameters.items():
+            for key, p in own_parameters(module).items():
                 marks[name, key, i] = None if p is None else (_Same(p), p.requires_grad, p.dtype)
-            for key, b in module._buffers.items():
+            for key, b in own_buffers(module).items():
                 marks[name, key, i] = None if b is None else (b.shape, b.dtype)
         # The tensors of a module that is not part of the model are constants of what is compiled.
         for i, root in enumerate(self._roots[1:]):
@@ -211,8 +217,8 @@ class Surroundings:
         """How often each buffer, and each parameter, was written; and which tensor it is."""
         marks: Marks = {}
         for name, module, i in self.modules():
-            own: dict[str, Tensor | None] = dict(module._buffers)
-            for key, value in (own | dict(module._parameters) if parameters else own).items():
+            own: dict[str, Tensor | None] = dict(own_buffers(module))
+            for key, value in (own | dict(own_parameters(module)) if parameters else own).items():
                 if value is not None:
                     marks[name, key, i] = _Same(value), version_of(value)
         return marks

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .._compat.running import is_view_of
 from ..compiler.graphs import VIEWS, Node, value_of
 from .expressions import refuse
 
@@ -75,7 +76,7 @@ class RowView:
         memory = torch.empty(value_of(seen.base).numel(), device="meta", dtype=source.dtype)
         before = memory.as_strided(source.shape, seen.strides, seen.offset)
         after = node.target(before, *node.args[1:], **node.kwargs)
-        if after._base is not memory:
+        if not is_view_of(after, memory):
             raise refuse(node, "a reshape that has to move its data")
         return Strided(seen.base, int(after.storage_offset()), tuple(after.stride()))
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .._compat.running import is_view_of
 from ..compiler.graphs import VIEWS, Node, aten, value_of
 from .expressions import is_constant, is_elementwise, refuse
 
@@ -198,6 +199,6 @@ def _can_view(arg: Node, view: Node, shape: list[int]) -> bool:
     value = value_of(arg)
     memory = torch.empty_strided(value.shape, value.stride(), device="meta")
     try:
-        return view.target(memory.expand(shape), *view.args[1:])._base is memory
+        return is_view_of(view.target(memory.expand(shape), *view.args[1:]), memory)
     except (RuntimeError, ValueError):
         return False

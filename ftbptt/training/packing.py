@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._compat import tree_leaves, tree_map
+from .._compat.trees import tree_leaves, tree_map
 from ..distributed.shares import share_of
 from .contiguous import checked_layout
 from .source import Chunk, TimeAxes, as_tensors, checked, naming

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat import tree_leaves, tree_map
+from .._compat.trees import tree_leaves, tree_map
 from .._layout import SharedLayout
 from .._output import SegmentOutput
 from .._segment import TrainSegment

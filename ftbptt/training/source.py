@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .._compat import (
+from .._compat.trees import (
     keystr,
     tree_flatten,
     tree_flatten_with_path,

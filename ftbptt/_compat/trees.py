@@ -1,0 +1,46 @@
+"""Pytrees of any nesting, with key paths for error messages.
+
+torch has no public pytree module; this one has kept its signatures since 2.3 and is what
+torch.func uses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map,
+    tree_unflatten,
+)
+from torch.utils._pytree import tree_leaves as _tree_leaves
+
+__all__ = [
+    "TreeSpec",
+    "keystr",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree; quick for a tensor, and for a dict, tuple or list of tensors."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    kind = type(tree)
+    if kind is dict:
+        leaves = list(tree.values())
+    elif kind is tuple or kind is list:
+        leaves = list(tree)
+    else:
+        return _tree_leaves(tree)
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        return leaves
+    return _tree_leaves(tree)
