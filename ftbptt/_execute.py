@@ -91,6 +91,7 @@ class Executable(Programs):
         """The segment as one program."""
         plan = self.plan
         key, graphs = plan.loss.graphs_for(x[0].shape[0])
+        loss_graph = graphs.joint if graded else graphs.value
         n_given, n_x, n_rest, n_outs = len(given), len(x), len(rest), plan.loops.outs
 
         def function(*args: Tensor) -> list[Tensor]:
@@ -105,8 +106,8 @@ class Executable(Programs):
             )
             out, saved = stacked[:n_outs], stacked[n_outs:]
             if not graded:
-                return [*finals, *graphs.value(*out, *rest), *out]
-            loss, *d_outs = graphs.joint(*out, *rest)
+                return [*finals, *loss_graph(*out, *rest), *out]
+            loss, *d_outs = loss_graph(*out, *rest)
             _, d_probes, sums = run_loop(
                 self.reverse,
                 self.backend.run_scan,

@@ -166,3 +166,12 @@ def _check_in_dims(in_dims: Any) -> None:
         )
     if in_dims[2] is None:
         raise ValueError("in_dims: x must have a batch axis, found None for it.")
+
+
+def check_made(train_segment: Any) -> None:
+    """Raises TypeError if it is something else than :func:`make_train_segment` returns."""
+    if not isinstance(train_segment, TrainSegment):
+        raise TypeError(
+            "train_segment: expected what make_train_segment returns, found "
+            f"{type(train_segment).__name__}."
+        )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -25,6 +24,7 @@ from .graphs import (
     needed_for,
     reachable_from,
     value_of,
+    vjp_by,
 )
 from .joins import share_joins
 from .saving import values_to_save
@@ -101,17 +101,8 @@ def make_loops(
     n_args = len(values)
 
     def joint(*args: Tensor) -> list[Tensor]:
-        given, cotangents = list(args[:n_args]), args[n_args:]
-
-        def primal(*trained: Tensor) -> tuple[Any, Any]:
-            for i, value in zip(trained_args, trained, strict=True):
-                given[i] = value
-            result = module(*given)
-            return tuple(result[i] for i in graded), tuple(result)
-
-        trained = (given[i] for i in trained_args)
-        _, pull, result = cast(Any, torch.func.vjp(primal, *trained, has_aux=True))
-        return [*result, *pull(cotangents)]
+        results, pull = vjp_by(module, args[:n_args], trained_args, graded)
+        return [*results, *pull(args[n_args:])]
 
     with mode:
         cotangents = [torch.empty_like(results[i]) for i in graded]

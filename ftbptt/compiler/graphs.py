@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, fx
@@ -102,6 +102,13 @@ def needed_for(targets: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
     return found
 
 
+def new_node(graph: fx.Graph, target: Any, *args: Any) -> Node:
+    """A call at the graph's insertion point, with the value that stands for its result."""
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*fx.node.map_arg(args, lambda arg: arg.meta["val"]))
+    return node
+
+
 def extract(
     inputs: Sequence[Node], outputs: Sequence[Node], owner: Sequence[Node] | fx.Graph
 ) -> fx.GraphModule:
@@ -119,6 +126,27 @@ def extract(
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies[node] for node in outputs])
     return fx.GraphModule({}, graph)
+
+
+def vjp_by(
+    function: Callable[..., Sequence[Tensor]],
+    values: Sequence[Tensor],
+    trained: Sequence[int],
+    graded: Sequence[int],
+) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], tuple[Tensor, ...]]]:
+    """All of ``function(*values)``, and the vjp of its results ``graded`` by values ``trained``."""
+
+    def primal(*own: Tensor) -> tuple[Any, Any]:
+        given = list(values)
+        for i, value in zip(trained, own, strict=True):
+            given[i] = value
+        results = list(function(*given))
+        return tuple(results[i] for i in graded), results
+
+    _, pull, results = cast(
+        Any, torch.func.vjp(primal, *(values[i] for i in trained), has_aux=True)
+    )
+    return results, lambda cotangents: pull(tuple(cotangents))
 
 
 def matrix_product(a: Tensor, b: Tensor) -> Tensor:

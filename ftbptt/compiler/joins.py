@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import networkx as nx
 from torch import fx
 
-from .graphs import Node, aten, inputs_of, needed_for, value_of
+from .graphs import Node, aten, inputs_of, needed_for, new_node, value_of
 
 
 def share_joins(graph: fx.Graph, carried: Iterable[Node]) -> None:
@@ -72,8 +72,7 @@ def _replace(
     start = sum(value_of(part).shape[dim] for part in parts[:at])
     size = sum(value_of(part).shape[dim] for part in parts[at : at + count])
     with graph.inserting_after(join):
-        view = graph.call_function(aten.slice.Tensor, (join, dim, start, start + size))
-    view.meta["val"] = value_of(join).narrow(dim, start, size)
+        view = new_node(graph, aten.slice.Tensor, join, dim, start, start + size)
     for user in users:
         user.replace_input_with(node, view)
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from .._compat.trees import TreeSpec, tree_unflatten
 from .._layout import Layout
 from .._loss import segment_loss
 from .composed import Composed
-from .graphs import reachable_from
-from .signature import Leaf, Level, Recipe, Signature, vmapped
+from .graphs import reachable_from, value_of, vjp_by
+from .signature import Leaf, Level, Recipe, Signature, differentiable, vmapped
 from .timebatch import for_any_length
 from .trace import TRACING, forbid_trained_captures, own_words, trace_function
 
@@ -31,12 +32,27 @@ from .trace import TRACING, forbid_trained_captures, own_words, trace_function
 class LossGraphs:
     """``value(*outs, *ys, *mask) -> [loss]``, ``joint(...) -> [loss, *d_out]``; time is axis 0."""
 
-    value: fx.GraphModule
     joint: fx.GraphModule
     steps: Any  # K: a symbol, or a number if the graphs hold for that one only
+    trace_value: Callable[[], fx.GraphModule]
+
+    @cached_property
+    def value(self) -> fx.GraphModule:
+        """Traced when it is first needed: training does without."""
+        with TRACING:
+            return self.trace_value()
 
     def holds_for(self, steps: int) -> bool:
         return steps == self.steps if isinstance(self.steps, int) else holds_for(self.steps, steps)
+
+
+@dataclass
+class Values:
+    """``graph(*outs, *ys, *mask) -> [loss]`` without the axes of vmap, traced for K ``steps``."""
+
+    graph: fx.GraphModule
+    mode: FakeTensorMode
+    steps: Any
 
 
 _SOME_STEPS = 64
@@ -72,29 +88,35 @@ class LossTracer:
         self.leaves = [*self.outs, *signature.y, *mask]
         self.graphs: dict[int | None, LossGraphs] = {}
         self.tried = False  # whether they hold for more than one K
-        first = None
-        with suppress(Exception):  # a loss that was written for one K; else it fails again
-            first = self._value_graph(*self._steps(self.example_steps))
+        self._for_any: Values | None = None
+        # torch cannot trace everything with a symbol, and a loss may be written for one K; what
+        # is wrong in itself fails again.
+        with suppress(Exception):
+            self._for_any = self._values(None)
+        first = self._for_any
+        if first is None:
+            with suppress(Exception):
+                first = self._values(self.example_steps)
         if first is None:
             self.example_steps = steps
-            first = self._value_graph(*self._steps(steps))
-        self.graded = self._graded(first)
+            first = self._values(steps)
+        self.graded = self._graded(first.graph)
 
     def graphs_for(self, steps: int) -> tuple[int | None, LossGraphs]:
         """The loss of K steps, and the key it is known by: None if it holds for more than one K."""
         if not self.tried:
             with TRACING:
-                # torch cannot trace everything with a symbol; what is wrong in itself fails again.
-                with suppress(Exception):
-                    graphs = self._trace(None)
-                    if not is_pinned(graphs.steps):
-                        self.graphs[None] = graphs
+                if self._for_any is not None and not is_pinned(self._for_any.steps):
+                    with suppress(Exception):
+                        graphs = self._trace(self._for_any)
+                        if not is_pinned(graphs.steps):
+                            self.graphs[None] = graphs
                 self.tried = True
         if None in self.graphs and self.graphs[None].holds_for(steps):
             return None, self.graphs[None]
         if steps not in self.graphs:
             with TRACING:
-                self.graphs[steps] = self._trace(steps)
+                self.graphs[steps] = self._trace(self._values(steps))
             if None not in self.graphs and len(self.graphs) == _MANY_LENGTHS:
                 warnings.warn(
                     "ftbptt: the loss is compiled anew for each number of steps (this is the "
@@ -105,13 +127,11 @@ class LossTracer:
                 )
         return steps, self.graphs[steps]
 
-    def _steps(self, steps: int | None) -> tuple[FakeTensorMode, Any]:
-        if steps is None:
-            return symbolic_steps(self.example_steps)
-        return FakeTensorMode(allow_non_fake_inputs=True), steps
-
-    def _value_graph(self, mode: FakeTensorMode, steps: Any) -> fx.GraphModule:
+    def _values(self, steps: int | None) -> Values:
         """The loss of one sequence or batch, from a call of the caller's function."""
+        mode, length = FakeTensorMode(allow_non_fake_inputs=True), steps
+        if steps is None:
+            mode, length = symbolic_steps(self.example_steps)
         s, n_out, n_y = self.signature, len(self.outs), len(self.signature.y)
         layout = Layout(s.time_dim)
 
@@ -128,7 +148,7 @@ class LossTracer:
 
         with own_words("loss", self.recipe.loss), Composed():
             graph = trace_function(
-                value, self._examples(mode, steps, []), mode, before_autograd=True
+                value, self._examples(mode, length, []), mode, before_autograd=True
             )
         captures = [getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")]
         forbid_trained_captures(
@@ -137,7 +157,7 @@ class LossTracer:
             "A loss has no parameters of its own: compute with it in the step, whose out the loss "
             "gets, or detach it.",
         )
-        return graph
+        return Values(graph, mode, length)
 
     def _examples(
         self, mode: FakeTensorMode, steps: Any, axes: Sequence[tuple[Level, list[bool]]]
@@ -159,50 +179,39 @@ class LossTracer:
         placeholders = graph.graph.find_nodes(op="placeholder")[: len(self.outs)]
         output = graph.graph.output_node()
         return [
-            (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
-            and output in reachable_from([node], graph.graph.nodes)
-            for leaf, node in zip(self.outs, placeholders, strict=True)
+            differentiable(value_of(node)) and output in reachable_from([node], graph.graph.nodes)
+            for node in placeholders
         ]
 
-    def _trace(self, steps: int | None) -> LossGraphs:
-        mode, symbol = self._steps(steps)
-        plain = self._value_graph(mode, symbol)
+    def _trace(self, plain: Values) -> LossGraphs:
         graded = [i for i, wanted in enumerate(self.graded) if wanted]
 
         def value(*args: Tensor) -> list[Tensor]:
-            return list(plain(*args))
+            return list(plain.graph(*args))
 
         def joint(*args: Tensor) -> list[Tensor]:
-            given = list(args)
-
-            def primal(*outs: Tensor) -> Tensor:
-                for i, out in zip(graded, outs, strict=True):
-                    given[i] = out
-                return plain(*given)[0]
-
-            value, pull, *_ = torch.func.vjp(primal, *(given[i] for i in graded))
-            return [value, *pull(torch.ones_like(value))]
+            results, pull = vjp_by(plain.graph, args, graded, [0])
+            return [*results, *pull([torch.ones_like(results[0])])]
 
         return LossGraphs(
-            self._over_axes(value, 0, plain, mode, symbol),
-            self._over_axes(joint if graded else value, len(graded), plain, mode, symbol),
-            symbol,
+            self._over_axes(joint if graded else value, len(graded), plain),
+            plain.steps,
+            partial(self._over_axes, value, 0, plain),
         )
 
     def _over_axes(
         self,
         function: Callable[..., list[Tensor]],
         grads: int,
-        plain: fx.GraphModule,
-        mode: FakeTensorMode,
-        steps: Any,
+        plain: Values,
     ) -> fx.GraphModule:
         """The graph of ``function -> [loss, *grads]`` under vmap, differentiated before that.
 
         So its operations are those that have a rule of our own, and K stays a symbol.
         """
+        mode, steps = plain.mode, plain.steps
         examples = self._examples(mode, steps, [])
-        graph = trace_function(function, examples, mode, differentiated=plain)
+        graph = trace_function(function, examples, mode, differentiated=plain.graph)
         s, out_dims = self.signature, [0] + [1] * grads
         flags = [[leaf.batched[i] for leaf in self.leaves] for i in range(len(self.levels))]
         axes = list(zip(self.levels, flags, strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +88,9 @@ def make_plan(
 
     given = [*s.params, *s.buffers, *map(leaf_of, captures), *s.initial]
     sequences = [*s.x, *(leaf for leaf in (s.reset, s.mask) if leaf is not None)]
-    stepped = with_reset_and_mask(recipe, s, module, packings, row_axes, n_fixed)
+    stepped: Any = module
+    if s.reset is not None or s.mask is not None:
+        stepped = with_reset_and_mask(recipe, s, module, packings, row_axes, n_fixed)
     with mode:
         parts = [p for leaf, how in zip(state, packings, strict=True) for p in how.unpack(leaf)]
         examples = [*(leaf.example() for leaf in (*given, *sequences)), *parts]
@@ -95,7 +98,9 @@ def make_plan(
             flags = [leaf.shared for leaf in (*given, *sequences)] + [True] * len(parts)
             stepped = vmapped(stepped, [s.shared], [flags])
             examples = with_level_axes(examples, [s.shared], [flags])
-    graph = trace_function(stepped, examples, mode, before_autograd=True)
+    graph = module
+    if stepped is not module or any(packing.dim is not None for packing in packings):
+        graph = trace_function(stepped, examples, mode, before_autograd=True)
     more = lift_captures(
         "initial_state", graph, after=n_fixed, remedy="Take it from params, or detach it."
     )

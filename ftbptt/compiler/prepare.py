@@ -20,6 +20,7 @@ from .graphs import (
     is_random,
     needed_for,
     reachable_from,
+    vjp_by,
 )
 from .signature import Level, differentiable, vmapped, with_level_axes
 from .trace import trace_function
@@ -115,16 +116,8 @@ def make_preparation(
     ]
 
     def pull(*args: Tensor) -> list[Tensor]:
-        values, cotangents = list(args[: len(given)]), args[len(given) :]
-
-        def primal(*own: Tensor) -> tuple[Tensor, ...]:
-            for i, value in zip(trained, own, strict=True):
-                values[i] = value
-            result = module(*values)
-            return tuple(result[i] for i in graded)
-
-        _, back, *_ = torch.func.vjp(primal, *(values[i] for i in trained))
-        return list(back(cotangents))
+        _, back = vjp_by(module, args[: len(given)], trained, graded)
+        return list(back(args[len(given) :]))
 
     def forward(*args: Tensor) -> list[Tensor]:
         return list(module(*args))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
-from typing import Any
 
 import networkx as nx
-import torch
 from torch import fx
 
-from .graphs import Node, aten, inputs_of, value_of
+from .graphs import Node, aten, inputs_of, new_node, value_of
 
 
 def split_products(module: fx.GraphModule, carries: int) -> fx.GraphModule:
@@ -88,11 +87,7 @@ def _split(
     """One product for each run of parts; those inside the recurrence are added last."""
     *bias, rows, weight = product.args
     runs = [list(run) for _, run in groupby(joined, inside.__getitem__)]
-
-    def call(target: Any, *args: Any) -> Node:
-        node = graph.call_function(target, args)
-        node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda arg: arg.meta["val"]))
-        return node
+    call = partial(new_node, graph)
 
     def columns(run: Sequence[Node]) -> Node:
         whole = call(aten.cat.default, list(run), -1) if len(run) > 1 else run[0]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .graphs import Node, aten, is_getitem, value_of
+from .graphs import Node, aten, is_getitem, new_node, value_of
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,7 @@ def _move_size_one_axes(graph: fx.Graph, leaves: Sequence[Node]) -> None:
     ``leaf.unsqueeze(d).select(...)`` becomes ``leaf.select(...).unsqueeze(d)``, and
     ``stack(parts).squeeze(d)`` a ``stack`` of squeezed parts.
     """
-
-    def call(target: Any, *args: Any) -> Node:
-        node = graph.call_function(target, args)
-        node.meta["val"] = target(*torch.fx.node.map_arg(args, value_of))
-        return node
+    call = partial(new_node, graph)
 
     for leaf in leaves:
         rank = value_of(leaf).dim() + 1

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from .._compat.trees import tree_leaves
 from .convolution import weight_gradient
-from .graphs import VIEWS, Node, aten, matrix_product, value_of
+from .graphs import VIEWS, Node, aten, matrix_product, new_node, value_of
 
 Values = Callable[[Node], Tensor]
 
@@ -197,6 +197,4 @@ def _transposed(node: Node, dims: Sequence[int], given: set[Node]) -> Node:
         if user.target is aten.permute.default and list(user.args[1]) == list(dims):
             return user
     with graph.inserting_after(node):
-        flipped = graph.call_function(aten.permute.default, (node, list(dims)))
-    flipped.meta["val"] = node.meta["val"].permute(dims)
-    return flipped
+        return new_node(graph, aten.permute.default, node, list(dims))

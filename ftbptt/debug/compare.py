@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._compat.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from .._layout import Layout, SharedLayout
+from .._make_segment import check_made
 from .._output import SegmentOutput
 from .._reference import reference_segment
 from .._segment import TrainSegment
@@ -95,11 +96,7 @@ def compare_to_reference(
     >>> compare_to_reference(train_segment, params, torch.zeros(2, 5), x, y).agrees
     True
     """
-    if not isinstance(train_segment, TrainSegment):
-        raise TypeError(
-            "train_segment: expected what make_train_segment returns, found "
-            f"{type(train_segment).__name__}."
-        )
+    check_made(train_segment)
     for name, used in (
         ("taps", train_segment.tapped),
         ("window", train_segment.recipe.window is not None),

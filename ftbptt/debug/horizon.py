@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import whole
+from .._make_segment import check_made
 from .._segment import TrainSegment
 from ..compiler.plan import Plan
 from ..training.segments import Segments
@@ -198,11 +199,7 @@ def gradient_horizon(
     >>> horizon.mean().shape, 0 < horizon.decay < 1, horizon.suggest_k2(0.1) > 1
     (torch.Size([20]), True, True)
     """
-    if not isinstance(train_segment, TrainSegment):
-        raise TypeError(
-            "train_segment: expected what make_train_segment returns, found "
-            f"{type(train_segment).__name__}."
-        )
+    check_made(train_segment)
     segments = Segments(train_segment)
     chunk = Chunk(x, y, reset, mask)
     steps = segments.axes(x).length(chunk)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from .._arguments import whole
 from .._compat.trees import tree_leaves, tree_map
 from .._layout import Layout
+from .._make_segment import check_made
 from .._segment import TrainSegment
 from .prefetch import Mover
 from .segments import Segments
@@ -68,11 +69,7 @@ def evaluate_stream(
     >>> found.steps, found.state.shape
     (2000, torch.Size([2, 5]))
     """
-    if not isinstance(train_segment, TrainSegment):
-        raise TypeError(
-            "train_segment: expected what make_train_segment returns, found "
-            f"{type(train_segment).__name__}."
-        )
+    check_made(train_segment)
     k = whole("k", k, 1)
     if metrics is not None and not hasattr(metrics, "items"):
         raise TypeError(f"metrics: expected a dict of them, found {type(metrics).__name__}.")

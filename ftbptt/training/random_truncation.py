@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._compat.trees import tree_leaves, tree_map
 from .._layout import SharedLayout
+from .._make_segment import check_made
 from .._output import SegmentOutput
 from .._segment import TrainSegment
 from .optimizing import differentiable
@@ -72,11 +73,7 @@ def random_truncation(
     >>> out.shape
     torch.Size([60, 2, 5])
     """
-    if not isinstance(train_segment, TrainSegment):
-        raise TypeError(
-            "train_segment: expected what make_train_segment returns, found "
-            f"{type(train_segment).__name__}."
-        )
+    check_made(train_segment)
     recipe = train_segment.recipe
     for name, used in (
         ("taps", train_segment.tapped),
