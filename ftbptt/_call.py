@@ -74,8 +74,13 @@ class Call:
             self.specs, tuple(g["params"]), tuple(g["buffers"]), tuple(g["initial_state"]),
             tuple(g["state"]), tuple(g["x"]), tuple(g["y"]),
             g["reset"][0] if g["reset"] else None, g["mask"][0] if g["mask"] else None,
-            self.levels, self.shared, self.time_dim,
+            self.levels, self.shared, self.time_dim, self.autocast,
         )  # fmt: skip
+
+    @property
+    def autocast(self) -> tuple[str, torch.dtype] | None:
+        """The device type and dtype of the caller's autocast, if there is one."""
+        return self.context[-1] if self.context else None
 
 
 _LEAF, _EMPTY = tree_flatten(0)[1], tree_flatten(())[1]
@@ -339,7 +344,7 @@ def _check_devices(arguments: Sequence[Argument]) -> None:
 
 def context_of(step: Step, device_type: str) -> tuple[Any, ...]:
     """What else a trace depends on: modes of modules, the default dtype, autocast for the data."""
-    known = step.modes(), torch.get_default_dtype()
-    if not torch.is_autocast_enabled(device_type):
-        return known
-    return (*known, "autocast", device_type, torch.get_autocast_dtype(device_type))
+    autocast = None
+    if torch.is_autocast_enabled(device_type):
+        autocast = device_type, torch.get_autocast_dtype(device_type)
+    return step.modes(), torch.get_default_dtype(), autocast

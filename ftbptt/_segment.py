@@ -25,7 +25,7 @@ from ._recall import Known, Recall, Trees, like
 from ._vmap import Found, SegmentFunction
 from .backends import Backend, choose, fallback
 from .compiler.plan import Plan, make_plan
-from .compiler.signature import Recipe
+from .compiler.signature import Recipe, as_traced
 from .compiler.trace import TRACING
 
 Tree = Any
@@ -327,7 +327,7 @@ class TrainSegment:
             leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf
             for leaf in tensors
         ]
-        with torch.no_grad():
+        with torch.no_grad(), as_traced(call.autocast):
             if executable is None:
                 executable = self._executable(call, tensors)
             found.out_spec = executable.plan.out_spec
@@ -363,7 +363,7 @@ class TrainSegment:
         key = call.key(tensors)
         if key in self._executables:
             return self._executables[key]
-        with TRACING:
+        with TRACING, as_traced(call.autocast):
             if key not in self._executables:  # another thread may have been first
                 self.trace_count += 1
                 use_a_folder_that_works()

@@ -88,6 +88,18 @@ def test_gaussian_likelihood(reduction: str) -> None:
     checked(problem(tanh_step, loss))
 
 
+@pytest.mark.parametrize("correction", [0, 1])
+def test_covariance(correction: int) -> None:
+    """It looks at whether weights are sound that nobody gave."""
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        features = (out + y).reshape(-1, H)
+        alone = features[:, 0].cov(correction=correction)
+        return torch.cov(features.T, correction=correction).triu(1).square().sum() + alone
+
+    checked(problem(tanh_step, loss))
+
+
 def buffered(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
     """A delay line whose place is a tensor of one number."""
     buffer, t = state

@@ -179,6 +179,36 @@ def test_autocast() -> None:
     assert_close(segment(*made.data(K)), plain, tolerance=0)
 
 
+@pytest.mark.parametrize("backend", ["eager", "fused", "compile"])
+def test_a_part_of_the_step_without_autocast(backend: str) -> None:
+    """What the caller keeps in float32 is not cast when the recorded step runs either."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", enabled=False):
+            h = torch.tanh(x_t @ params["w"] + h @ params["u"])
+        return h @ params["v"], h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return (out.float() @ torch.ones(H, H) - y).square().mean()
+
+    draw = Draw(0)
+    params = {"w": draw(D, H), "u": draw(H, H), "v": draw(H, H)}
+    data = [draw(B, H), draw(K, B, D), draw(K, B, H)]
+    params, (h, x, y) = {k: p.float() for k, p in params.items()}, [t.float() for t in data]
+    segment = make_train_segment(step, loss, backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = reference_segment(step, loss, params, h, x, y)
+        found = segment(params, h, x, y)
+        assert segment.explain(params, h, x, y).blocks  # the plan is found again
+        assert segment.trace_count == 1
+    assert (found.state.dtype, found.out.dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(found.state, expected.state)
+    torch.testing.assert_close(found.loss, expected.loss)
+    # `v` has gradients in bfloat16; there, the order of a sum is seen.
+    torch.testing.assert_close(found.grads, expected.grads, atol=0.05, rtol=0.02)
+
+
 def test_float16() -> None:
     draw = Draw(0)
     made = problem_of(draw.module(Plain), draw).to(torch.float16)

@@ -122,6 +122,23 @@ def test_a_branch_in_the_loss() -> None:
         segment({"w": torch.ones(H)}, torch.zeros(B, H), torch.ones(K, B, H), torch.ones(K, B, H))
 
 
+def test_an_operation_whose_result_depends_on_values() -> None:
+    """It is named: the caller has written no branch."""
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        labels = y[0].long()
+        return torch.nn.functional.ctc_loss(out.log_softmax(-1), labels, (K,) * B, (1,) * B)
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h, h + x_t * params["w"]
+
+    segment = make_train_segment(step, loss, backend="eager")
+    words = r"loss loss cannot be compiled: what aten._ctc_loss\S* does.*depends on the values"
+    with pytest.raises(RuntimeError, match=words) as caught:
+        segment({"w": torch.ones(H)}, torch.zeros(B, H), torch.ones(K, B, H), torch.ones(K, B, H))
+    assert 'test_untraceable.py", line' in str(caught.value)
+
+
 def test_a_branch_of_torch() -> None:
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         h = h + x_t * params["w"]

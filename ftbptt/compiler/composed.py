@@ -54,6 +54,15 @@ def _gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+def _cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    """Without the look at whether weights that were not given are sound."""
+    if input.dim() > 2 or fweights is not None or aweights is not None:
+        return NotImplemented
+    x = input.reshape(1, -1) if input.dim() < 2 else input
+    apart = x - x.mean(1, keepdim=True)
+    return (apart @ apart.mH / max(x.shape[1] - correction, 0)).squeeze()
+
+
 def _is_place(entry: Any) -> bool:
     """Whether it is a tensor that stands for one index, as the place in a ring buffer."""
     if not isinstance(entry, Tensor) or entry.dim() or entry.dtype is torch.bool:
@@ -115,6 +124,8 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     **RECURRENT,
     F.embedding_bag: _embedding_bag,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.cov: _cov,
+    Tensor.cov: _cov,
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
 }

@@ -23,7 +23,7 @@ from .._layout import Layout
 from .._loss import segment_loss
 from .composed import Composed
 from .graphs import reachable_from, value_of, vjp_by
-from .signature import Leaf, Level, Recipe, Signature, differentiable, vmapped
+from .signature import Leaf, Level, Recipe, Signature, differentiable, under, vmapped
 from .timebatch import for_any_length
 from .trace import TRACING, forbid_trained_captures, own_words, trace_function
 
@@ -144,7 +144,9 @@ class LossTracer:
             back = layout.time_back
             y = y if y is None else back(y)
             recipe = self.recipe
-            return [segment_loss(recipe.loss, back(out), y, mask, s.time_dim, recipe.context)]
+            with under(s.autocast):
+                loss = segment_loss(recipe.loss, back(out), y, mask, s.time_dim, recipe.context)
+            return [loss]
 
         with own_words("loss", self.recipe.loss), Composed():
             graph = trace_function(

@@ -72,6 +72,7 @@ def make_plan(
         dict(zip(buffer_names, buffers, strict=True)),
         tree_unflatten(inputs, s.specs[2]),
         tree_unflatten(state, s.specs[1]),
+        s.autocast,
     )
     row_axes = [step.row_axis(leaf) for leaf in state]
     n_fixed = len(params) + len(buffers) + len(base.captures)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from .._compat.trees import tree_flatten, tree_unflatten
 from .._layout import broadcast_rows
-from .signature import Recipe, Signature
+from .signature import Recipe, Signature, under
 from .stacked import Packing
 
 
@@ -41,7 +41,8 @@ def with_reset_and_mask(
     ) -> list[Tensor]:
         leaves = list(given)
         if callable(recipe.initial_state):
-            tree = recipe.initial_state(tree_unflatten(list(params), s.specs[0]))
+            with under(s.autocast):
+                tree = recipe.initial_state(tree_unflatten(list(params), s.specs[0]))
             leaves, spec = tree_flatten(tree)
             if spec != s.specs[1]:
                 raise TypeError(

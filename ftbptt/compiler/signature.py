@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,19 @@ class Level:
 
     size: int
     randomness: str
+
+
+Autocast = tuple[str, torch.dtype]  # the type of the device, and what is computed in
+
+
+def under(autocast: Autocast | None) -> AbstractContextManager[Any]:
+    """The caller's autocast, around the caller's functions."""
+    return nullcontext() if autocast is None else torch.autocast(*autocast)
+
+
+def as_traced(autocast: Autocast | None) -> AbstractContextManager[Any]:
+    """Around everything else: the casts are in the graphs, and what is not cast is to stay so."""
+    return nullcontext() if autocast is None else torch.autocast(autocast[0], enabled=False)
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,7 @@ class Signature:
     levels: tuple[Level, ...]
     shared: Level | None  # the batch axis of in_dims, inside which gradients are averaged
     time_dim: int
+    autocast: Autocast | None
 
 
 @dataclass

@@ -36,6 +36,7 @@ from .composed import Composed
 from .effects import without_effects
 from .graphs import aten
 from .rewrites import REWRITES
+from .signature import Autocast, under
 
 Tree = Any
 # torch traces by patching itself, for all threads: one at a time.
@@ -145,8 +146,9 @@ def trace_step(
     buffers: dict[str, Tensor],
     x_t: Tree,
     state: Tree,
+    autocast: Autocast | None,
 ) -> StepGraph:
-    """trace_step : step, fake params, buffers, x_t and state -> StepGraph
+    """trace_step : step, fake params, buffers, x_t and state, the caller's autocast -> StepGraph
 
     Raises TypeError or ValueError if the step does not return ``(out_t, state)`` with the state as
     it was given, RuntimeError if it cannot be traced.
@@ -166,7 +168,7 @@ def trace_step(
         for size, spec in zip(sizes, specs, strict=True):
             trees.append(tree_unflatten(list(leaves[start : start + size]), spec))
             start += size
-        with Composed():
+        with Composed(), under(autocast):
             result = step.apply(*trees)
         out, after = _checked_pair(result, state, _dtypes(x_t) - _dtypes(params))
         out_leaves, spec = tree_flatten(out)
@@ -255,6 +257,13 @@ class _Named:
         return self.text
 
 
+# What an `if`, `.item()` and a boolean index come to.
+_READS_VALUES = {
+    aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default,
+    aten.nonzero.default, aten.index.Tensor, aten.masked_select.default,
+}  # fmt: skip
+
+
 @contextmanager
 def own_words(argument: str, function: Any) -> Iterator[None]:
     """Turns what tracing says of a value-dependent function into its line and a remedy."""
@@ -277,6 +286,14 @@ def own_words(argument: str, function: Any) -> Iterator[None]:
                 f"Carry it in the state and return it.\n  {where}"
             ) from error
         if dependent:
+            operation = getattr(error, "func", None)
+            if operation is not None and operation not in _READS_VALUES:
+                raise RuntimeError(
+                    f"{argument} {name} cannot be compiled: what {operation} does, or the shape of "
+                    f"its result, depends on the values of a tensor, which are not there while "
+                    f"tracing\n  {where}\nWrite it by other operations; reference_segment runs it "
+                    "as it is."
+                ) from error
             raise RuntimeError(
                 f"{argument} {name} cannot be compiled: it needs the value of a tensor in Python "
                 f"(an `if` or `while` on a tensor, `.item()`, int(tensor), a boolean index)\n"

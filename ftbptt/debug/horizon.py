@@ -14,6 +14,7 @@ from .._arguments import whole
 from .._make_segment import check_made
 from .._segment import TrainSegment
 from ..compiler.plan import Plan
+from ..compiler.signature import as_traced
 from ..training.segments import Segments
 from ..training.source import Chunk
 from .lags import gradients_by_reach, norms_by_lag
@@ -209,9 +210,10 @@ def gradient_horizon(
         if not plan.loops.trained_carries:
             raise ValueError("state: no leaf of it has a gradient, so none reaches back.")
         first = max(max_lag, train_segment.context)
-        norms = norms_by_lag(plan, groups, first, max_lag, _row_axes(segments, chunk, plan))
-        reaches = _powers_of_two(max_lag + 1)
-        gradients = gradients_by_reach(plan, groups, reaches)
+        reaches, rows = _powers_of_two(max_lag + 1), _row_axes(segments, chunk, plan)
+        with as_traced(plan.signature.autocast):
+            norms = norms_by_lag(plan, groups, first, max_lag, rows)
+            gradients = gradients_by_reach(plan, groups, reaches)
     off = [_distance(own, gradients[-1]) for own in gradients]
     whole = _norm(gradients[-1])
     horizon = GradientHorizon(
