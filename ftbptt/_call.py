@@ -256,6 +256,11 @@ def _check_parameter_names(recipe: Recipe, params: Tree) -> None:
     if len(params) > len(names):
         known = {*names, *step.buffers()}
         if unknown := [name for name in params if name not in known]:
+            if twin := step.other_name(unknown[0]):
+                raise TypeError(
+                    f"params: {unknown[0]!r} is the parameter that stands there as {twin!r} "
+                    "already, tied to it. Pass dict(module.named_parameters()), which has it once."
+                )
             raise TypeError(
                 f"params: {unknown[0]!r} is not a parameter of {step.name}, which has "
                 f"{', '.join(map(repr, names))}."

@@ -179,6 +179,10 @@ class Step:
         """``params`` by the names of the module; torch.compile puts a prefix before them."""
         return {name.removeprefix(COMPILED_PREFIX): value for name, value in params.items()}
 
+    def other_name(self, name: str) -> str | None:
+        """The first name of a parameter that is tied to it under ``name``."""
+        return dict(self._tied).get(name)
+
     def apply(self, params: Tree, buffers: dict[str, Tensor], x_t: Tree, state: Tree) -> Any:
         if self.module is None:
             assert self.function is not None

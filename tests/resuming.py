@@ -162,6 +162,23 @@ def _packed() -> PackedSequences:
     return PackedSequences(sequences, rows=2, seed=3)
 
 
+class NoisySequences(Dataset):
+    """Each time one is asked for, its noise is another."""
+
+    lengths = (6, 3, 8, 2, 5, 4)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        x, y = stream(self.lengths[i], rows=1, seed=i)
+        return x[:, 0] + torch.randn(3) + numpy.random.rand(), y[:, 0]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def _noisy_sequences() -> PackedSequences:
+    return PackedSequences(NoisySequences(), rows=2, lengths=NoisySequences.lengths)
+
+
 def _resetting() -> Chunk:
     x, y = stream(22)
     return Chunk(x, y, torch.rand(22, 2, generator=torch.Generator().manual_seed(3)) < 0.2)
@@ -178,6 +195,8 @@ DATA: dict[str, Callable[[], Any]] = {
     "by epoch": BySet,
     "by batches": _by_batches,
     "packed": _packed,
+    "packed, noisy": _noisy_sequences,
+    "generator": lambda: (Pieces(noise=True)[i] for i in range(5)),
     "contiguous": lambda: ContiguousStreams(
         torch.randint(7, (41,), generator=torch.Generator().manual_seed(6)), rows=2
     ),
@@ -233,6 +252,8 @@ RUNS: dict[str, tuple[str, str, Callable[[Params], Any], dict[str, Any]]] = {
     "burn-in": ("tagger", "resets", _sgd, {"k1": 3, "k2": 4, "burn_in": 5, "context": 1}),
     "gaps": ("tagger", "tensors", _adam, {"k1": 5, "k2": 2, "epochs": 2}),
     "fresh": ("tagger", "tensors", _sgd, {"k1": 3, "burn_in": 2, "fresh": True}),
+    "fresh, list": ("tagger", "list", _sgd, {"k1": 4, "k2": 9, "fresh": True, "epochs": 2}),
+    "fresh, noisy": ("tagger", "noisy", _sgd, {"k1": 2, "k2": 4, "burn_in": 3, "fresh": True}),
     "functional": ("tagger", "tensors", _functional, {"k1": 4, "ema_decay": 0.8}),
     "accumulated": ("tagger", "tensors", _adam, {"k1": 2, "accumulate": 3, "epochs": 2}),
     "micro-batches": ("tagger", "tensors", _sgd, {"k1": 3, "k2": 5, "micro_batches": 2}),
@@ -262,6 +283,8 @@ RUNS: dict[str, tuple[str, str, Callable[[Params], Any], dict[str, Any]]] = {
     "own generator": ("tagger", "own generator", _sgd, {"k1": 4, "epochs": 3}),
     "by epoch": ("tagger", "by epoch", _sgd, {"k1": 4, "epochs": 3}),
     "packed": ("masked", "packed", _adam, {"k1": 4, "epochs": 3}),
+    "packed, noisy": ("masked", "packed, noisy", _sgd, {"k1": 3, "k2": 5, "epochs": 2}),
+    "generator": ("tagger", "generator", _sgd, {"k1": 3, "k2": 7}),
     "contiguous": ("tokens", "contiguous", _adam, {"k1": 3, "k2": 7, "context": 4, "epochs": 2}),
 }  # fmt: skip
 
@@ -288,8 +311,9 @@ class Run:
             self.scaler = options["scaler"] = options["scaler"]()
         if options.get("stop"):
             self.stop = options["stop"] = options["stop"]()
+        own = options.pop("data", None) or DATA[data]()
         self.updates = train_stream(
-            train_segment, self.params, state(), DATA[data](), self.optimizer, **options
+            train_segment, self.params, state(), own, self.optimizer, **options
         )
         self.seen: list[Any] = []
 

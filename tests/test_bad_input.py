@@ -75,6 +75,16 @@ def test_params_with_a_key_too_many() -> None:
     refused(TypeError, words, changes.pop("step"), **changes)
 
 
+def test_params_with_the_second_name_of_one() -> None:
+    module = nn.Module()
+    module.a, module.b = nn.Linear(H, H), nn.Linear(H, H)
+    module.b.weight = module.a.weight
+    module.forward = lambda x_t, h: (h, torch.tanh(module.a(h) + module.b(h)))
+    words = r"params: 'b.weight' is the parameter that stands there as 'a.weight' already, tied"
+    params = dict(module.named_parameters(remove_duplicate=False))
+    refused(TypeError, words, module, params=params, state=torch.zeros(B, H))
+
+
 def test_params_of_a_module_as_a_list() -> None:
     changes = of_cell()
     changes["params"] = list(changes["params"].values())

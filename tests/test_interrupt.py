@@ -181,7 +181,7 @@ def test_a_loop_that_was_interrupted_goes_on(tmp_path: Path) -> None:
             assert_same(run.seen, whole("micro-batches")[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "fresh, list", "packed, noisy", "generator"])
 @pytest.mark.parametrize("event", ["before_window", "before_update"])
 def test_the_same_loop_goes_on(name: str, event: str, tmp_path: Path) -> None:
     """With a checkpoint, no window is left out either: also none of the first update."""

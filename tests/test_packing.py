@@ -305,6 +305,23 @@ def test_ends_of_sequences_are_told() -> None:
     assert len(within) == len(LENGTHS) - 3
 
 
+def test_one_set_is_read_by_several() -> None:
+    """As where a run is evaluated on what it is trained on: neither disturbs the other."""
+    packed, found = PackedSequences(sequences(), rows=2), []
+    for evaluated in (False, True):
+        segment, params = fresh()
+        optimizer = torch.optim.SGD(params.values(), lr=0.5)
+        losses = []
+        for update in train_stream(
+            segment, params, zeros(2), packed, optimizer, k1=4, epochs=2, progress=False
+        ):
+            losses.append(update.loss)
+            if evaluated and update.epoch == 1:
+                evaluate_stream(segment, params, zeros(2), packed, k=3)
+        found.append(torch.stack(losses))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 def test_evaluation_is_the_mean_over_all_steps() -> None:
     segment, params = fresh()
     losses = [loss for x, y in sequences() for loss in losses_alone(made()[0], x, y)]

@@ -237,6 +237,7 @@ def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPat
 ORDER = [
     "_arguments", "_compat", "_compat.trees", "_compat.modules", "_compat.running",
     "_compat.tracing", "_compat.decompositions", "_compat.inductor", "_compat.building",
+    "_compat.loading",
     "_taps", "_output", "_step", "_layout", "_loss", "_reference",
     "compiler.graphs", "compiler.convolution", "compiler.rnn", "compiler.composed",
     "compiler.signature", "compiler.effects",

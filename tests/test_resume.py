@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ftbptt import make_train_segment
 from ftbptt.training import (
@@ -49,7 +50,10 @@ def test_cut_off_after_every_update(name: str, tmp_path: Path) -> None:
     assert not Run(name, 9, tmp_path / "run.pt", resume=True).go().seen
 
 
-@pytest.mark.parametrize("name", ["dropout, noisy", "noisy, accumulated", "own generator"])
+@pytest.mark.parametrize(
+    "name",
+    ["dropout, noisy", "noisy, accumulated", "own generator", "fresh, noisy", "packed, noisy"],
+)
 def test_cut_off_when_the_next_window_was_read_already(name: str, tmp_path: Path) -> None:
     """As for a GPU; the update draws random numbers too, behind those of that window's data."""
 
@@ -195,6 +199,47 @@ def test_without_a_file_the_run_starts_anew(tmp_path: Path) -> None:
     assert_same(run.seen, seen)
     assert_same(run.left(), left)
     assert load_checkpoint(tmp_path / "new" / "folder" / "run.pt")["index"] == 6
+
+
+@pytest.mark.parametrize("cut", [3, 13])
+@pytest.mark.parametrize("same_loader", [False, True])
+def test_workers_that_are_kept(cut: int, same_loader: bool, tmp_path: Path) -> None:
+    """Starting them draws a random number, so where they are there an epoch has another order."""
+
+    def loader() -> DataLoader:
+        return DataLoader(
+            Pieces(noise=False), batch_size=None, shuffle=True, num_workers=1,
+            persistent_workers=True,
+        )  # fmt: skip
+
+    def run(data: DataLoader, seed: int, **more: Any) -> Run:
+        made = Run("dropout, shuffled", seed, tmp_path / "run.pt", data=data, **more)
+        return made
+
+    once = run(loader(), 0).go()
+    data = loader()
+    first = run(data, 0, resume=False).go(cut)
+    assert_same(first.seen, once.seen[:cut])
+    second = run(data if same_loader else loader(), 7, resume=True).go()
+    assert_same(second.seen, once.seen[cut:])
+
+
+def test_fewer_steps_than_before_are_refused(tmp_path: Path) -> None:
+    Run("plain", 0, tmp_path / "run.pt").go(4)
+    short = Run("plain", 7, tmp_path / "run.pt", resume=True, data=stream(15))
+    with pytest.raises(ValueError, match="made after 16 steps of an epoch, but there are only 15"):
+        short.go()
+
+
+def test_a_run_that_replaces_another_is_the_one_that_is_resumed(tmp_path: Path) -> None:
+    """Also if it is killed before its first checkpoint is due."""
+    file = tmp_path / "run.pt"
+    Run("plain", 3, file).go()
+    killed = Run("plain", 0, file, resume=False)
+    next(killed.updates)  # and no more: it writes nothing itself from here on
+    assert load_checkpoint(file)["index"] == 0
+    assert load_checkpoint(previous(file))["index"] == 6
+    assert_same(Run("plain", 7, file, resume=True).go().seen, whole("plain")[0])
 
 
 def test_a_file_that_would_be_replaced(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("flags", {"clip_norm": 0.1}),
     ("chunks", {"ema_decay": 0.9}),
     ("packed", {"clip_value": 0.01}),
+    ("packed", {"k2": 11}),
+    ("packed", {"k2": 7, "fresh": True}),
     ("tokens", {"k1": 10, "micro_batches": 2}),
 ]
 

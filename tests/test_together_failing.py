@@ -97,6 +97,28 @@ def test_all_stop_at_the_same_update(two: Ranks) -> None:
     assert first[0] < 50
 
 
+def _stopped_by_one(mesh: DeviceMesh) -> tuple[int, list[str], dict[str, Any]]:
+    """As by an evaluation of its own."""
+    reports: list[float] = []
+
+    def stop(loss: float) -> bool:
+        reports.append(loss)
+        return len(reports) == 3 and mesh.get_rank() == 1
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train(mesh, "tensors", stop=stop, interval=0.0)
+    return len(found["losses"]), [str(own.message) for own in caught], found["params"]
+
+
+def test_a_rank_that_stops_stops_all(two: Ranks) -> None:
+    first, second = two.call(_stopped_by_one)
+    assert first[0] == second[0] < 50
+    assert first[1] == [f"ftbptt: rank 1 stops the run before update {first[0]}."]
+    assert second[1] == []
+    assert first[2] == second[2]
+
+
 def _hung(mesh: DeviceMesh) -> tuple[float, str]:
     """The second rank stops answering; the group waits two seconds for it."""
     group = torch.distributed.new_group(timeout=timedelta(seconds=2))

@@ -224,6 +224,17 @@ def random_state() -> dict[str, Any]:
     return state
 
 
+def same_random_state(a: Any, b: Any) -> bool:
+    """Whether two of them, or two parts of them, are the same: nothing was drawn in between."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_random_state(a[name], b[name]) for name in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same_random_state, a, b))
+    return bool(a == b)
+
+
 def set_random_state(state: dict[str, Any]) -> None:
     """Goes on from what :func:`random_state` gave."""
     torch.set_rng_state(state["torch"])

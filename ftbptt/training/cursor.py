@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .checkpoint import random_state, set_random_state
 from .prefetch import Mover
-from .source import Chunk, Chunks, Source, TimeAxes, check_axes
+from .source import Chunk, Rereadable, Source, TimeAxes, check_axes
 from .windows import Truncation, Window
 
 Tree = Any
@@ -80,7 +80,7 @@ class Cursor:
         index, total = place.index, self.source.total
         while True:
             window = self.truncation.window(index)
-            first = window.warm if self.truncation.fresh else place.position
+            first = self._first(window, place)
             chunk = self.source.read(first, window.end)
             if chunk is None:
                 return None
@@ -103,10 +103,14 @@ class Cursor:
             return Span(window, first, chunk)
         return Span(window, first, *self.mover.start(chunk))
 
+    def _first(self, window: Window, place: Place) -> int:
+        """The first step that is read for a window."""
+        return window.warm if self.truncation.fresh else place.position
+
     # -- stopping and going on --------------------------------------------------------------------
 
     def _reading(self) -> dict[str, Any]:
-        source = self.source.state_dict() if isinstance(self.source, Chunks) else None
+        source = self.source.reading() if isinstance(self.source, Rereadable) else None
         return {"random": random_state(), "source": source}
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,9 +120,15 @@ class Cursor:
         return {"reading": before, "random": now["random"], "ahead": before is not now}
 
     def load_state_dict(self, state: dict[str, Any], place: Place) -> None:
-        reading = state["reading"]
-        if isinstance(self.source, Chunks) and reading["source"] is not None:
-            self.source.load_state_dict(reading["source"], place.epoch, place.position)
+        reading, total = state["reading"], self.source.total
+        if total is not None and place.end > total:
+            raise ValueError(
+                f"data: the checkpoint was made after {place.end} steps of an epoch, but there are "
+                f"only {total}. Resume with the data that the run was started with."
+            )
+        if isinstance(self.source, Rereadable) and reading["source"] is not None:
+            first = self._first(self.truncation.window(place.index), place)
+            self.source.read_again(reading["source"], place.epoch, first)
         else:
             self.source.begin(place.epoch)
         if state["ahead"]:

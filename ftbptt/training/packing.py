@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import heapq
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from .._compat.trees import tree_leaves, tree_map
 from ..distributed.shares import share_of
+from .checkpoint import random_state, same_random_state, set_random_state
 from .contiguous import checked_layout
 from .source import Chunk, TimeAxes, as_tensors, checked, naming
 
@@ -70,25 +71,29 @@ class PackedSequences:
         self._lengths = [int(length) for length in lengths]
         self._dealt = _deal(self._lengths, rows)
         self._first_row = 0  # of those that are shared with other ranks
-        self.total: int | None = None
-        self._like: Tree = None  # a step of a sequence, which all have to be like
-        self._count()
+        self.total: int | None = max(self._loads())
+        self._none: Chunk | None = None  # no step of a sequence, which all have to be like
+        self._begin_rows()
 
-    def _count(self) -> None:
-        loads = [sum(self._lengths[i] for i in own) for own in self._dealt]
-        self.rows, self.total = len(loads), max(loads)
-        self.utilisation = sum(loads) / max(self.rows * max(loads), 1)
+    def _loads(self) -> list[int]:
+        return [sum(self._lengths[i] for i in own) for own in self._dealt]
+
+    def _begin_rows(self) -> None:
+        assert self.total is not None
+        self.rows = len(self._dealt)
+        self.utilisation = sum(self._loads()) / (self.rows * self.total)
         self.begin(0)
 
     def share(self, rank: int, size: int) -> PackedSequences:
         """The part of ``rank`` out of ``size``: every sequence is in one of the parts.
 
-        Rows have about as many steps each, so ranks have.
+        Rows have about as many steps each, so ranks have. All parts have as many windows: one that
+        reaches back sees steps of rows that have ended. A part is read by itself.
         """
         own = copy.copy(self)
         rows = share_of(self.rows, rank, size)
         own._dealt, own._first_row = [self._dealt[i] for i in rows], self._first_row + rows[0]
-        own._count()
+        own._begin_rows()
         return own
 
     def __repr__(self) -> str:
@@ -107,6 +112,9 @@ class PackedSequences:
                 own[:] = [own[i] for i in order]
         # By place in its row: those that a window has reached and none has passed.
         self._held: list[dict[int, Chunk]] = [{} for _ in range(self.rows)]
+        # The random numbers before a read that drew some, and the sequences it asked for: a data
+        # set may draw their values, and what is read again must be the same.
+        self._drawn: list[tuple[dict[str, Any], list[tuple[int, int]]]] = []
         # The first step of each sequence of a row, and after the last one.
         self._edges = [[0, *accumulate(self._lengths[i] for i in own)] for own in self._order]
 
@@ -117,25 +125,21 @@ class PackedSequences:
             return None
         reset = torch.zeros(stop - start, self.rows, dtype=torch.bool)
         mask = torch.zeros(stop - start, self.rows, dtype=torch.bool)
-        x: Tree = None
-        y: Tree = None
+        self._drop(start)
+        self._ask(start, stop)
+        none = self._like()
+        x, y = (self._zeros(tree, stop - start) for tree in (none.x, none.y))
         for row in range(self.rows):
             edges, held = self._edges[row], self._held[row]
-            for passed in [i for i in held if edges[i + 1] <= start]:
-                del held[passed]
             at = start
             while at < min(stop, edges[-1]):
                 i = bisect_right(edges, at) - 1
                 end = min(stop, edges[i + 1])
                 reset[at - start, row] |= at == edges[i]
                 mask[at - start : end - start, row] = True
-                if i not in held:
-                    held[i] = self._sequence(self._order[row][i])
                 own = held[i]
                 part = slice(at - edges[i], end - edges[i])
                 to = slice(at - start, end - start)
-                if x is None:
-                    x, y = (self._zeros(tree, stop - start) for tree in (own.x, own.y))
                 self._fill(x, own.x, to, row, part)
                 self._fill(y, own.y, to, row, part)
                 at = end
@@ -145,6 +149,54 @@ class PackedSequences:
             )
         return Chunk(x, y, reset, mask)
 
+    def _drop(self, start: int) -> None:
+        for edges, held in zip(self._edges, self._held, strict=True):
+            for passed in [i for i in held if edges[i + 1] <= start]:
+                del held[passed]
+        self._drawn = [own for own in self._drawn if any(i in self._held[row] for row, i in own[1])]
+
+    def _ask(self, start: int, stop: int) -> None:
+        """Asks for the sequences that a window reaches and none before it has reached."""
+        wanted = [
+            (row, i)
+            for row, (edges, held) in enumerate(zip(self._edges, self._held, strict=True))
+            for i in range(bisect_right(edges, start) - 1, bisect_left(edges, stop))
+            if i < len(edges) - 1 and i not in held
+        ]
+        if not wanted:
+            return
+        before = random_state()
+        for row, i in wanted:
+            self._held[row][i] = self._sequence(self._order[row][i])
+        if not same_random_state(before, random_state()):
+            self._drawn.append((before, wanted))
+
+    def reading(self) -> dict[str, Any]:
+        first = self._first_row
+        return {"drawn": [[own, [[first + row, i] for row, i in asked]]
+                          for own, asked in self._drawn]}  # fmt: skip
+
+    def read_again(self, reading: dict[str, Any], epoch: int, start: int) -> None:
+        """Sequences of random values are asked for again, in the same order."""
+        self.begin(epoch)
+        for random, asked in reading["drawn"]:
+            mine = [(row - self._first_row, i) for row, i in asked]
+            mine = [own for own in mine if 0 <= own[0] < self.rows]
+            set_random_state(random)
+            for row, i in mine:
+                self._held[row][i] = self._sequence(self._order[row][i])
+            self._drawn.append((random, mine))
+        self._drop(start)
+
+    def _like(self) -> Chunk:
+        """A chunk of no steps of a sequence."""
+        if self._none is None:  # no window of this reader has reached one yet
+            before = random_state()
+            self._sequence(self._order[0][0])
+            set_random_state(before)
+        assert self._none is not None
+        return self._none
+
     def _sequence(self, index: int) -> Chunk:
         chunk, found = _sequence(self.sequences, index)
         if found != self._lengths[index]:
@@ -152,10 +204,10 @@ class PackedSequences:
                 f"sequences[{index}]: has {found} steps, but lengths says {self._lengths[index]}."
             )
         chunk = as_tensors(chunk)
-        like = tree_map(lambda leaf: None if leaf is None else (leaf.dtype, leaf.shape[1:]), chunk)
-        if self._like is None:
-            self._like = like
-        elif like != self._like:
+        none = tree_map(lambda leaf: None if leaf is None else leaf[:0], chunk)
+        if self._none is None:
+            self._none = tree_map(lambda leaf: None if leaf is None else leaf.clone(), none)
+        elif _kinds(none) != _kinds(self._none):
             raise ValueError(
                 f"sequences[{index}]: is not like one before it. All must have the same structure, "
                 "dtypes and features; only their number of steps may differ."
@@ -172,6 +224,10 @@ class PackedSequences:
             return
         for target, leaf in zip(tree_leaves(into), tree_leaves(own), strict=True):
             target[to, row] = leaf[part]
+
+
+def _kinds(tree: Tree) -> Any:
+    return tree_map(lambda leaf: None if leaf is None else (leaf.dtype, leaf.shape), tree)
 
 
 def _sequence(sequences: Any, index: int) -> tuple[Chunk, int]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from .._compat.loading import has_workers, with_workers
 from .._compat.trees import (
     keystr,
     tree_flatten,
@@ -161,6 +162,25 @@ class Source(Protocol):
         """
 
 
+@runtime_checkable
+class Rereadable(Protocol):
+    """A source that knows more than its epoch: what it holds, and how that was drawn."""
+
+    def reading(self) -> dict[str, Any]:
+        """Where reading stands: tensors, numbers, lists and dicts."""
+
+    def read_again(self, reading: dict[str, Any], epoch: int, start: int) -> None:
+        """Goes to where reading stood in an epoch, of which step ``start`` is to be read next."""
+
+
+@runtime_checkable
+class Shareable(Protocol):
+    """A source whose rows can be shared out."""
+
+    def share(self, rank: int, size: int) -> Source:
+        """The part of one of ``size`` ranks; it is read by itself, whatever others read."""
+
+
 def check_axes(source: Source, axes: TimeAxes) -> None:
     """Raises ValueError for a source that has time elsewhere than the segment."""
     own = getattr(source, "time_dim", axes.x)
@@ -181,6 +201,8 @@ def as_source(data: Any, axes_of: Callable[[Tree], TimeAxes]) -> Source:
 
     Raises TypeError for what is none of these, ValueError for x and y of different lengths.
     """
+    if isinstance(data, Shareable):  # a reader of its own, so that others do not disturb it
+        return data.share(0, 1)
     if isinstance(data, Source):
         return data
     if isinstance(data, tuple):
@@ -229,6 +251,15 @@ class Arrays:
         return self._ahead.pop()
 
 
+class _Stand(NamedTuple):
+    """Where a reader of chunks stood."""
+
+    pulled: int
+    end: int
+    held: tuple[tuple[int, int, Chunk], ...]
+    random: dict[int, dict[str, Any]]
+
+
 class Chunks:
     """A stream that comes in chunks of any lengths, and goes on where the one before ended."""
 
@@ -242,8 +273,13 @@ class Chunks:
         self._random: dict[int, dict[str, Any]] = {}
         self._left: Iterator[Any] | None = None
         self._generators: list[Tensor] = []  # their states before the epoch
+        self._had_workers = False  # before the epoch
         self._held: deque[tuple[int, int, Chunk]] = deque()  # (first step, after the last, chunk)
         self._end = 0
+        # Of an iterator, which gives nothing twice: where reading stood the last times that it was
+        # asked, and what was taken since then, each with the random numbers before and after.
+        self._stands: deque[_Stand] = deque(maxlen=2)
+        self._taken: dict[int, tuple[dict[str, Any], Chunk, dict[str, Any]]] = {}
 
     def begin(self, epoch: int) -> None:
         self._random = {-1: random_state()}
@@ -251,6 +287,7 @@ class Chunks:
         for owner in self._owners():
             if hasattr(owner, "set_epoch"):  # such as DistributedSampler
                 owner.set_epoch(epoch)
+        self._had_workers = has_workers(self.chunks)
         left = iter(self.chunks)
         if left is self.chunks and self._left is not None:
             raise ValueError(
@@ -274,18 +311,28 @@ class Chunks:
         found = [getattr(owner, "generator", None) for owner in self._owners()]
         return [own for own in found if isinstance(own, torch.Generator)]
 
-    def state_dict(self) -> dict[str, Any]:
+    def reading(self) -> dict[str, Any]:
+        if self._left is self.chunks:
+            stand = _Stand(self.pulled, self._end, tuple(self._held), dict(self._random))
+            self._stands.append(stand)
+            for number in [i for i in self._taken if i < self._stands[0].pulled]:
+                del self._taken[number]
         return {
             "pulled": self.pulled,
             "random": dict(self._random),
             "generators": self._generators,
+            "had_workers": self._had_workers,
         }
 
-    def load_state_dict(self, state: dict[str, Any], epoch: int, start: int) -> None:
-        """Goes to where reading stood, at step ``start`` of an epoch: chunks are taken again."""
-        random, pulled = state["random"], state["pulled"]
+    def read_again(self, reading: dict[str, Any], epoch: int, start: int) -> None:
+        """Chunks are taken again, from where their random numbers were."""
+        random, pulled = reading["random"], reading["pulled"]
+        if self._left is self.chunks:
+            self._go_back(pulled)
+            return
+        with_workers(self.chunks, reading.get("had_workers", False))
         set_random_state(random[-1])
-        for own, value in zip(self._own_generators(), state["generators"], strict=False):
+        for own, value in zip(self._own_generators(), reading["generators"], strict=False):
             own.set_state(value)
         self.begin(epoch)
         while self.pulled < pulled:
@@ -298,8 +345,14 @@ class Chunks:
                 )
             self._drop(start)
 
+    def _go_back(self, pulled: int) -> None:
+        stand = next(stand for stand in self._stands if stand.pulled == pulled)
+        self.pulled, self._end = stand.pulled, stand.end
+        self._held, self._random = deque(stand.held), dict(stand.random)
+
     def read(self, start: int, stop: int) -> Chunk | None:
         self._drop(start)
+        assert not self._held or self._held[0][0] <= start, "a step that was given away"
         while self._end < stop and self._pull():
             self._drop(start)
         parts = [
@@ -322,17 +375,24 @@ class Chunks:
 
     def _pull(self) -> bool:
         assert self._left is not None
-        random = random_state()
-        try:
-            item = next(self._left)
-        except StopIteration:
-            return False
+        if self.pulled in self._taken:
+            random, chunk, after = self._taken[self.pulled]
+            set_random_state(after)
+        else:
+            random = random_state()
+            try:
+                item = next(self._left)
+            except StopIteration:
+                return False
+            with naming(f"data, chunk {self.pulled + 1}"):
+                chunk = as_tensors(_as_chunk(item))
+                if not self.pulled:
+                    self.axes = self.axes_of(chunk.x)
+                self.axes.length(chunk)
+            if self._stands:
+                self._taken[self.pulled] = random, chunk, random_state()
+        steps = self.axes.steps(chunk)
         self._random[self.pulled] = random
-        with naming(f"data, chunk {self.pulled + 1}"):
-            chunk = as_tensors(_as_chunk(item))
-            if not self.pulled:
-                self.axes = self.axes_of(chunk.x)
-            steps = self.axes.length(chunk)
         self._held.append((self._end, self._end + steps, chunk))
         self._end += steps
         self.pulled += 1

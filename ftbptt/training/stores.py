@@ -18,7 +18,12 @@ _BY_ROW = ("state", "behind")
 
 
 class Store(Protocol):
-    """Where a run is kept. With many ranks each call is to be made by all of them."""
+    """Where a run is kept. With many ranks each call is to be made by all of them.
+
+    ``replaces``: another run is kept there, which this one takes the place of.
+    """
+
+    replaces: bool
 
     def offer(self, index: int | None, content: Callable[[], Content], *, last: bool) -> bool:
         """Keeps the run as it is after ``index`` updates; whether it was kept.
@@ -33,8 +38,8 @@ class Store(Protocol):
 class FileStore:
     """A file, and the one before it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, replaces: bool) -> None:
+        self.path, self.replaces = path, replaces
 
     def offer(self, index: int | None, content: Callable[[], Content], *, last: bool) -> bool:
         if index is not None:
@@ -48,8 +53,10 @@ class FileStore:
 class SharedStore:
     """A folder to which all ranks write what is theirs."""
 
-    def __init__(self, folder: Path, ranks: Ranks, row_axis: Callable[[Tensor], int]) -> None:
-        self.ranks = ranks
+    def __init__(
+        self, folder: Path, ranks: Ranks, row_axis: Callable[[Tensor], int], replaces: bool
+    ) -> None:
+        self.ranks, self.replaces = ranks, replaces
         self.checkpoints = SharedCheckpoints(folder, ranks, row_axis)
 
     def offer(self, index: int | None, content: Callable[[], Content], *, last: bool) -> bool:

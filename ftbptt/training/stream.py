@@ -145,7 +145,7 @@ class Stream(Iterator[Update]):
                 update = None if self._finished else self._next_update()
             if update is None:
                 if self._together is not None:
-                    self._together.close()
+                    self._together.close(self.index)
                 self.finish()
         except BaseException as error:
             self._leave(error)
@@ -164,6 +164,8 @@ class Stream(Iterator[Update]):
         self._begun = True
         if self._store is not None:
             self._take_stand()
+            if self._store.replaces:  # else a restart would go on with the run that was there
+                self._store.offer(self.index, self.state_dict, last=False)
 
     def _join_again(self) -> None:
         """A run that was left goes on, on all ranks; an update that was not made begins anew.
@@ -182,8 +184,9 @@ class Stream(Iterator[Update]):
         if self.index % self._checkpoint_every == 0 and self._saved != self.index:
             self._tell(self._watch.read())
             if self._together is not None:
-                self._together.check()
-            self._save_new(store, last=False)
+                self._finished |= self._together.check(self.index)
+            if not self._finished:
+                self._save_new(store, last=False)
         self._take_stand()
 
     def _take_stand(self) -> None:
@@ -365,7 +368,9 @@ class Stream(Iterator[Update]):
         if self._store is None:
             raise RuntimeError("this run has no checkpoint: train_stream(..., checkpoint='run.pt')")
         if self._together is not None and not self._together.left:
-            self._together.check()
+            self._finished |= self._together.check(self.index)
+            if self._finished:  # another rank is at its end, where all of them save
+                return
         if self._store.offer(self.index, self.state_dict, last=True):
             self._saved = self.index
 

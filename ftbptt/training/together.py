@@ -98,15 +98,21 @@ class Together:
             learner.gathered = joined.grads, joined.measured.weight
         return joined
 
-    def check(self) -> None:
-        """All ranks are here, between two updates. Raises :class:`RankFailed` if one has left."""
-        self.update(None, False, 0, False, False)
+    def check(self, index: int) -> bool:
+        """Before update ``index``: whether some rank has come to its end.
 
-    def close(self) -> None:
-        """The run has ended, on all ranks; an error on one of them is still heard of."""
-        if not self.left:
-            self.check()
-            self.left = True
+        Raises :class:`RankFailed` if one has left.
+        """
+        return bool(self.update(None, False, index, False, False).stopping)
+
+    def close(self, index: int) -> None:
+        """The run has ended before update ``index``, and ends on all ranks.
+
+        Raises :class:`RankFailed` if one has left it by an error.
+        """
+        while not self.left:
+            joined = self.update(None, False, index, False, True)
+            self.left = len(joined.stopping) == self.ranks.size
 
     def tell(self, words: str) -> None:
         """This rank leaves the run while the others wait for it: they learn why.

@@ -17,15 +17,13 @@ from .._compat.trees import tree_map
 from .._output import SegmentOutput
 from ..distributed.ranks import Ranks
 from .checkpoint import has_checkpoint
-from .contiguous import ContiguousStreams
 from .cursor import Cursor
 from .events import Events
 from .optimizing import FunctionalOptimizer, Learner
-from .packing import PackedSequences
 from .prefetch import Mover
 from .report import Meter
 from .segments import Segments
-from .source import as_source
+from .source import Shareable, as_source
 from .stores import FileStore, SharedStore, Store
 from .stream import Limits, Stream
 from .together import Together
@@ -125,10 +123,11 @@ def train_stream(
         A file for the whole run, written every so many updates, when the next is asked for; at the
         end; and where the loop is left, also by an error or Ctrl-C. With ``resume=True`` the run
         goes on from it, if it is there, bit for bit as if it had not been cut off, the parameters
-        and the optimizer written in place; with ``resume=False`` it is replaced; where neither is
-        said, one that is there already is an error. Data that comes in a random order must draw it
-        from torch's, NumPy's or Python's random numbers, its ``generator``, or by
-        ``set_epoch(epoch)``.
+        and the optimizer written in place; with ``resume=False`` it is replaced when the run
+        begins; where neither is said, one that is there already is an error. Data that comes in a
+        random order must draw it from torch's, NumPy's or Python's random numbers, its
+        ``generator``, or by ``set_epoch(epoch)``. What the ``persistent_workers`` of a
+        ``DataLoader`` draw after their first epoch is out of reach, and other when resumed.
         The same iterator goes on after an error or Ctrl-C as well: the update that was at work is
         made anew. Without a checkpoint its windows are left out.
     ``time_dim``
@@ -212,7 +211,7 @@ def train_stream(
     prepares = [] if prepare is None else [partial(segments.prepared, prepare)]
     source = as_source(data, segments.axes)
     if ranks is not None:
-        if isinstance(source, (ContiguousStreams, PackedSequences)):
+        if isinstance(source, Shareable):
             source = source.share(ranks.rank, ranks.size)
         else:
             prepares.insert(0, partial(segments.own_rows, ranks.rank, ranks.size))
@@ -247,10 +246,13 @@ def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool | N
             raise ValueError(
                 f"checkpoint: {path} is a file. With a mesh, give the name of a folder."
             )
-        there = path.is_dir() and any(path.iterdir())
+        there = any(ranks.gather(path.is_dir() and any(path.iterdir())))
     if there and resume is None:
         raise FileExistsError(
             f"checkpoint: {path} already exists. Pass resume=True to continue from it, or "
             "resume=False to overwrite it."
         )
-    return FileStore(path) if ranks is None else SharedStore(path, ranks, segments.row_axis)
+    replaces = there and not resume
+    if ranks is None:
+        return FileStore(path, replaces)
+    return SharedStore(path, ranks, segments.row_axis, replaces)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._compat.trees import tree_leaves
 from .._output import SegmentOutput
 from .cursor import Place, Span
 from .events import Events, emit, tell_sequence_ends
@@ -44,6 +45,7 @@ class WindowRunner:
         self.initial, self.guard, self.events = initial, guard, events
         self.micro_batches = micro_batches
         self.together = together if micro_batches == 1 else None
+        self._shape: list[int] | None = None  # of x in the window before, but for its steps
 
     def run(self, span: Span, place: Place, update: int) -> Ran | None:
         """A window of that update, the state at ``place``; None if the run is to stop."""
@@ -59,7 +61,19 @@ class WindowRunner:
         within = keep - window.start if window.start < keep < window.end else None
         gathered = self.learner.gathered
         run = self._run_part if self.micro_batches == 1 else self._run_parts
-        ran = run(window, chunk, state, within, update)
+        shape = list(tree_leaves(chunk.x)[0].shape)
+        del shape[segments.axes(chunk.x).x]
+        try:
+            ran = run(window, chunk, state, within, update)
+        except Exception as error:
+            if self._shape not in (None, shape) and not self.truncation.fresh:
+                error.add_note(
+                    f"ftbptt: apart from its steps, x has shape {shape} in this window and "
+                    f"{self._shape} in the one before, from which the state is carried. All need "
+                    "the same rows; the last batch of a DataLoader may have fewer: drop_last=True."
+                )
+            raise
+        self._shape = shape
         if ran is None:
             return None
         measured, after, own_kept = ran

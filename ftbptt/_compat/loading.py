@@ -1,0 +1,27 @@
+"""The workers of a ``DataLoader``, which it keeps from epoch to epoch if they are persistent.
+
+It draws a seed for them when it starts them, and so its order after that, from the same random
+numbers: another order where they are there already. It has no public way to see that (2.11 to
+2.13: ``DataLoader.__iter__`` and ``_iterator``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+
+def has_workers(data: Any) -> bool:
+    """Whether there are workers that wait for the next epoch."""
+    return isinstance(data, DataLoader) and data._iterator is not None
+
+
+def with_workers(data: Any, wanted: bool) -> None:
+    """Sees to it that there are such workers, or none; random numbers are drawn to start some."""
+    if not isinstance(data, DataLoader) or not data.persistent_workers:
+        return
+    if not wanted:
+        data._iterator = None
+    elif data._iterator is None:
+        iter(data)
