@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from ftbptt import TrainSegment
+from ftbptt import TrainSegment, make_train_segment, reference_segment
 from ftbptt.training import Events, load_checkpoint
 
 from .resuming import Pieces, Run, assert_same, check, whole
@@ -192,6 +193,41 @@ def test_the_same_loop_goes_on(name: str, event: str, tmp_path: Path) -> None:
             run.go()
         run.go()
         assert_same(run.seen, whole(name)[0])
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_interrupted_in_the_middle_of_vmap(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C waits for its end: torch would end a level that it has not begun."""
+    from torch._functorch import vmap
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t @ params["u"] + h @ params["w"])
+        return h, h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (out - y).square().mean()
+
+    in_dims = (None, 0, 1, 1) if traced else None
+    segment = make_train_segment(step, loss, backend="eager", in_dims=in_dims)
+    params = {"u": torch.randn(3, 3), "w": torch.randn(3, 3)}
+    given = params, torch.zeros(2, 3), torch.randn(4, 2, 3), torch.randn(4, 2, 3)
+    if not traced:
+        segment(*given)
+    begin, begun = vmap._vmap_increment_nesting, []
+
+    def interrupted(*args: Any) -> int:
+        if not begun:
+            begun.append(args)
+            signal.raise_signal(signal.SIGINT)
+        return begin(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(vmap, "_vmap_increment_nesting", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            segment(*given)
+    assert begun
+    expected = reference_segment(step, loss, *given)
+    torch.testing.assert_close(segment(*given).grads, expected.grads)
 
 
 def test_a_schedule_that_ends_before_the_run(tmp_path: Path) -> None:

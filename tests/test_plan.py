@@ -235,7 +235,7 @@ def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPat
 
 # The order of the data's way; a module imports only from those before it.
 ORDER = [
-    "_arguments", "_compat", "_compat.trees", "_compat.modules", "_compat.running",
+    "_arguments", "_interrupt", "_compat", "_compat.trees", "_compat.modules", "_compat.running",
     "_compat.tracing", "_compat.decompositions", "_compat.inductor", "_compat.building",
     "_compat.loading",
     "_taps", "_output", "_step", "_layout", "_loss", "_reference",
@@ -259,7 +259,7 @@ ORDER = [
     "training.rows", "training.contiguous", "training.packing", "training.prefetch",
     "training.cursor", "training.segments", "training.optimizing", "training.measured",
     "training.update", "training.report", "training.early_stop", "training.events",
-    "training.nonfinite", "training.interrupt", "training.together", "training.window_run",
+    "training.nonfinite", "training.together", "training.window_run",
     "training.shared_checkpoint", "training.stores", "training.watch", "training.stream",
     "training.train_stream", "training.evaluate", "training.random_truncation", "training",
     "debug.lags", "debug.horizon", "debug.compare", "debug", "integrations.agreement",

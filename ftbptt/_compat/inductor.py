@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._interrupt import uninterrupted
 from .tracing import FakeTensorMode, make_fx, without_log
 
 
@@ -30,7 +31,7 @@ def make_program_graph(
     """The graph of a program in the operations that Inductor lowers."""
     from torch._inductor.decomposition import select_decomp_table
 
-    with mode:
+    with uninterrupted(), mode:
         return make_fx(function, decomposition_table=select_decomp_table())(*examples)
 
 

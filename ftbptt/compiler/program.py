@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._interrupt import uninterrupted
 from .distribute import DistributedLoop, MapBlock, ScanBlock, ShiftBlock
 from .graphs import Node
 
@@ -122,7 +123,8 @@ def _run_map(block: MapBlock, values: _Values, steps: Any, windows: int) -> None
         function: Callable[..., Any] = lambda *args: block.batched(*args[:-1])  # noqa: E731
     else:
         function = block.batched
-    results = torch.func.vmap(function, dims, randomness="different")(*invariants, *sequences)
+    with uninterrupted():  # torch's transforms do not survive Ctrl-C
+        results = torch.func.vmap(function, dims, randomness="different")(*invariants, *sequences)
     if windows:
         results = [result.unflatten(0, (-1, windows)) for result in results]
     values.sequence.update(zip(block.outputs, results, strict=True))

@@ -31,6 +31,7 @@ from .._compat.tracing import (
     writes_in_place,
 )
 from .._compat.trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from .._interrupt import uninterrupted
 from .._step import Step
 from .composed import Composed
 from .effects import without_effects
@@ -82,6 +83,7 @@ def trace_function(
     plain_attention = sdpa_kernel(SDPBackend.MATH)
     with (
         TRACING,
+        uninterrupted(),  # torch's modes and transforms do not survive Ctrl-C
         mode,
         torch.enable_grad(),
         calling_compiled_as_written(),

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from .._compat.trees import tree_leaves, tree_map
+from .._interrupt import uninterrupted
 from ..distributed.ranks import RankFailed
 from .checkpoint import as_plain, from_plain
 from .cursor import Cursor, Place
 from .events import Events, SequenceEnd, emit
-from .interrupt import uninterrupted
 from .measured import Measured
 from .nonfinite import Guard
 from .optimizing import Learner
