@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ftbptt.training import Chunk, ContiguousStreams, Source
-from ftbptt.training.source import Arrays, Chunks
+from ftbptt.training.chunk_stream import ChunkStream
+from ftbptt.training.source import Arrays
 
 from .sources import assert_same, cut, everything, losses_of, of, train, windows
 from .streams import stream
@@ -130,7 +131,7 @@ def test_chunks_with_gaps_between_windows() -> None:
 
 def test_no_more_chunks_are_held_than_a_window_needs() -> None:
     source = of(cut(everything(60), [5] * 11))
-    assert isinstance(source, Chunks)
+    assert isinstance(source, ChunkStream)
     source.begin(0)
     for start in range(0, 60, 4):
         source.read(max(0, start - 3), start + 4)

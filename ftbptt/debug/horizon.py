@@ -15,8 +15,8 @@ from .._make_segment import check_made
 from .._segment import TrainSegment
 from ..compiler.plan import Plan
 from ..compiler.signature import as_traced
+from ..training.chunk import Chunk
 from ..training.segments import Segments
-from ..training.source import Chunk
 from .lags import gradients_by_reach, norms_by_lag
 
 Tree = Any

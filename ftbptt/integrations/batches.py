@@ -12,10 +12,10 @@ from .._compat.trees import tree_leaves, tree_map
 from .._loss import Loss
 from .._make_segment import make_train_segment
 from .._step import as_step
+from ..training.chunk import Chunk, TimeAxes
 from ..training.cursor import Span
 from ..training.measured import Measured
 from ..training.segments import Segments
-from ..training.source import Chunk, TimeAxes
 from ..training.windows import Truncation, Window
 
 Tree = Any

@@ -20,8 +20,8 @@ from torch.amp import GradScaler
 from .._compat.trees import tree_flatten, tree_leaves, tree_map
 from .._make_segment import make_train_segment
 from .._step import Step, as_step
+from ..training.chunk import Chunk
 from ..training.segments import Segments
-from ..training.source import Chunk
 from .agreement import Outcome, can_be_judged, disagreement
 from .eager_chunk import EagerChunk, Forward, reads_leaf
 from .noise import CONSTANTS, ConstantNoise, Trial, noise_differs

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._compat.trees import tree_leaves, tree_map
 from .._layout import broadcast_rows
-from ..training.source import Chunk, TimeAxes
+from ..training.chunk import Chunk, TimeAxes
 
 Tree = Any
 

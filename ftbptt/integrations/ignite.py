@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from .._arguments import check_positive, whole
 from .._compat.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ..backends import NAMES
-from ..training.source import Chunk
+from ..training.chunk import Chunk
 from ..training.windows import Truncation
 from .batch_windows import BatchWindow, BatchWindows
 from .chunks import ChunkOutput, Chunks

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .._arguments import whole
 from .._compat.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from ..training.chunk import Chunk
 from ..training.measured import Measured
-from ..training.source import Chunk
 from ..training.windows import Truncation
 from .batches import Batches, Windows, zero_state
 from .lightning_run import TBPTTRun

@@ -8,6 +8,7 @@ The way of the data::
 """
 
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from .chunk import Chunk
 from .contiguous import ContiguousStreams
 from .early_stop import EarlyStop
 from .evaluate import Evaluation, evaluate_stream
@@ -16,7 +17,7 @@ from .optimizing import FunctionalOptimizer
 from .packing import PackedSequences
 from .random_truncation import RandomTruncation, random_truncation
 from .report import Report, plot_history, write_scalars
-from .source import Chunk, Source
+from .source import Source
 from .stream import Stream
 from .train_stream import train_stream
 from .update import Update

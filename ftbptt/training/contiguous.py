@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._arguments import whole
 from ..distributed.shares import share_of
-from .source import Chunk
+from .chunk import Chunk
 
 
 class ContiguousStreams:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .checkpoint import random_state, set_random_state
+from .chunk import Chunk, TimeAxes
 from .prefetch import Mover
-from .source import Chunk, Rereadable, Source, TimeAxes, check_axes
+from .source import Rereadable, Source, check_axes
 from .windows import Truncation, Window
 
 Tree = Any

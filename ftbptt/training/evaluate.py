@@ -15,9 +15,10 @@ from .._compat.trees import tree_leaves, tree_map
 from .._layout import Layout
 from .._make_segment import check_made
 from .._segment import TrainSegment
+from .chunk import Chunk
 from .prefetch import Mover
 from .segments import Segments
-from .source import Chunk, as_source, check_axes
+from .source import as_source, check_axes
 
 Tree = Any
 

@@ -9,9 +9,9 @@ from typing import Any, ParamSpec
 from torch import Tensor
 
 from .._output import SegmentOutput
+from .chunk import Chunk, TimeAxes
 from .cursor import Span
 from .report import Report
-from .source import Chunk, TimeAxes
 from .update import Update
 from .windows import Window
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from .._compat.trees import keystr, tree_flatten_with_path, tree_leaves
 from .._layout import Layout
 from .._output import SegmentOutput
+from .chunk import Chunk
 from .optimizing import Learner
-from .source import Chunk
 
 Tree = Any
 

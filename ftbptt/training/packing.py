@@ -14,8 +14,8 @@ import torch
 from .._compat.trees import tree_leaves, tree_map
 from ..distributed.shares import share_of
 from .checkpoint import random_state, same_random_state, set_random_state
+from .chunk import Chunk, TimeAxes, as_tensors, checked, naming
 from .contiguous import checked_layout
-from .source import Chunk, TimeAxes, as_tensors, checked, naming
 
 Tree = Any
 _ROWS_AT_MOST = 1 << 20  # tells the seeds of epochs apart

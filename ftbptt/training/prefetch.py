@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._compat.trees import tree_leaves, tree_map
-from .source import Chunk
+from .chunk import Chunk
 
 
 class Mover:

@@ -13,9 +13,9 @@ from .._layout import SharedLayout
 from .._make_segment import check_made
 from .._output import SegmentOutput
 from .._segment import TrainSegment
+from .chunk import Chunk
 from .optimizing import differentiable
 from .segments import Segments
-from .source import Chunk
 
 Tree = Any
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._compat.trees import tree_leaves, tree_map
 from .._layout import Layout, SharedLayout
-from .source import Chunk
+from .chunk import Chunk
 
 Tree = Any
 

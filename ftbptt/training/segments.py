@@ -18,9 +18,9 @@ from .._loss import Loss
 from .._output import EarlyGradients, SegmentOutput
 from .._segment import TrainSegment
 from ..distributed.shares import share_of
+from .chunk import Chunk, TimeAxes, checked, naming
 from .cursor import Span
 from .rows import count_rows, join_rows, split_rows, valid_steps
-from .source import Chunk, TimeAxes, checked, naming
 
 Tree = Any
 _AS_IT_IS = nullcontext()

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from .._compat.trees import tree_leaves
 from .._output import SegmentOutput
+from .chunk import Chunk
 from .cursor import Place, Span
 from .events import Events, emit, tell_sequence_ends
 from .measured import Measured
 from .nonfinite import Guard, nonfinite_window
 from .optimizing import Learner
 from .segments import Segments
-from .source import Chunk
 from .together import Together
 from .windows import Truncation, Window
 
