@@ -36,9 +36,15 @@ def make_program_graph(
 
 
 def inductor_compile(
-    graph: torch.fx.GraphModule, examples: Sequence[Tensor], mode: FakeTensorMode
+    graph: torch.fx.GraphModule,
+    examples: Sequence[Tensor],
+    mode: FakeTensorMode,
+    calls_python: bool,
 ) -> Callable[..., list[Tensor]]:
     """The graph compiled by Inductor, with its C++ wrapper on a CPU.
+
+    Not if it ``calls_python``, by an operator that returns a list: programs of some cells with one
+    ended in a segmentation fault there (seen in 2.13, cause not known), and gain nothing from it.
 
     ``torch.compile`` would trace the graph again through Dynamo, guard it at every call and make
     it functional, which the loops that write in place do not survive; compile_fx_inner is the
@@ -48,9 +54,9 @@ def inductor_compile(
     from torch._inductor import config, cpu_vec_isa
     from torch._inductor.compile_fx import compile_fx_inner
 
-    on_cpu = all(e.device.type == "cpu" for e in examples)
+    in_cpp = not calls_python and all(e.device.type == "cpu" for e in examples)
     options = {
-        "cpp_wrapper": on_cpu,
+        "cpp_wrapper": in_cpp,
         # It turns a product plus a bias into addmm, which is slower in a loop than fused addition.
         "pattern_matcher": False,
         # Both take a buffer for dead that a loop has filled or will still read: wrong numbers.
@@ -82,7 +88,7 @@ def inductor_compile(
             warnings.filterwarnings("ignore", message=".*code generation for complex")
             # The precision of products is the user's to choose.
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-            return compile_fx_inner(graph, list(examples), cpp_wrapper=on_cpu)
+            return compile_fx_inner(graph, list(examples), cpp_wrapper=in_cpp)
 
     try:
         compiled = compiled_with(options)

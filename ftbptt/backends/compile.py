@@ -165,14 +165,16 @@ def _keep_freed_memory() -> None:
     torch.empty(31 << 20, dtype=torch.uint8)
 
 
-def build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
-    """The function as one Inductor graph."""
+def build(
+    function: Function, examples: Sequence[Tensor], mode: Any, calls_python: bool = False
+) -> Function:
+    """The function as one Inductor graph; whether there are operators in it that are Python."""
     _keep_freed_memory()
     program = make_program_graph(function, examples, mode)
     work_around_defects(program)
     share_products(program)
     with products_in_cpp():
-        return inductor_compile(program, examples, mode)
+        return inductor_compile(program, examples, mode, calls_python)
 
 
 def _describe(block: ScanBlock) -> str:

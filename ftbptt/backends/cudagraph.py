@@ -9,6 +9,7 @@ around the loops, as by ``compile``. It runs on a CPU as well, without a graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -132,4 +133,6 @@ def _describe(block: ScanBlock) -> str:
     return f"its step compiled once, and called K times {where}"
 
 
-CUDAGRAPH = Backend("cudagraph", _describe, run_scan, build, captured=True)
+CUDAGRAPH = Backend(
+    "cudagraph", _describe, run_scan, partial(build, calls_python=True), captured=True
+)

@@ -90,7 +90,7 @@ def make_plan(
     given = [*s.params, *s.buffers, *map(leaf_of, captures), *s.initial]
     sequences = [*s.x, *(leaf for leaf in (s.reset, s.mask) if leaf is not None)]
     stepped: Any = module
-    if s.reset is not None or s.mask is not None:
+    if s.initial or s.reset is not None or s.mask is not None:
         stepped = with_reset_and_mask(recipe, s, module, packings, row_axes, n_fixed)
     with mode:
         parts = [p for leaf, how in zip(state, packings, strict=True) for p in how.unpack(leaf)]
