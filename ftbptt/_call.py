@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat.trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from ._compat.trees import (
+    TreeSpec,
+    in_order_of,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 from ._layout import Layout, SharedLayout
 from ._step import Step, start_of
 from .compiler.signature import Leaf, Level, Recipe, Signature
@@ -149,7 +156,8 @@ def lay_out(
         reset, mask = layout.rows_time_first(reset), layout.rows_time_first(mask)
 
     start = recipe.initial_state
-    initial = Argument("initial_state", () if start is None or callable(start) else start)
+    start = () if start is None or callable(start) else in_order_of(state, start)
+    initial = Argument("initial_state", start)
     if state is None:
         first = tree_unflatten([leaf[0, 0] if shared else leaf[0] for leaf in x_leaves], xs.spec)
         state = start_of(recipe.step, recipe.initial_state, params, first)

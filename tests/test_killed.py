@@ -58,10 +58,11 @@ def _check(file: Path) -> None:
     assert_same(resumed.left(), once.left())
 
 
-def test_killed_fifty_times(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [15, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_many_times(kills: int, start: Start, tmp_path: Path) -> None:
     """The last checkpoint is always whole, and never older than one that was there before."""
     file, index, moments = tmp_path / "run.pt", 0, random.Random(0)
-    for kill in range(50):
+    for kill in range(kills):
         before = _stamp(file)
         process = start(train, tmp_path)
         makes_one = kill % 5 > 0 or not index

@@ -209,6 +209,29 @@ def test_a_part_of_the_step_without_autocast(backend: str) -> None:
     torch.testing.assert_close(found.grads, expected.grads, atol=0.05, rtol=0.02)
 
 
+@pytest.mark.parametrize("start", ["none", "tree", "function"])
+def test_a_state_with_its_parts_in_another_order(start: str) -> None:
+    """It is the same to whoever reads it by name."""
+
+    def step(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        h = torch.tanh(x_t @ params["w"] + state["h"])
+        return h, {"past": ({"b": h, "a": state["past"][0]["a"] + 1},), "h": 0.5 * h}
+
+    draw = Draw(0)
+    params, x, y = {"w": draw(D, H), "start": draw(B, H)}, draw(K, B, D), draw(K, B, H)
+    state = {"h": draw(B, H), "past": ({"a": draw(B, H), "b": draw(B, H)},)}
+    tree = {"past": ({"b": draw(B, H), "a": draw(B, H)},), "h": draw(B, H)}
+    function = lambda params: {**tree, "h": params["start"]}  # noqa: E731
+    initial: Any = {"none": None, "tree": tree, "function": function}[start]
+    reset = torch.rand(K, B) < 0.4
+    segment = make_train_segment(step, mse, backend="eager", initial_state=initial)
+    found = segment(params, state, x, y, reset=reset)
+    expected = reference_segment(step, mse, params, state, x, y, reset=reset, initial_state=initial)
+    assert_close(found, expected)
+    assert list(found.state) == ["h", "past"]
+    assert list(found.state["past"][0]) == ["a", "b"]
+
+
 def test_float16() -> None:
     draw = Draw(0)
     made = problem_of(draw.module(Plain), draw).to(torch.float16)

@@ -24,7 +24,7 @@ STEPS = (7, 1, 2, 3, 63)  # 7 first: what is compiled for it must do for the oth
 Segments = Callable[..., Any]
 
 # Compiling takes many seconds: the others are marked slow.
-COMPILED = ["lstm_readout", "nested_everything", "counter_and_flag", "lru_complex", "delay_line"]
+COMPILED = ["lstm_readout", "nested_everything", "lru_complex"]
 
 
 def flags(*shape: int, seed: int = 0, true: float = 0.3) -> Tensor:

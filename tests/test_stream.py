@@ -115,6 +115,22 @@ def test_windows_with_resets(name: str, segment: Segments) -> None:
     check(segment(), 22, reset=reset, **CASES[name])
 
 
+def test_a_segment_that_has_a_context() -> None:
+    """Told to make_train_segment, it is that of the windows as well: the first are too short."""
+    x, y = stream(22)
+    found = []
+    for there, here in ((4, 0), (0, 4)):
+        module = tagger()
+        train_segment = make_train_segment(
+            module, mean_cross_entropy, backend="eager", context=there
+        )
+        params = dict(module.named_parameters())
+        updates, _ = run((train_segment, params), (x, y), k1=2, k2=6, context=here)
+        found.append([float(update.loss) for update in updates])
+    assert found[0] == found[1]
+    assert len(found[0]) == 9
+
+
 @pytest.mark.slow
 def test_windows_compiled(segment: Segments) -> None:
     """Every K on one compilation, also with a context and with states kept within a window."""

@@ -6,6 +6,7 @@ torch.func uses.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves as _tree_leaves
 
 __all__ = [
     "TreeSpec",
+    "in_order_of",
     "keystr",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -44,3 +46,19 @@ def tree_leaves(tree: Any) -> list[Any]:
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         return leaves
     return _tree_leaves(tree)
+
+
+def in_order_of(like: Any, tree: Any) -> Any:
+    """The tree, its dicts in the order of those of ``like`` where both have the same keys.
+
+    For torch, dicts of another order are other trees.
+    """
+    kind = type(tree)
+    if kind is not type(like):
+        return tree
+    if kind in (dict, OrderedDict) and tree.keys() == like.keys():
+        return kind((key, in_order_of(like[key], tree[key])) for key in like)
+    if isinstance(tree, (tuple, list)) and len(tree) == len(like):
+        parts = [in_order_of(*pair) for pair in zip(like, tree, strict=True)]
+        return kind(*parts) if hasattr(tree, "_fields") else kind(parts)
+    return tree

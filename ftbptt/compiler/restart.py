@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
-from .._compat.trees import tree_flatten, tree_unflatten
+from .._compat.trees import in_order_of, tree_flatten, tree_unflatten
 from .._layout import broadcast_rows
 from .signature import Recipe, Signature, under
 from .stacked import Packing
@@ -43,7 +43,8 @@ def with_reset_and_mask(
         if callable(recipe.initial_state):
             with under(s.autocast):
                 tree = recipe.initial_state(tree_unflatten(list(params), s.specs[0]))
-            leaves, spec = tree_flatten(tree)
+            like = tree_unflatten([None] * len(s.state), s.specs[1])
+            leaves, spec = tree_flatten(in_order_of(like, tree))
             if spec != s.specs[1]:
                 raise TypeError(
                     "initial_state: expected the structure of the state, found another one.\n"

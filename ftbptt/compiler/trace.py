@@ -30,7 +30,14 @@ from .._compat.tracing import (
     without_log_of_failures,
     writes_in_place,
 )
-from .._compat.trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from .._compat.trees import (
+    TreeSpec,
+    in_order_of,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 from .._interrupt import uninterrupted
 from .._step import Step
 from .composed import Composed
@@ -213,6 +220,7 @@ def _checked_pair(result: Any, state: Tree, foreign: set[torch.dtype]) -> tuple[
                 f"step: expected tensors in out_t, found {type(leaf).__name__} at "
                 f"out{keystr(path)}."
             )
+    after = in_order_of(state, after)
     before_leaves, before_spec = tree_flatten_with_path(state)
     after_leaves, after_spec = tree_flatten_with_path(after)
     if before_spec != after_spec:

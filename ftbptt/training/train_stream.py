@@ -161,7 +161,8 @@ def train_stream(
     2 75 torch.Size([2, 5])
     3 100 torch.Size([2, 5])
     """
-    truncation = Truncation.of(k1, k2, burn_in, context, fresh)
+    own_context = getattr(train_segment, "context", 0)  # of make_train_segment(context=)
+    truncation = Truncation.of(k1, k2, burn_in, context or own_context, fresh)
     epochs = None if epochs is None else whole("epochs", epochs, 1)
     updates = None if updates is None else whole("updates", updates, 1)
     accumulate = whole("accumulate", accumulate, 1)
