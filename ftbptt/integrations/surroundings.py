@@ -8,7 +8,6 @@ outside, such as a dropout rate, would be the old one. Both must be noticed.
 from __future__ import annotations
 
 import logging
-import random
 import sys
 import sysconfig
 import types
@@ -30,6 +29,7 @@ from .._compat.modules import (
     own_parameters,
 )
 from .._compat.running import version_of
+from ..training.checkpoint import random_state, same_random_state
 
 Place = tuple[str, str, int]  # the owner; its attribute, global or closed-over name; which of them
 Marks = dict[Place, Any]
@@ -248,7 +248,7 @@ class SideEffects:
     def watching(self) -> Iterator[None]:
         around = self._surroundings
         marks, versions = around.read(), around.versions(parameters=True)
-        python, torch_random = _python_random(), _torch_random()
+        before = random_state()
         out = _Listener(sys.stdout)
         records: list[None] = []
         make_record = logging.getLogRecordFactory()
@@ -263,16 +263,16 @@ class SideEffects:
                 yield
         finally:
             logging.setLogRecordFactory(make_record)
-        self.drew = any(
-            not torch.equal(a, b) for a, b in zip(torch_random, _torch_random(), strict=True)
-        )
+        after = random_state()
+        drawn = {name for name in before if not same_random_state(before[name], after[name])}
+        self.drew = not drawn.isdisjoint(("torch", "cuda"))
         changed = difference(marks, around.read())
         changed = changed or difference(versions, around.versions(parameters=True))
         if changed is not None:
             self.words = f"it changes {changed}"
         elif out.heard or records:
             self.words = "it prints or logs"
-        elif not _equal(python, _python_random()):
+        elif not drawn.isdisjoint(("python", "numpy")):
             self.words = "it draws from Python's or NumPy's random numbers"
 
 
@@ -288,26 +288,6 @@ class _Listener:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _python_random() -> list[Any]:
-    states: list[Any] = [random.getstate()]
-    if "numpy" in sys.modules:
-        states.append(sys.modules["numpy"].random.get_state())
-    return states
-
-
-def _torch_random() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states += torch.cuda.get_rng_state_all()
-    return states
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)
 
 
 def _is_of_torch(module: str | None) -> bool:
