@@ -111,6 +111,7 @@ INTEGER: dict[str, Operation] = {
     "compared": lambda x, y: x <= y,
     "compared_with_a_fraction": lambda x, y: x > 0.5,
     "to_float": lambda x, y: x.to(torch.float64) * 0.1,
+    "through_float16": lambda x, y: (x * 0.7).to(torch.float16).to(torch.float64),
     "to_small": lambda x, y: x.to(torch.int16),
     "to_bool": lambda x, y: x.to(torch.bool),
     "from_float": lambda x, y: (x * 0.75).to(x.dtype),
@@ -127,6 +128,13 @@ COMPLEX: dict[str, Operation] = {
     "reciprocal": lambda x, y: x.reciprocal(),
     "conj": lambda x, y: x.conj_physical() * y,
     "where": lambda x, y: torch.where(torch.ones(x.shape, dtype=torch.bool), x, y),
+}
+ROUNDED: dict[str, Operation] = {
+    "through_bfloat16": lambda x, y: (x * 0.7).to(torch.bfloat16).to(x.dtype) + y,
+    "through_float16": lambda x, y: (x * 0.7).to(torch.float16).to(x.dtype) + y,
+    "compared_in_bfloat16": lambda x, y: (
+        x.to(torch.bfloat16) == (x * 1.001).to(torch.bfloat16)
+    ).to(x.dtype),
 }
 VECTOR_COMPLEX = ("add", "sub_alpha", "mul", "mul_number", "neg", "conj")
 
@@ -207,6 +215,15 @@ def test_half_precision(dtype: torch.dtype) -> None:
     x, y = values(dtype, 33)
     check(FLOAT, x, y, ulps=1)
     assert is_in_vectors(FLOAT, x, y)
+
+
+@pytest.mark.parametrize("width", [33, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_casts_to_half_precision_round(dtype: torch.dtype, width: int) -> None:
+    """Also where what they round is not put into memory."""
+    x, y = values(dtype, width)
+    check(ROUNDED, x, y)
+    assert is_in_vectors(ROUNDED, x, y) == (width == 33 and dtype == torch.float32)
 
 
 @pytest.mark.parametrize("width", [33, 3])

@@ -188,8 +188,15 @@ def _where(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]
     return Apply("where", (args[0], cast(args[1], out), cast(args[2], out)), out)
 
 
+_ROUNDED = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
+
+
 def _copied(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return cast(args[0], out)
+    """A cast to 16 bits rounds, also where its result never comes into memory."""
+    x = args[0]
+    if out not in _ROUNDED or x.dtype in (out, torch.bool) or isinstance(x, Literal):
+        return _rounded(cast(x, out))
+    return Apply(_ROUNDED[out], (cast(x, out),), out)
 
 
 def _clamped(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -61,6 +61,8 @@ def apply(expr: Apply, args: list[str]) -> str:
         "relu": f"tl.where({x} < 0, {zero}, {x})",
         "sign": f"(({x} > 0).to({type_of(compute_dtype(expr.dtype))}) - ({x} < 0))",
         "bit_not": f"({x} == 0)",
+        "round_bfloat16": f"{x}.to(tl.bfloat16).to(tl.float32)",
+        "round_float16": f"{x}.to(tl.float16).to(tl.float32)",
     }
     if name == "where":
         return f"tl.where({', '.join(args)})"

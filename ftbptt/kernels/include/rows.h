@@ -173,6 +173,20 @@ inline To cast_(From x) {
   else return static_cast<To>(x);
 }
 
+// What a number of 16 bits keeps of a float, which is what is computed with.
+template <typename Half, typename X>
+inline X rounded_(X x) {
+  if constexpr (is_vec<X>::value) {
+    alignas(64) Half values[X::size()];
+    store_(values, x);
+    return load_<X>(values);
+  } else {
+    return static_cast<float>(static_cast<Half>(x));
+  }
+}
+template <typename X> inline X round_bfloat16_(X x) { return rounded_<c10::BFloat16>(x); }
+template <typename X> inline X round_float16_(X x) { return rounded_<c10::Half>(x); }
+
 template <typename X> inline X add_(X a, X b) { return a + b; }
 template <typename X> inline X sub_(X a, X b) { return a - b; }
 template <typename X> inline X mul_(X a, X b) { return a * b; }
