@@ -100,6 +100,22 @@ def test_covariance(correction: int) -> None:
     checked(problem(tanh_step, loss))
 
 
+@pytest.mark.parametrize("backend", ["eager", "fused"])
+def test_complex_numbers_of_two_real_ones(backend: str) -> None:
+    """Outside the recurrence, for any K."""
+
+    def step(params: Tree, x_t: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        turn = torch.polar(torch.sigmoid(params["table"][0]), params["table"][1])
+        z = z * turn + torch.complex(x_t @ params["w"], params["table"][2])
+        return z.real + torch.polar(x_t @ params["w"], x_t).imag, z
+
+    draw = Draw(1)
+    given = problem(step, state=torch.complex(draw(B, H), draw(B, H)))
+    segment = make_train_segment(given.step, given.loss, backend=backend)
+    for steps in (K, 1, 2):
+        check(segment, given, steps)
+
+
 def buffered(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
     """A delay line whose place is a tensor of one number."""
     buffer, t = state

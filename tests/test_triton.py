@@ -91,6 +91,13 @@ def test_sizes_with_and_without_padding(features: tuple[int, ...]) -> None:
     operations.check(chosen, random(2, *features))
 
 
+def test_casts_to_half_precision_round() -> None:
+    """Also where what they round is not put into memory."""
+    halves = (torch.bfloat16, torch.float16)
+    casts = {f"{half}": lambda h, half=half: (h * 0.7).to(half).to(h.dtype) for half in halves}
+    operations.check(casts, random(2, 3, 5))
+
+
 def test_nan_is_the_maximum() -> None:
     """As in torch, whatever is padded."""
     carry = random(3, 5)

@@ -63,6 +63,17 @@ def _cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: 
     return (apart @ apart.mH / max(x.shape[1] - correction, 0)).squeeze()
 
 
+def _complex(real: Tensor, imag: Tensor) -> Tensor:
+    """torch's own has strides that Inductor reads as numbers, which fixes K."""
+    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imag), -1))
+
+
+def _polar(abs: Tensor, angle: Tensor) -> Tensor:
+    value = abs.detach()  # of a negative one torch's gradient has the other sign
+    abs = value + value.sign() * (abs - value)
+    return _complex(abs * angle.cos(), abs * angle.sin())
+
+
 def _is_place(entry: Any) -> bool:
     """Whether it is a tensor that stands for one index, as the place in a ring buffer."""
     if not isinstance(entry, Tensor) or entry.dim() or entry.dtype is torch.bool:
@@ -124,6 +135,8 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     **RECURRENT,
     F.embedding_bag: _embedding_bag,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.complex: _complex,
+    torch.polar: _polar,
     torch.cov: _cov,
     Tensor.cov: _cov,
     Tensor.__getitem__: _getitem,
