@@ -100,6 +100,16 @@ def test_covariance(correction: int) -> None:
     checked(problem(tanh_step, loss))
 
 
+def test_shrinking() -> None:
+    """In a kernel, for which their gradients have to be known."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.softshrink(x_t + h @ params["w"], 0.3)
+        return torch.hardshrink(h, 0.2) + F.hardshrink(x_t) + x_t.hardshrink(0.7), h
+
+    checked(problem(step), "fused")
+
+
 @pytest.mark.parametrize("backend", ["eager", "fused"])
 def test_complex_numbers_of_two_real_ones(backend: str) -> None:
     """Outside the recurrence, for any K."""

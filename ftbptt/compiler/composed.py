@@ -63,6 +63,16 @@ def _cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: 
     return (apart @ apart.mH / max(x.shape[1] - correction, 0)).squeeze()
 
 
+def _hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
+    """torch has no meta function for the gradient of this one, nor of the next."""
+    return torch.where((input >= -lambd) & (input <= lambd), 0.0, input)
+
+
+def _softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
+    small = torch.where(input < -lambd, input + lambd, input * 0)
+    return torch.where(input > lambd, input - lambd, small)
+
+
 def _complex(real: Tensor, imag: Tensor) -> Tensor:
     """torch's own has strides that Inductor reads as numbers, which fixes K."""
     return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imag), -1))
@@ -135,6 +145,10 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     **RECURRENT,
     F.embedding_bag: _embedding_bag,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.hardshrink: _hardshrink,
+    torch.hardshrink: _hardshrink,
+    Tensor.hardshrink: _hardshrink,
+    F.softshrink: _softshrink,
     torch.complex: _complex,
     torch.polar: _polar,
     torch.cov: _cov,
