@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
-from ._compat.building import compile_cache_dir, forget_compile_paths
+from ._compat import compile_cache_dir, forget_compile_paths
 
 Result = TypeVar("Result")
 _NAME = "TORCHINDUCTOR_CACHE_DIR"  # which torch and the kernels' own cache follow

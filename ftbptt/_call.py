@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat.trees import (
+from ._compat import (
     TreeSpec,
     in_order_of,
     keystr,

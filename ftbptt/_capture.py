@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat.running import clear_cublas_workspaces, copy_all, end_recording
+from ._compat import clear_cublas_workspaces, copy_all, end_recording
 from ._execute import Executable
 from ._output import EarlyGradients
 from .backends import Backend

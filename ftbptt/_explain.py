@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ._compat.trees import keystr, tree_flatten_with_path, tree_unflatten
+from ._compat import keystr, tree_flatten_with_path, tree_unflatten
 from ._execute import Executable
 from .backends import Backend
 from .compiler.distribute import Block, DistributedLoop, MapBlock, ShiftBlock

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._compat.trees import tree_leaves
+from ._compat import tree_leaves
 from ._output import SegmentOutput
 from ._recall import Known
 from ._segment import TrainSegment

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._compat.trees import tree_leaves, tree_map
+from ._compat import tree_leaves, tree_map
 from ._step import Step
 
 Tree = Any

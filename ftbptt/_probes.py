@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ._call import Call
-from ._compat.tracing import FakeTensorMode, unvalidated_distributions
-from ._compat.trees import tree_flatten, tree_unflatten
+from ._compat import FakeTensorMode, tree_flatten, tree_unflatten, unvalidated_distributions
 from ._step import Step
 from ._taps import Tap
 from .compiler.composed import Composed

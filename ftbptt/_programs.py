@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._cache import built_somewhere
-from ._compat.tracing import is_pinned, symbolic_steps
+from ._compat import is_pinned, symbolic_steps
 from .backends import Backend
 from .backends.base import Function
 from .compiler.distribute import DistributedLoop, distribute

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ._arguments import check_time_dim, whole
-from ._compat.trees import in_order_of, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ._compat import in_order_of, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from ._layout import Layout, broadcast_rows
 from ._loss import Loss, segment_loss
 from ._output import SegmentOutput

@@ -13,8 +13,7 @@ from torch import Tensor
 from ._cache import use_a_folder_that_works
 from ._call import Call, InDims, context_of, lay_out, layout_of
 from ._capture import make_executable
-from ._compat.running import inside_derivative, inside_functorch
-from ._compat.trees import tree_unflatten
+from ._compat import inside_derivative, inside_functorch, tree_unflatten
 from ._execute import Executable
 from ._explain import Explanation, explain
 from ._layout import Layout, SharedLayout

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ._compat.modules import COMPILED_PREFIX, uncompiled
-from ._compat.trees import tree_map
+from ._compat import COMPILED_PREFIX, tree_map, uncompiled
 from ._taps import Collector, collecting, owners
 
 Tree = Any

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ftbptt._compat.tracing import FakeTensorMode, make_fx
+from ftbptt._compat import FakeTensorMode, make_fx
 from ftbptt.backends import EAGER, FUSED
 from ftbptt.compiler.distribute import ScanBlock
 from ftbptt.compiler.trace import trace_function

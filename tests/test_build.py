@@ -16,7 +16,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from ftbptt._compat.building import kernel_cache_dir
+from ftbptt._compat import kernel_cache_dir
 from ftbptt.kernels import build, toolchain
 from ftbptt.kernels.build import load
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from ftbptt import make_train_segment
-from ftbptt._compat.building import cpp_command
+from ftbptt._compat import cpp_command
 from ftbptt.backends import fused
 from ftbptt.kernels.toolchain import INCLUDE
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._compat.inductor import inductor_compile, make_program_graph, while_loop
+from .._compat import inductor_compile, make_program_graph, while_loop
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import gemm_flops
 from .base import Backend, Function

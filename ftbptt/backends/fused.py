@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.inductor import calls_in_cpp
-from .._compat.tracing import not_traced
+from .._compat import calls_in_cpp, not_traced
 from ..compiler.distribute import ScanBlock
 from ..compiler.fusion import Fusion
 from ..compiler.graphs import VIEWS, Node, aten, value_of

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._compat.inductor import calls_in_cpp
+from .._compat import calls_in_cpp
 from ..compiler.graphs import aten, value_of
 from ..kernels.toolchain import INCLUDE
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from .._compat.tracing import FakeTensorMode
+from .._compat import FakeTensorMode
 from .convolution import split_gradients
 from .graphs import (
     Node,

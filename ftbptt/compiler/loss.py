@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._compat.tracing import FakeTensorMode, holds_for, is_pinned, symbolic_steps
-from .._compat.trees import TreeSpec, tree_unflatten
+from .._compat import FakeTensorMode, TreeSpec, holds_for, is_pinned, symbolic_steps, tree_unflatten
 from .._layout import Layout
 from .._loss import segment_loss
 from .composed import Composed

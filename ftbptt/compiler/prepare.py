@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._compat.tracing import FakeTensorMode
+from .._compat import FakeTensorMode
 from .graphs import (
     SPLITS,
     VIEWS,

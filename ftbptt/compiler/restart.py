@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
-from .._compat.trees import in_order_of, tree_flatten, tree_unflatten
+from .._compat import in_order_of, tree_flatten, tree_unflatten
 from .._layout import broadcast_rows
 from .signature import Recipe, Signature, under
 from .stacked import Packing

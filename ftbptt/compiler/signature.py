@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.trees import TreeSpec
+from .._compat import TreeSpec
 from .._loss import Loss
 from .._step import Step
 

@@ -20,23 +20,22 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .._compat.decompositions import DECOMPOSITIONS_BEFORE_AUTOGRAD, decompositions
-from .._compat.tracing import (
+from .._compat import (
+    DECOMPOSITIONS_BEFORE_AUTOGRAD,
     UNTRACEABLE,
     FakeTensorMode,
-    calling_compiled_as_written,
-    make_fx,
-    unvalidated_distributions,
-    without_log_of_failures,
-    writes_in_place,
-)
-from .._compat.trees import (
     TreeSpec,
+    calling_compiled_as_written,
+    decompositions,
     in_order_of,
     keystr,
+    make_fx,
     tree_flatten,
     tree_flatten_with_path,
     tree_unflatten,
+    unvalidated_distributions,
+    without_log_of_failures,
+    writes_in_place,
 )
 from .._interrupt import uninterrupted
 from .._step import Step

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat.tracing import FakeTensorMode
+from .._compat import FakeTensorMode
 from .adjoint import Loop
 from .distribute import DistributedLoop, ScanBlock, ShiftBlock, distribute
 from .graphs import Node, needed_for, value_of

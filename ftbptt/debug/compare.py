@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from .._compat import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from .._layout import Layout, SharedLayout
 from .._make_segment import check_made
 from .._output import SegmentOutput

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .._compat.trees import keystr, tree_flatten_with_path, tree_unflatten
+from .._compat import keystr, tree_flatten_with_path, tree_unflatten
 from .._execute import Executable
 from ..backends import EAGER
 from ..compiler.distribute import distribute

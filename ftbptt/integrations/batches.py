@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._compat.trees import tree_leaves, tree_map
+from .._compat import tree_leaves, tree_map
 from .._loss import Loss
 from .._make_segment import make_train_segment
 from .._step import as_step

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from .._compat.trees import tree_flatten, tree_leaves, tree_map
+from .._compat import tree_flatten, tree_leaves, tree_map
 from .._make_segment import make_train_segment
 from .._step import Step, as_step
 from ..training.chunk import Chunk

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat.tracing import TorchDispatchMode
-from .._compat.trees import tree_leaves
+from .._compat import TorchDispatchMode, tree_leaves
 from .agreement import Outcome, disagreement
 
 # What gives nothing but random numbers: their values can be replaced without losing a gradient.

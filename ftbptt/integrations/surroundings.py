@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.modules import (
+from .._compat import (
     any_global_module_hook,
     has_hooks,
     has_module_hooks,
     own_buffers,
     own_parameters,
+    version_of,
 )
-from .._compat.running import version_of
 from ..training.checkpoint import random_state, same_random_state
 
 Place = tuple[str, str, int]  # the owner; its attribute, global or closed-over name; which of them

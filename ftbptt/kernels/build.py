@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from .._compat.building import kernel_cache_dir
+from .._compat import kernel_cache_dir
 from .toolchain import commands, forget_header, header_to_compile, key_of
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._compat.running import is_view_of
+from .._compat import is_view_of
 from ..compiler.graphs import VIEWS, Node, aten, value_of
 from .expressions import is_constant, is_elementwise, refuse
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from .._compat.building import cpp_command, header_command
+from .._compat import cpp_command, header_command
 
 INCLUDE = Path(__file__).parent / "include"
 # Compiling the header takes as long as so many kernels save by it, and 120 MB.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.building import compile_cache_dir
+from .._compat import compile_cache_dir
 
 # A tile has as many rows as a matrix unit takes at least, or more where there are enough of them
 # for every multiprocessor and a step's tiles stay in the registers of eight warps.

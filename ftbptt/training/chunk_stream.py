@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat.loading import has_workers, with_workers
+from .._compat import has_workers, with_workers
 from .checkpoint import random_state, set_random_state
 from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, naming
 

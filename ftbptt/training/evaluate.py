@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .._arguments import whole
-from .._compat.trees import tree_leaves, tree_map
+from .._compat import tree_leaves, tree_map
 from .._layout import Layout
 from .._make_segment import check_made
 from .._segment import TrainSegment

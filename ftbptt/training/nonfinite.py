@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.trees import keystr, tree_flatten_with_path, tree_leaves
+from .._compat import keystr, tree_flatten_with_path, tree_leaves
 from .._layout import Layout
 from .._output import SegmentOutput
 from .chunk import Chunk

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat.trees import tree_leaves, tree_map
+from .._compat import tree_leaves, tree_map
 from .._layout import SharedLayout
 from .._make_segment import check_made
 from .._output import SegmentOutput

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.trees import tree_leaves, tree_map
+from .._compat import tree_leaves, tree_map
 from .._layout import Layout, SharedLayout
 from .chunk import Chunk
 

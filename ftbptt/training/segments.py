@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .._compat.trees import tree_leaves, tree_map
+from .._compat import tree_leaves, tree_map
 from .._following import Following
 from .._layout import Layout, broadcast_rows
 from .._loss import Loss

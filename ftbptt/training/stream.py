@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from .._compat.trees import tree_leaves, tree_map
+from .._compat import tree_leaves, tree_map
 from .._interrupt import uninterrupted
 from ..distributed.ranks import RankFailed
 from .checkpoint import as_plain, from_plain

@@ -13,7 +13,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
 from .._arguments import check_positive, whole
-from .._compat.trees import tree_map
+from .._compat import tree_map
 from .._output import SegmentOutput
 from ..distributed.ranks import Ranks
 from .checkpoint import has_checkpoint

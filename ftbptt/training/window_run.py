@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._compat.trees import tree_leaves
+from .._compat import tree_leaves
 from .._output import SegmentOutput
 from .chunk import Chunk
 from .cursor import Place, Span
