@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat import (
+from ._layout import Layout, SharedLayout
+from ._step import Step, start_of
+from ._trees import (
     TreeSpec,
     in_order_of,
     keystr,
@@ -20,8 +22,6 @@ from ._compat import (
     tree_flatten_with_path,
     tree_unflatten,
 )
-from ._layout import Layout, SharedLayout
-from ._step import Step, start_of
 from .compiler.signature import Leaf, Level, Recipe, Signature
 
 Tree = Any

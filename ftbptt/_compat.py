@@ -10,11 +10,9 @@ import os
 import shlex
 import sys
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -45,17 +43,14 @@ from torch.utils._pytree import (
     keystr,
     tree_flatten,
     tree_flatten_with_path,
+    tree_leaves,
     tree_map,
     tree_unflatten,
 )
-from torch.utils._pytree import tree_leaves as _tree_leaves
 from torch.utils.data import DataLoader
-
-from ._interrupt import uninterrupted
 
 __all__ = [
     "COMPILED_PREFIX",
-    "DECOMPOSITIONS_BEFORE_AUTOGRAD",
     "UNTRACEABLE",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -67,7 +62,6 @@ __all__ = [
     "compile_cache_dir",
     "copy_all",
     "cpp_command",
-    "decompositions",
     "end_recording",
     "forget_compile_paths",
     "has_hooks",
@@ -75,16 +69,14 @@ __all__ = [
     "has_workers",
     "header_command",
     "holds_for",
-    "in_order_of",
     "inductor_compile",
+    "inductor_decompositions",
     "inside_derivative",
     "inside_functorch",
     "is_pinned",
     "is_view_of",
-    "kernel_cache_dir",
     "keystr",
     "make_fx",
-    "make_program_graph",
     "not_traced",
     "own_buffers",
     "own_parameters",
@@ -111,40 +103,7 @@ __all__ = [
 # Pytrees of any nesting, with key paths for error messages.
 #
 # torch has no public pytree module; this one has kept its signatures since 2.3 and is what
-# torch.func uses.
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree; quick for a tensor, and for a dict, tuple or list of tensors."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    kind = type(tree)
-    if kind is dict:
-        leaves = list(tree.values())
-    elif kind is tuple or kind is list:
-        leaves = list(tree)
-    else:
-        return _tree_leaves(tree)
-    if all(isinstance(leaf, Tensor) for leaf in leaves):
-        return leaves
-    return _tree_leaves(tree)
-
-
-def in_order_of(like: Any, tree: Any) -> Any:
-    """The tree, its dicts in the order of those of ``like`` where both have the same keys.
-
-    For torch, dicts of another order are other trees.
-    """
-    kind = type(tree)
-    if kind is not type(like):
-        return tree
-    if kind in (dict, OrderedDict) and tree.keys() == like.keys():
-        return kind((key, in_order_of(like[key], tree[key])) for key in like)
-    if isinstance(tree, (tuple, list)) and len(tree) == len(like):
-        parts = [in_order_of(*pair) for pair in zip(like, tree, strict=True)]
-        return kind(*parts) if hasattr(tree, "_fields") else kind(parts)
-    return tree
-
+# torch.func uses. The package takes them from _trees.py.
 
 # -- modules --------------------------------------------------------------------------------------
 #
@@ -344,101 +303,16 @@ def unvalidated_distributions() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
-# -- decompositions -------------------------------------------------------------------------------
-#
-# Which operations a traced graph is made of: torch's decompositions, and this package's own.
-
-aten = torch.ops.aten
-
-
-def _mv(matrix: Tensor, vector: Tensor) -> Tensor:
-    return torch.mm(vector.unsqueeze(0), matrix.t()).squeeze(0)
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(a.unsqueeze(0), b.unsqueeze(1)).reshape(())
-
-
-def _addmv(bias: Tensor, matrix: Tensor, vector: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    return beta * bias + alpha * _mv(matrix, vector)
-
-
-def _plus_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        value = product(a, b)
-        value = value if alpha == 1 else value * alpha
-        return value if beta == 0 else value + (bias if beta == 1 else bias * beta)
-
-    return run
-
-
-def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    return source.to(target.dtype).expand(target.shape)
-
-
-# Matrix-vector products as matrix products: one kind of GEMM to hoist and to differentiate. And
-# what functionalize makes of in-place operations, where autograd knows only those.
-DECOMPOSITIONS_BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
-    aten.mv.default: _mv,
-    aten.dot.default: _dot,
-    aten.addmv.default: _addmv,
-    aten.copy.default: _copy,
-    aten.fill.Scalar: torch.full_like,
-    aten.zero.default: torch.zeros_like,
-}
-
-
-@cache
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's table of decompositions into core operations, for graphs past autograd.
-
-    Without those whose parts the engine wants whole (one node of the reverse loop each) or that
-    vmap has no rule for (``flip`` becomes a prim); with
-    biases apart from products, and ``split`` and ``unbind`` as single slices.
-    """
-    from torch._inductor.decomposition import select_decomp_table
-
-    table = dict(select_decomp_table())
-    for op in (
-        aten.sigmoid_backward,
-        aten.tanh_backward,
-        aten.embedding_dense_backward,
-        aten.threshold_backward,
-        aten.flip,
-        aten.max_pool2d_with_indices,
-        aten.max_pool3d_with_indices,
-        aten.stack,
-        aten._to_copy,
-        aten.mm,
-        aten.bmm,
-        aten.add,  # of complex numbers: as views of real ones
-        aten.multilabel_margin_loss_forward,  # is wrong up to torch 2.13
-    ):
-        for overload in op.overloads():
-            table.pop(getattr(op, overload), None)
-    table.update(DECOMPOSITIONS_BEFORE_AUTOGRAD)
-    # vmap has no rule for the prims that other decompositions are made of.
-    table[torch.ops.prims.convert_element_type.default] = lambda x, dtype: x.to(dtype)
-    if hasattr(torch.ops.prims, "fma"):
-        table[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c
-    table[aten.addmm.default] = _plus_product(torch.mm)
-    table[aten.baddbmm.default] = _plus_product(torch.bmm)
-    table[aten.split.Tensor] = lambda x, size, dim=0: _slices(
-        x, [min(size, x.shape[dim] - at) for at in range(0, x.shape[dim], size)], dim
-    )
-    table[aten.split_with_sizes.default] = lambda x, sizes, dim=0: _slices(x, sizes, dim)
-    table[aten.unbind.int] = lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])]
-    return table
-
-
-def _slices(x: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [aten.slice.Tensor(x, dim, a, a + n) for a, n in zip(starts, sizes, strict=True)]
-
-
 # -- inductor -------------------------------------------------------------------------------------
 #
 # Compiling a graph by Inductor, past torch.compile's public front.
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """What Inductor takes apart before it lowers a graph, and into what."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
 
 
 def while_loop(
@@ -451,16 +325,6 @@ def while_loop(
     from torch._higher_order_ops.while_loop import while_loop_op
 
     return while_loop_op(again, body, carried, read)
-
-
-def make_program_graph(
-    function: Callable[..., Any], examples: Sequence[Tensor], mode: FakeTensorMode
-) -> torch.fx.GraphModule:
-    """The graph of a program in the operations that Inductor lowers."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    with uninterrupted(), mode:
-        return make_fx(function, decomposition_table=select_decomp_table())(*examples)
 
 
 def inductor_compile(
@@ -609,11 +473,6 @@ def forget_compile_paths() -> None:
     from torch._inductor.utils import clear_caches
 
     clear_caches()
-
-
-def kernel_cache_dir() -> str:
-    """Where compiled kernels are kept: beside Inductor's own."""
-    return os.path.join(compile_cache_dir(), "ftbptt", torch.backends.cpu.get_cpu_capability())
 
 
 # -- loading --------------------------------------------------------------------------------------

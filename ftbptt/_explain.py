@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ._compat import keystr, tree_flatten_with_path, tree_unflatten
 from ._execute import Executable
+from ._trees import keystr, tree_flatten_with_path, tree_unflatten
 from .backends import Backend
 from .compiler.distribute import Block, DistributedLoop, MapBlock, ShiftBlock
 from .compiler.graphs import GEMMS, VIEWS, Node, aten, gemm_flops, is_getitem, nbytes, value_of

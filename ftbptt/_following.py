@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ._compat import tree_leaves
 from ._output import SegmentOutput
 from ._recall import Known
 from ._segment import TrainSegment
+from ._trees import tree_leaves
 
 Tree = Any
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ._compat import tree_leaves, tree_map
 from ._step import Step
+from ._trees import tree_leaves, tree_map
 
 Tree = Any
 

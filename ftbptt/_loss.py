@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat import tree_map
+from ._trees import tree_map
 
 Tree = Any
 Loss = Callable[[Tree, Tree], Tensor]

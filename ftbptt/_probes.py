@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ._call import Call
-from ._compat import FakeTensorMode, tree_flatten, tree_unflatten, unvalidated_distributions
+from ._compat import FakeTensorMode, unvalidated_distributions
 from ._step import Step
 from ._taps import Tap
+from ._trees import tree_flatten, tree_unflatten
 from .compiler.composed import Composed
 from .compiler.trace import TRACING, own_words
 

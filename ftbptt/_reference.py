@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ._arguments import check_time_dim, whole
-from ._compat import in_order_of, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from ._layout import Layout, broadcast_rows
 from ._loss import Loss, segment_loss
 from ._output import SegmentOutput
 from ._step import Step, StepFunction, as_step, start_of
+from ._trees import in_order_of, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Tree = Any
 

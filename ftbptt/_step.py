@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ._compat import COMPILED_PREFIX, tree_map, uncompiled
+from ._compat import COMPILED_PREFIX, uncompiled
 from ._taps import Collector, collecting, owners
+from ._trees import tree_map
 
 Tree = Any
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]

@@ -16,7 +16,6 @@ import pytest
 import torch
 from filelock import FileLock
 
-from ftbptt._compat import kernel_cache_dir
 from ftbptt.kernels import build, toolchain
 from ftbptt.kernels.build import load
 
@@ -64,7 +63,7 @@ def output_of(process: subprocess.Popen[str]) -> str:
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache in which nothing is, for this process."""
-    monkeypatch.setattr(build, "kernel_cache_dir", lambda: str(tmp_path / "kernels"))
+    monkeypatch.setattr(build, "kernel_cache_dir", lambda: tmp_path / "kernels")
     return tmp_path / "kernels"
 
 
@@ -182,7 +181,7 @@ def test_no_compiler(environment: dict[str, str], tmp_path: Path) -> None:
 
 def test_the_cache_is_beside_inductors_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    folder = Path(kernel_cache_dir())
+    folder = build.kernel_cache_dir()
     assert folder.is_relative_to(tmp_path)
     assert folder.name == torch.backends.cpu.get_cpu_capability()
 
@@ -197,7 +196,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A compiled header, as a process makes it that builds kernels."""
     folder = tmp_path_factory.mktemp("kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "kernel_cache_dir", lambda: str(folder))
+        patch.setattr(build, "kernel_cache_dir", lambda: folder)
         patch.setattr(toolchain, "_WORTH_A_HEADER", 2)
         library_of(SOURCE)
         assert not list(folder.glob("*.?ch")), "one kernel does not pay for it"

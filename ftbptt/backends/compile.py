@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._compat import inductor_compile, make_program_graph, while_loop
+from .._compat import inductor_compile, inductor_decompositions, make_fx, while_loop
+from .._interrupt import uninterrupted
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import gemm_flops
 from .base import Backend, Function
@@ -170,7 +171,8 @@ def build(
 ) -> Function:
     """The function as one Inductor graph; whether there are operators in it that are Python."""
     _keep_freed_memory()
-    program = make_program_graph(function, examples, mode)
+    with uninterrupted(), mode:  # torch's modes do not survive Ctrl-C
+        program = make_fx(function, decomposition_table=inductor_decompositions())(*examples)
     work_around_defects(program)
     share_products(program)
     with products_in_cpp():

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._compat import tree_map
+from .._trees import tree_map
 from .rnn import RECURRENT
 
 

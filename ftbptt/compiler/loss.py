@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._compat import FakeTensorMode, TreeSpec, holds_for, is_pinned, symbolic_steps, tree_unflatten
+from .._compat import FakeTensorMode, holds_for, is_pinned, symbolic_steps
 from .._layout import Layout
 from .._loss import segment_loss
+from .._trees import TreeSpec, tree_unflatten
 from .composed import Composed
 from .graphs import reachable_from, value_of, vjp_by
 from .signature import Leaf, Level, Recipe, Signature, differentiable, under, vmapped

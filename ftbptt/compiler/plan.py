@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import FakeTensorMode, TreeSpec, tree_unflatten
+from .._compat import FakeTensorMode
+from .._trees import TreeSpec, tree_unflatten
 from .adjoint import Loop, LoopPair, make_loops
 from .distribute import DistributedLoop, distribute
 from .graphs import VIEWS, Node, aten

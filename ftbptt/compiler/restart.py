@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
-from .._compat import in_order_of, tree_flatten, tree_unflatten
 from .._layout import broadcast_rows
+from .._trees import in_order_of, tree_flatten, tree_unflatten
 from .signature import Recipe, Signature, under
 from .stacked import Packing
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import TreeSpec
 from .._loss import Loss
 from .._step import Step
+from .._trees import TreeSpec
 
 Tree = Any
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._compat import tree_leaves
+from .._trees import tree_leaves
 from .convolution import weight_gradient
 from .graphs import VIEWS, Node, aten, matrix_product, new_node, value_of
 

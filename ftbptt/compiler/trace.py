@@ -21,25 +21,26 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._compat import (
-    DECOMPOSITIONS_BEFORE_AUTOGRAD,
     UNTRACEABLE,
     FakeTensorMode,
-    TreeSpec,
     calling_compiled_as_written,
-    decompositions,
-    in_order_of,
-    keystr,
     make_fx,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_unflatten,
     unvalidated_distributions,
     without_log_of_failures,
     writes_in_place,
 )
 from .._interrupt import uninterrupted
 from .._step import Step
+from .._trees import (
+    TreeSpec,
+    in_order_of,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 from .composed import Composed
+from .decompositions import BEFORE_AUTOGRAD, past_autograd
 from .effects import without_effects
 from .graphs import aten
 from .rewrites import REWRITES
@@ -82,7 +83,7 @@ def trace_function(
     ``differentiated``: the graph whose gradient the function takes.
     """
     table = {
-        **(DECOMPOSITIONS_BEFORE_AUTOGRAD if before_autograd else decompositions()),
+        **(BEFORE_AUTOGRAD if before_autograd else past_autograd()),
         **REWRITES,
     }
     # Attention as products and a softmax: its fused operation has no rule for vmap.

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from .._layout import Layout, SharedLayout
 from .._make_segment import check_made
 from .._output import SegmentOutput
 from .._reference import reference_segment
 from .._segment import TrainSegment
 from .._step import Step
+from .._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from ..compiler.signature import Recipe
 
 Tree = Any

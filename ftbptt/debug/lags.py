@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .._compat import keystr, tree_flatten_with_path, tree_unflatten
 from .._execute import Executable
+from .._trees import keystr, tree_flatten_with_path, tree_unflatten
 from ..backends import EAGER
 from ..compiler.distribute import distribute
 from ..compiler.graphs import nbytes, value_of

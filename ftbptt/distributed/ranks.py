@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .._compat import tree_leaves
+from .._trees import tree_leaves
 
 Tree = Any
 

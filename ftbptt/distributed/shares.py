@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .._compat import keystr, tree_flatten_with_path, tree_map
+from .._trees import keystr, tree_flatten_with_path, tree_map
 from .ranks import Ranks
 
 Tree = Any

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat import tree_flatten
+from .._trees import tree_flatten
 
 Tree = Any
 

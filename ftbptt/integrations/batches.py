@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._compat import tree_leaves, tree_map
 from .._loss import Loss
 from .._make_segment import make_train_segment
 from .._step import as_step
+from .._trees import tree_leaves, tree_map
 from ..training.chunk import Chunk, TimeAxes
 from ..training.cursor import Span
 from ..training.measured import Measured

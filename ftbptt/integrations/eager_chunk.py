@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._compat import tree_leaves, tree_map
 from .._layout import broadcast_rows
+from .._trees import tree_leaves, tree_map
 from ..training.chunk import Chunk, TimeAxes
 
 Tree = Any

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 from .._arguments import check_positive, whole
-from .._compat import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from .._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ..backends import NAMES
 from ..training.chunk import Chunk
 from ..training.windows import Truncation

@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from .._arguments import whole
-from .._compat import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from .._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ..training.chunk import Chunk
 from ..training.measured import Measured
 from ..training.windows import Truncation

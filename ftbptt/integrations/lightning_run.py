@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import LBFGS, Optimizer
 
-from .._compat import keystr, tree_flatten_with_path, tree_leaves
+from .._trees import keystr, tree_flatten_with_path, tree_leaves
 from ..training.checkpoint import as_plain, from_plain
 from ..training.measured import Measured
 from ..training.optimizing import Learner

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat import TorchDispatchMode, tree_leaves
+from .._compat import TorchDispatchMode
+from .._trees import tree_leaves
 from .agreement import Outcome, disagreement
 
 # What gives nothing but random numbers: their values can be replaced without losing a gradient.

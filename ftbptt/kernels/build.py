@@ -18,12 +18,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from .._compat import kernel_cache_dir
+import torch
+
+from .._compat import compile_cache_dir
 from .toolchain import commands, forget_header, header_to_compile, key_of
 
 
 class KernelBuildError(RuntimeError):
     """The compiler has failed."""
+
+
+def kernel_cache_dir() -> Path:
+    """Where compiled kernels are kept: beside what Inductor keeps."""
+    return Path(compile_cache_dir(), "ftbptt", torch.backends.cpu.get_cpu_capability())
 
 
 _builders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ftbptt-build")
@@ -36,7 +43,7 @@ def start(source: str) -> Path:
 
     Several are compiled at once, and while the program around them is.
     """
-    folder, key = Path(kernel_cache_dir()), key_of(source)
+    folder, key = kernel_cache_dir(), key_of(source)
     library = folder / f"{key}.so"
     if library not in _started and not _is_whole(library):
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._compat import (
+from .._trees import (
     keystr,
     tree_flatten,
     tree_flatten_with_path,

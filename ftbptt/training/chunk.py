@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat import (
+from .._trees import (
     keystr,
     tree_flatten,
     tree_flatten_with_path,

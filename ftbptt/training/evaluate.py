@@ -11,10 +11,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .._arguments import whole
-from .._compat import tree_leaves, tree_map
 from .._layout import Layout
 from .._make_segment import check_made
 from .._segment import TrainSegment
+from .._trees import tree_leaves, tree_map
 from .chunk import Chunk
 from .prefetch import Mover
 from .segments import Segments

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import keystr, tree_flatten_with_path, tree_leaves
 from .._layout import Layout
 from .._output import SegmentOutput
+from .._trees import keystr, tree_flatten_with_path, tree_leaves
 from .chunk import Chunk
 from .optimizing import Learner
 

@@ -12,14 +12,8 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from .._compat import (
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_unflatten,
-    version_of,
-)
+from .._compat import version_of
+from .._trees import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 Tree = Any
 

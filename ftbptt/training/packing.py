@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._compat import tree_leaves, tree_map
+from .._trees import tree_leaves, tree_map
 from ..distributed.shares import share_of
 from .checkpoint import random_state, same_random_state, set_random_state
 from .chunk import Chunk, TimeAxes, as_tensors, checked, naming

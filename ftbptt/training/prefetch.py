@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import tree_leaves, tree_map
+from .._trees import tree_leaves, tree_map
 from .chunk import Chunk
 
 

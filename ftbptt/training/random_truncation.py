@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat import tree_leaves, tree_map
 from .._layout import SharedLayout
 from .._make_segment import check_made
 from .._output import SegmentOutput
 from .._segment import TrainSegment
+from .._trees import tree_leaves, tree_map
 from .chunk import Chunk
 from .optimizing import differentiable
 from .segments import Segments

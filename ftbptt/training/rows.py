@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import tree_leaves, tree_map
 from .._layout import Layout, SharedLayout
+from .._trees import tree_leaves, tree_map
 from .chunk import Chunk
 
 Tree = Any

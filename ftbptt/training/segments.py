@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .._compat import tree_leaves, tree_map
 from .._following import Following
 from .._layout import Layout, broadcast_rows
 from .._loss import Loss
 from .._output import EarlyGradients, SegmentOutput
 from .._segment import TrainSegment
+from .._trees import tree_leaves, tree_map
 from ..distributed.shares import share_of
 from .chunk import Chunk, TimeAxes, checked, naming
 from .cursor import Span

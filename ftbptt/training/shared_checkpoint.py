@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .._compat import keystr, timeout_of, tree_flatten_with_path, tree_map
+from .._compat import timeout_of
+from .._trees import keystr, tree_flatten_with_path, tree_map
 from ..distributed.ranks import Ranks
 from ..distributed.shares import share_of
 from .checkpoint import CheckpointError, as_bytes

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from .._compat import tree_leaves, tree_map
 from .._interrupt import uninterrupted
+from .._trees import tree_leaves, tree_map
 from ..distributed.ranks import RankFailed
 from .checkpoint import as_plain, from_plain
 from .cursor import Cursor, Place

@@ -13,8 +13,8 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
 from .._arguments import check_positive, whole
-from .._compat import tree_map
 from .._output import SegmentOutput
+from .._trees import tree_map
 from ..distributed.ranks import Ranks
 from .checkpoint import has_checkpoint
 from .cursor import Cursor

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._compat import tree_leaves
 from .._output import SegmentOutput
+from .._trees import tree_leaves
 from .chunk import Chunk
 from .cursor import Place, Span
 from .events import Events, emit, tell_sequence_ends

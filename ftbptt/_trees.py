@@ -1,0 +1,61 @@
+"""Pytrees: nested dicts, tuples and lists of tensors, as ``torch.func`` reads them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from torch import Tensor
+
+from ._compat import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map,
+    tree_unflatten,
+)
+from ._compat import tree_leaves as leaves_of_any
+
+__all__ = [
+    "TreeSpec",
+    "in_order_of",
+    "keystr",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree; quick for a tensor, and for a dict, tuple or list of tensors."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    kind = type(tree)
+    if kind is dict:
+        leaves = list(tree.values())
+    elif kind is tuple or kind is list:
+        leaves = list(tree)
+    else:
+        return leaves_of_any(tree)
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        return leaves
+    return leaves_of_any(tree)
+
+
+def in_order_of(like: Any, tree: Any) -> Any:
+    """The tree, its dicts in the order of those of ``like`` where both have the same keys.
+
+    For torch, dicts of another order are other trees.
+    """
+    kind = type(tree)
+    if kind is not type(like):
+        return tree
+    if kind in (dict, OrderedDict) and tree.keys() == like.keys():
+        return kind((key, in_order_of(like[key], tree[key])) for key in like)
+    if isinstance(tree, (tuple, list)) and len(tree) == len(like):
+        parts = [in_order_of(*pair) for pair in zip(like, tree, strict=True)]
+        return kind(*parts) if hasattr(tree, "_fields") else kind(parts)
+    return tree

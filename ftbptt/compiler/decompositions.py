@@ -1,0 +1,96 @@
+"""Which operations a traced graph is made of: decompositions of torch's, and of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import inductor_decompositions
+from .graphs import aten
+
+
+def _mv(matrix: Tensor, vector: Tensor) -> Tensor:
+    return torch.mm(vector.unsqueeze(0), matrix.t()).squeeze(0)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a.unsqueeze(0), b.unsqueeze(1)).reshape(())
+
+
+def _addmv(bias: Tensor, matrix: Tensor, vector: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    return beta * bias + alpha * _mv(matrix, vector)
+
+
+def _plus_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        value = product(a, b)
+        value = value if alpha == 1 else value * alpha
+        return value if beta == 0 else value + (bias if beta == 1 else bias * beta)
+
+    return run
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return source.to(target.dtype).expand(target.shape)
+
+
+# Matrix-vector products as matrix products: one kind of GEMM to hoist and to differentiate. And
+# what functionalize makes of in-place operations, where autograd knows only those.
+BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
+    aten.mv.default: _mv,
+    aten.dot.default: _dot,
+    aten.addmv.default: _addmv,
+    aten.copy.default: _copy,
+    aten.fill.Scalar: torch.full_like,
+    aten.zero.default: torch.zeros_like,
+}
+
+
+@cache
+def past_autograd() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table of decompositions into core operations.
+
+    Without those whose parts the engine wants whole (one node of the reverse loop each) or that
+    vmap has no rule for (``flip`` becomes a prim); with biases apart from products, and ``split``
+    and ``unbind`` as single slices.
+    """
+    table = inductor_decompositions()
+    for op in (
+        aten.sigmoid_backward,
+        aten.tanh_backward,
+        aten.embedding_dense_backward,
+        aten.threshold_backward,
+        aten.flip,
+        aten.max_pool2d_with_indices,
+        aten.max_pool3d_with_indices,
+        aten.stack,
+        aten._to_copy,
+        aten.mm,
+        aten.bmm,
+        aten.add,  # of complex numbers: as views of real ones
+        aten.multilabel_margin_loss_forward,  # is wrong up to torch 2.13
+    ):
+        for overload in op.overloads():
+            table.pop(getattr(op, overload), None)
+    table.update(BEFORE_AUTOGRAD)
+    # vmap has no rule for the prims that other decompositions are made of.
+    table[torch.ops.prims.convert_element_type.default] = lambda x, dtype: x.to(dtype)
+    if hasattr(torch.ops.prims, "fma"):
+        table[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c
+    table[aten.addmm.default] = _plus_product(torch.mm)
+    table[aten.baddbmm.default] = _plus_product(torch.bmm)
+    table[aten.split.Tensor] = lambda x, size, dim=0: _slices(
+        x, [min(size, x.shape[dim] - at) for at in range(0, x.shape[dim], size)], dim
+    )
+    table[aten.split_with_sizes.default] = lambda x, sizes, dim=0: _slices(x, sizes, dim)
+    table[aten.unbind.int] = lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])]
+    return table
+
+
+def _slices(x: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [aten.slice.Tensor(x, dim, a, a + n) for a, n in zip(starts, sizes, strict=True)]
