@@ -64,6 +64,7 @@ __all__ = [
     "cpp_command",
     "end_recording",
     "forget_compile_paths",
+    "forget_unscaled",
     "has_hooks",
     "has_module_hooks",
     "has_workers",
@@ -473,6 +474,19 @@ def forget_compile_paths() -> None:
     from torch._inductor.utils import clear_caches
 
     clear_caches()
+
+
+# -- scaling --------------------------------------------------------------------------------------
+#
+# ``torch.amp.GradScaler`` notes for an optimizer that its gradients are unscaled, until its update.
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+    """The optimizer's update is not made, and begins anew: without it, unscaling would refuse.
+
+    ``GradScaler.update`` forgets it too, but moves the scale (2.11 to 2.13).
+    """
+    scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
 # -- loading --------------------------------------------------------------------------------------

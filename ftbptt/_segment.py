@@ -60,7 +60,7 @@ class TrainSegment:
         reuse_output: bool = False,
     ) -> None:
         self.recipe, self._backend, self.tapped = recipe, backend, tapped
-        self._reuse_output = reuse_output
+        self.reuses_output = reuse_output
         self._time_dim, self._in_dims = time_dim, in_dims
         self._executables: dict[Any, Executable] = {}
         self._taps: dict[Any, dict[str, Tensor]] = {}
@@ -178,6 +178,7 @@ class TrainSegment:
         step. ``factors``: ``x`` becomes ``(x, factors)``, one number for each step by which the
         gradient is multiplied that goes back from it. ``loss``: called with the loss, returns the
         one to use. ``context``, ``time_dim``: as in :func:`make_train_segment`, if not as before.
+        What it returns is the caller's for good, whatever ``reuse_output`` was.
         """
         step, own = self.recipe.step, self.recipe.loss
         if factors:
@@ -193,7 +194,6 @@ class TrainSegment:
             self._time_dim if time_dim is None else time_dim,
             self._in_dims,
             tapped=self.tapped,
-            reuse_output=self._reuse_output,
         )
 
     @property
@@ -374,7 +374,7 @@ class TrainSegment:
         return self._executables[key]
 
     def _on(self, plan: Plan, backend: Backend) -> Executable:
-        return make_executable(plan, backend, self._count_compile, reuse_output=self._reuse_output)
+        return make_executable(plan, backend, self._count_compile, reuse_output=self.reuses_output)
 
     def _count_compile(self) -> None:
         self.compile_count += 1

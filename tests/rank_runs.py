@@ -121,10 +121,12 @@ def new_run(
     module = tagger()
     params = named(module)
     segment = segment_of(type(module))
-    state = (torch.zeros(ROWS, 5).double(),) * 2
-    options = {"data": data_of("tensors"), "k1": 4, "progress": False, **options}
+    zeros = (torch.zeros(ROWS, 5).double(),) * 2
+    options = {
+        "data": data_of("tensors"), "state": zeros, "k1": 4, "progress": False, **options,
+    }  # fmt: skip
     return train_stream(
-        segment, params, state, optimizer=make_optimizer(params.values()), mesh=mesh, **options
+        segment, params, optimizer=make_optimizer(params.values()), mesh=mesh, **options
     )
 
 

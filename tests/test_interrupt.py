@@ -257,8 +257,46 @@ def test_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(ValueError, match="x") as caught:
             stopped.go()
         (note,) = caught.value.__notes__
-        assert "the checkpoint could not be written either: [Errno 28] No space left" in note
+        assert "the checkpoint could not be written: [Errno 28] No space left" in note
     assert load_checkpoint(file)["index"] == 3
     first.go()  # after room was made
     assert_same(first.seen, whole("plain")[0])
     assert load_checkpoint(file)["index"] == 6
+
+
+def test_a_loop_that_is_left_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``break`` has no error that a note could be added to."""
+    import ftbptt.training.stores as module
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save_checkpoint", full)
+    words = "ftbptt: the checkpoint could not be written: .Errno 28. No space left"
+    loop = iter(Run("plain", 0, tmp_path / "run.pt").updates)
+    next(loop)
+    with pytest.warns(RuntimeWarning, match=words):
+        loop.close()  # type: ignore[attr-defined]
+
+
+def test_a_function_that_raises_stop_iteration(tmp_path: Path) -> None:
+    """As a bare ``next`` may: the loop would end, and look as if all was done."""
+    run = Run("plain", 0, tmp_path / "run.pt",
+              events=Interrupting("before_window", 3, StopIteration()).events)  # fmt: skip
+    with pytest.raises(RuntimeError, match="a function that the run called raised StopIteration"):
+        run.go()
+    assert_same(run.go().seen, whole("plain")[0])
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 6])
+def test_an_iterator_that_is_read_ahead_goes_on(n: int, tmp_path: Path) -> None:
+    """It gives nothing twice: what was read since the last update is kept."""
+    whole_run = Run("generator", 0, accumulate=4).go()
+    events = Interrupting("before_window", n, ValueError("of the caller's")).events
+    run = Run("generator", 0, tmp_path / "run.pt", accumulate=4, events=events)
+    run.updates._cursor.mover.aside = True  # as for a GPU
+    with pytest.raises(ValueError, match="of the caller's"):
+        run.go()
+    assert_same(run.go().seen, whole_run.seen)

@@ -227,6 +227,26 @@ def test_rows_restart_from_the_state_that_was_given() -> None:
         assert not torch.isclose(found[:2], given[:2]).any()
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_rows_restart_from_the_state_that_the_segment_knows(learned: bool) -> None:
+    module = tagger()
+    own = tuple(torch.randn(5).double() for _ in range(2))
+    train_segment = make_train_segment(
+        module, mean_cross_entropy, backend="eager",
+        initial_state=(lambda params: tuple(leaf.expand(3, 5) for leaf in own)) if learned
+        else tuple(leaf.expand(3, 5) for leaf in own),
+    )  # fmt: skip
+    params = params_of(module)
+    updates = train_stream(
+        train_segment, params, None, bad_stream(4, 3, 1, 2),
+        torch.optim.SGD(params.values(), 0.1), k1=4, progress=False, on_nonfinite="skip",
+    )  # fmt: skip
+    noted(updates)
+    for found, given in zip(updates.state, own, strict=True):
+        assert torch.equal(found[2], given)
+        assert not torch.isclose(found[:2], given).any()
+
+
 def test_a_state_without_rows_restarts_whole() -> None:
     module = Tagger()
     params = params_of(module)

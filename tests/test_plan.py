@@ -255,7 +255,7 @@ ORDER = [
     "distributed", "training.windows", "training.checkpoint", "training.chunk",
     "training.chunk_stream", "training.source",
     "training.rows", "training.contiguous", "training.packing", "training.prefetch",
-    "training.cursor", "training.segments", "training.optimizing", "training.measured",
+    "training.cursor", "training.segments", "training.measured", "training.optimizing",
     "training.update", "training.report", "training.early_stop", "training.events",
     "training.nonfinite", "training.together", "training.window_run",
     "training.shared_checkpoint", "training.stores", "training.watch", "training.stream",

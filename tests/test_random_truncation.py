@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +197,46 @@ def test_a_stream_is_trained_on_it() -> None:
     assert sum(losses[-2:]) < sum(losses[:2])
     found = truncation.evaluate(params, zeros(), *stream(40))
     assert torch.equal(found.loss, segment.evaluate(params, zeros(), *stream(40)).loss)
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"burn_in": 3, "fresh": True}])
+def test_a_stream_of_a_batch_first_layer(options: dict[str, Any]) -> None:
+    """Time and rows lie where they do for the segment that is cut."""
+    layer = nn.GRU(3, 5, batch_first=True)
+    segment = make_train_segment(layer, mse, backend="eager")
+    params = dict(layer.named_parameters())
+    x, y = torch.randn(6, 40, 3), torch.randn(6, 40, 5)
+    updates = list(train_stream(
+        random_truncation(segment, 1e9), params, None, (x, y),
+        torch.optim.SGD(params.values(), lr=0.1), k1=10, progress=False, **options,
+    ))  # fmt: skip
+    assert [update.position for update in updates][:3] == ([13, 23, 33] if options.get("fresh")
+                                                           else [10, 20, 30])  # fmt: skip
+    assert updates[-1].state.shape == (1, 6, 5)
+
+
+def test_cuts_are_resumed(tmp_path: Path) -> None:
+    """They are drawn from a generator of one's own, which the checkpoint has."""
+    found = []
+    for parts in ((None,), (2, None)):
+        torch.manual_seed(0)
+        module = nn.GRUCell(3, 5)
+        params = dict(module.named_parameters())
+        x, y = torch.randn(40, 2, 3), torch.randn(40, 2, 5)
+        for updates in parts:
+            truncation = random_truncation(
+                make_train_segment(module, mse, backend="eager"), 3,
+                generator=torch.Generator().manual_seed(4),
+            )  # fmt: skip
+            run = train_stream(
+                truncation, params, None, (x, y), torch.optim.SGD(params.values(), lr=0.1), k1=10,
+                progress=False, updates=updates, resume=True,
+                checkpoint=tmp_path / f"{len(parts)}.pt",
+            )  # fmt: skip
+            for _ in run:
+                pass
+        found.append(params)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 # -- bad input ------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ftbptt.training import (
 )
 from ftbptt.training.checkpoint import previous
 
-from .resuming import RUNS, Pieces, Run, assert_same, check, segment, whole
+from .resuming import MODULES, RUNS, Pieces, Run, assert_same, check, segment, whole
 from .streams import Tagger, mean_cross_entropy, stream, zeros
 
 
@@ -377,3 +377,37 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
     torch.save({"model": torch.ones(3)}, tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match=r"weights.pt: cut off, or not a checkpoint"):
         Run("plain", 0, tmp_path / "weights.pt", resume=True)
+
+
+def test_saved_before_the_first_update(tmp_path: Path) -> None:
+    """Data that comes in chunks has drawn nothing by then."""
+    first = Run("dropout, shuffled", 0, tmp_path / "run.pt")
+    first.updates.save()
+    second = Run("dropout, shuffled", 7, tmp_path / "run.pt", resume=True).go()
+    assert_same(second.seen, whole("dropout, shuffled")[0])
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_state_that_the_segment_knows(given: bool, tmp_path: Path) -> None:
+    """Of named tuples there are lists in a checkpoint; the segment has the structure."""
+    start = MODULES["counting"][2]()
+    seen = []
+    for cuts in ((None,), (3, None)):
+        torch.manual_seed(0)
+        module = MODULES["counting"][0]()
+        params = dict(module.named_parameters())
+        train_segment = make_train_segment(
+            module, mean_cross_entropy, backend="eager",
+            initial_state=start if given else lambda params: start,
+        )  # fmt: skip
+        losses: list[Tensor] = []
+        for updates in cuts:
+            run = train_stream(
+                train_segment, params, None, stream(22), torch.optim.SGD(params.values(), 0.1),
+                k1=3, k2=5, progress=False, checkpoint=tmp_path / f"{len(cuts)}.pt", resume=True,
+                updates=updates,
+            )  # fmt: skip
+            losses += [update.loss for update in run]
+        seen.append(losses)
+    assert len(seen[0]) == 8
+    assert_same(*seen)

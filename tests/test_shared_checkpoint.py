@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -12,11 +13,12 @@ import torch
 from torch.distributed import DeviceMesh
 
 from ftbptt.distributed import RankFailed
-from ftbptt.training import CheckpointError, Events
+from ftbptt.training import CheckpointError, Chunk, Events
 
 from .oracle import assert_close
 from .rank_runs import doubles, new_run, train, train_on
 from .ranks import Ranks
+from .streams import stream
 
 
 def _resumed(
@@ -186,3 +188,65 @@ def _finished_again(mesh: DeviceMesh, folder: str) -> list[str]:
 
 def test_a_run_that_was_left_is_finished_by_one(two: Ranks, tmp_path: Path) -> None:
     assert two.call(_finished_again, str(tmp_path / "run")) == [["update-000000005"]] * 2
+
+
+def _saved_twice(mesh: DeviceMesh, folder: str) -> list[str]:
+    """Killed in the second: what the first has written is still there."""
+    run = new_run(mesh, checkpoint=folder)
+    next(run)
+    run.save()
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with (
+        mock.patch("torch.distributed.checkpoint.async_save", killed),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        run.save()
+    return [path.parent.name for path in Path(folder).glob("*/.metadata")]
+
+
+def test_a_whole_one_is_not_written_over(two: Ranks, tmp_path: Path) -> None:
+    assert two.call(_saved_twice, str(tmp_path / "run")) == [["update-000000001"]] * 2
+
+
+def _groups_made(mesh: DeviceMesh, folder: str) -> int:
+    made = []
+    for n in range(3):
+        for _ in new_run(mesh, checkpoint=f"{folder}/{n}", updates=1):
+            pass
+        made.append(len(torch.distributed.distributed_c10d._world.pg_map))
+    return made[2] - made[0]
+
+
+def test_runs_share_the_group_that_writes(two: Ranks, tmp_path: Path) -> None:
+    assert two.call(_groups_made, str(tmp_path)) == [0, 0]
+
+
+class Ragged:
+    """A source whose rows' steps come to an end at different places."""
+
+    def __init__(self, columns: slice = slice(0, 4), total: int = 20) -> None:
+        self.columns, self.total = columns, total
+
+    def begin(self, epoch: int) -> None:
+        pass
+
+    def read(self, start: int, stop: int) -> Chunk | None:
+        x, y = (leaf[start : min(stop, self.total), self.columns] for leaf in stream(20, 4))
+        return Chunk(x, y) if start < self.total else None
+
+    def share(self, rank: int, size: int) -> Ragged:
+        return Ragged(slice(2 * rank, 2 * rank + 2), 20 - 12 * rank) if size == 2 else self
+
+
+def _ragged(mesh: DeviceMesh, folder: str, updates: int | None) -> list[int]:
+    state = (torch.zeros(4, 5).double(),) * 2
+    run = new_run(mesh, data=Ragged(), checkpoint=folder, resume=True, updates=updates, state=state)
+    return [update.position for update in run]
+
+
+def test_a_rank_whose_data_had_ended_before(two: Ranks, tmp_path: Path) -> None:
+    assert two.call(_ragged, str(tmp_path / "run"), 3) == [[4, 8, 12], [4, 8, 8]]
+    assert two.call(_ragged, str(tmp_path / "run"), None) == [[16, 20], [8, 8]]

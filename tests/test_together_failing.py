@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed import DeviceMesh
 
-from ftbptt.distributed import RankFailed
+from ftbptt import _execute
+from ftbptt.distributed import RankFailed, ranks, reduction
+from ftbptt.distributed.reduction import Reduction
 from ftbptt.training import Events
+from ftbptt.training.shared_checkpoint import SharedCheckpoints
+from ftbptt.training.together import Together
 
-from .rank_runs import ROWS, STEPS, new_run, train
+from .rank_runs import ROWS, STEPS, new_run, segment_of, train
 from .ranks import Ranks
 from .streams import stream
 
@@ -161,3 +167,133 @@ def test_a_loop_that_all_leave_and_go_on_with(two: Ranks, tmp_path: Path) -> Non
         assert seen == list(range(8))
     # The first rank deletes the ones before when the last one is whole: not before both are done.
     assert sorted(path.name[-1] for path in (tmp_path / "run").iterdir()) == ["6", "8"]
+
+
+def _stopped_before_a_checkpoint(mesh: DeviceMesh, folder: str) -> int:
+    run = new_run(
+        mesh, checkpoint=folder, checkpoint_every=2, interval=1e9,
+        stop=lambda loss: mesh.get_rank() == 0,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the other rank stops the run
+        return sum(1 for _ in run)
+
+
+def test_a_rank_that_stops_where_all_would_save(two: Ranks, tmp_path: Path) -> None:
+    assert two.call(_stopped_before_a_checkpoint, str(tmp_path / "run")) == [2, 2]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["update-000000002"]
+
+
+PLACES: dict[str, tuple[type, str, int]] = {
+    "before a save": (Together, "check", 1),
+    "in a save": (ranks.Ranks, "gather", 4),
+    "while a save is waited for": (SharedCheckpoints, "wait", 3),
+    "in an update": (Reduction, "finish", 3),
+    "in a part of its gradients": (Reduction, "_send", 4),
+}
+
+
+def _interrupted(mesh: DeviceMesh, where: str, folder: str) -> tuple[str, Any]:
+    """Ctrl-C on one rank; then all go on."""
+    owner, name, when = PLACES[where]
+    before, calls = getattr(owner, name), []
+
+    def call(*args: Any) -> Any:
+        result = before(*args)
+        calls.append(0)
+        if mesh.get_rank() == 0 and len(calls) == when:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    segment_of.cache_clear()
+    with (
+        mock.patch.object(_execute, "_UNCUT_BYTES", 0),  # gradients in parts
+        mock.patch.multiple(reduction, _LEAST_BYTES=1, _BUCKET_BYTES=300),
+    ):
+        run = new_run(mesh, checkpoint=folder, checkpoint_every=2)
+        said = "no error"
+        with mock.patch.object(owner, name, call):
+            try:
+                for _ in run:
+                    pass
+            except (KeyboardInterrupt, RankFailed) as error:
+                said = f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+        there = Path(folder, f"update-{run.index:09d}", ".metadata").exists()
+        for _ in run:
+            pass
+    segment_of.cache_clear()
+    return said, (there, run.index, [p.tolist() for p in run.params.values()])
+
+
+def _undisturbed(mesh: DeviceMesh) -> Any:
+    run = new_run(mesh)
+    for _ in run:
+        pass
+    return True, run.index, [p.tolist() for p in run.params.values()]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_ctrl_c_on_one_rank(where: str, two: Ranks, tmp_path: Path) -> None:
+    """It ends all, a checkpoint has all updates, and what comes after is as it would have been."""
+    expected = two.call(_undisturbed)[0]
+    (own, found), (other, same) = two.call(_interrupted, where, str(tmp_path / "run"))
+    assert own == "KeyboardInterrupt:  "
+    assert other == "RankFailed: rank 0 has left the run: KeyboardInterrupt:  "
+    assert found[:2] == same[:2] == expected[:2]
+    assert found[2] == same[2]
+    for value, wanted in zip(found[2], expected[2], strict=True):
+        torch.testing.assert_close(torch.tensor(value), torch.tensor(wanted))
+
+
+def _failing_in_a_save(mesh: DeviceMesh, folder: str) -> str:
+    run = new_run(mesh, checkpoint=folder, checkpoint_every=2)
+
+    def broken() -> Any:
+        raise KeyError("state of my own")
+
+    if mesh.get_rank() == 0:
+        run._watch.state_dict = broken  # type: ignore[method-assign]
+    try:
+        for _ in run:
+            pass
+    except (KeyError, RankFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_an_error_in_a_save_ends_all(two: Ranks, tmp_path: Path) -> None:
+    own, other = two.call(_failing_in_a_save, str(tmp_path / "run"))
+    assert own == "KeyError: 'state of my own'"
+    assert other == "RankFailed: rank 0: KeyError: 'state of my own'"
+
+
+def _failing_before_the_first_save(mesh: DeviceMesh, folder: str) -> str:
+    def start(epoch: int) -> None:
+        if mesh.get_rank() == 0:
+            raise KeyError("my own mistake")
+
+    run = new_run(mesh, checkpoint=folder, resume=False, events=Events(epoch_start=start))
+    try:
+        next(run)
+    except (KeyError, RankFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_an_error_before_an_older_run_is_replaced(two: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "run" / "update-000000007").mkdir(parents=True)
+    own, other = two.call(_failing_before_the_first_save, str(tmp_path / "run"))
+    assert own == "KeyError: 'my own mistake'"
+    assert other == "RankFailed: rank 0 has left the run: KeyError: 'my own mistake'"
+
+
+def _without_windows(mesh: DeviceMesh) -> str:
+    x, y = stream(3, ROWS)
+    with pytest.raises(ValueError, match="data: no window has a step with a loss") as caught:
+        list(new_run(mesh, data=(x, y), k1=2, k2=8, context=5, epochs=None))
+    return str(caught.value)
+
+
+def test_data_without_a_loss_on_any_rank(two: Ranks) -> None:
+    first, second = two.call(_without_windows)
+    assert first == second

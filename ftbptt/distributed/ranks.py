@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from .._trees import tree_leaves
 
 Tree = Any
+Result = TypeVar("Result")
 
 
 class RankFailed(RuntimeError):
@@ -39,9 +41,6 @@ class Ranks:
             )
         self.group = mesh
         self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
-        # Where a group can add up the few numbers that ranks tell each other.
-        on_host = "gloo" in dist.get_backend_config(mesh)
-        self.device = torch.device("cpu" if on_host else f"cuda:{torch.cuda.current_device()}")
         self.alive = True  # as far as is known, all of them
 
     def begin_alike(self, params: Tree) -> None:
@@ -59,6 +58,26 @@ class Ranks:
                     except RuntimeError as error:
                         raise self.lost(error) from error
                     leaf.copy_(own)
+
+    def all_do(self, do: Callable[[], Result]) -> Result:
+        """What ``do`` returns, once it has succeeded on all ranks.
+
+        Raises its error where it failed, and :class:`RankFailed` on the others.
+        """
+        result, error = None, None
+        try:
+            result = do()
+        except RankFailed:  # there is nobody to tell
+            raise
+        except Exception as own:
+            error = own
+        said = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, words in enumerate(said):
+            if words is not None:
+                raise RankFailed(f"rank {rank}: {words}")
+        return cast(Result, result)
 
     def gather(self, own: Any) -> list[Any]:
         """What each rank gives, on all of them. Raises :class:`RankFailed`."""

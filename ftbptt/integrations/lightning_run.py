@@ -76,6 +76,8 @@ class TBPTTRun(Callback):
                 params, self._module.trainer.optimizers[0], clip_norm=None, clip_value=None,
                 scheduler=None, scaler=None, ema_decay=None,
             )  # fmt: skip
+        if not self.waiting:
+            self._learner.begin_update()
         return self._learner
 
     def scale(self) -> Tensor | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .._trees import (
+    in_order_of,
     keystr,
     tree_flatten,
     tree_flatten_with_path,
@@ -183,17 +184,19 @@ def as_plain(tree: Tree) -> Any:
     return [as_plain(leaf) for leaf in tree_leaves(tree)]
 
 
-def from_plain(plain: Any, like: Tree, device: torch.device) -> Tree:
+def from_plain(plain: Any, like: Tree, device: torch.device, start: Tree = None) -> Tree:
     """What :func:`as_plain` made a state of, in the structure of ``like`` if that is not None.
 
-    Raises ValueError where the two differ.
+    Else in that of ``start``, which may have other shapes. Raises ValueError where it is not like
+    ``like``.
     """
     if plain is None:
         return None
-    leaves, spec = tree_flatten(plain)
+    structure = start if like is None else like
+    leaves, spec = tree_flatten(plain if structure is None else in_order_of(structure, plain))
     moved = [leaf.to(device) for leaf in leaves]
     if like is None:
-        return tree_unflatten(moved, spec)
+        return tree_unflatten(moved, spec if start is None else tree_flatten(start)[1])
     own, spec = tree_flatten(like)
     shapes, found = ([list(leaf.shape) for leaf in tensors] for tensors in (own, moved))
     if shapes != found:

@@ -56,11 +56,12 @@ class Cursor:
         self.axes: TimeAxes | None = None  # known once there is data
         self.prepares, self.mover = prepares, mover
         self._ahead: Span | None = None
-        self._before_ahead: dict[str, Any] | None = None  # where reading stood before that
+        # Where reading stood before that, if it is the first window of an update.
+        self._before_ahead: dict[str, Any] | None = None
 
     def begin(self, epoch: int) -> None:
         self.source.begin(epoch)
-        self._ahead = None
+        self._ahead = self._before_ahead = None
 
     def take(self, place: Place) -> Span | None:
         """The next window that has a loss; None where the epoch ends."""
@@ -71,10 +72,10 @@ class Cursor:
             self.mover.wait(span.chunk, span.moved)
         return span
 
-    def prefetch(self, place: Place) -> None:
+    def prefetch(self, place: Place, of_next_update: bool) -> None:
         """Reads the window behind the one at work, if it is to be sent to a GPU."""
         if self.mover.aside:
-            self._before_ahead = self._reading()
+            self._before_ahead = self._reading() if of_next_update else None
             self._ahead = self._read(place)
 
     def _read(self, place: Place) -> Span | None:
@@ -116,9 +117,12 @@ class Cursor:
 
     def state_dict(self) -> dict[str, Any]:
         """Where reading stands, and the random numbers; the window ahead is to be read again."""
-        now = self._reading()
-        before = now if self._before_ahead is None else self._before_ahead
-        return {"reading": before, "random": now["random"], "ahead": before is not now}
+        before = self._reading() if self._before_ahead is None else self._before_ahead
+        return {
+            "reading": before,
+            "random": random_state(),
+            "ahead": self._before_ahead is not None,
+        }
 
     def load_state_dict(self, state: dict[str, Any], place: Place) -> None:
         reading, total = state["reading"], self.source.total
@@ -134,5 +138,5 @@ class Cursor:
             self.source.begin(place.epoch)
         if state["ahead"]:
             set_random_state(reading["random"])
-            self._ahead = self._read(place)
+            self._before_ahead, self._ahead = reading, self._read(place)
         set_random_state(state["random"])

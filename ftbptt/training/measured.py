@@ -24,8 +24,20 @@ class Measured(NamedTuple):
         """That of several windows, or of a window of so many ``steps`` from its micro-batches."""
         if len(parts) == 1:
             return parts[0]
-        weight = sum(part.weight for part in parts)
-        least = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
-        loss = sum((part.loss * part.weight for part in parts[1:]), parts[0].loss * parts[0].weight)
+        loss, weight = parts[0].loss, parts[0].weight
+        for part in parts[1:]:
+            weight = weight + part.weight
+            loss = loss + (part.loss - loss) * share(part.weight, weight)
         steps = sum(part.steps for part in parts) if steps is None else steps
-        return Measured(loss / least, weight, steps, sum(part.tokens for part in parts))
+        return Measured(loss, weight, steps, sum(part.tokens for part in parts))
+
+
+def share(own: int | Tensor, total: int | Tensor) -> float | Tensor:
+    """What a part with so many valid steps has in a mean over ``total``, itself among them.
+
+    ``mean + (part - mean) * share`` goes on with a mean; the sums that it would be a quotient of
+    have no room in half precision.
+    """
+    if isinstance(total, Tensor):
+        return own / total.clamp(min=1).double()
+    return own / max(total, 1)

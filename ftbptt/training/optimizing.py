@@ -12,8 +12,9 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from .._compat import version_of
+from .._compat import forget_unscaled, version_of
 from .._trees import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from .measured import share
 
 Tree = Any
 
@@ -63,8 +64,7 @@ class Learner:
         self.params, self.optimizer = params, optimizer
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self.scheduler, self.scaler = scheduler, scaler
-        leaves = [leaf for leaf in tree_leaves(params) if isinstance(leaf, Tensor)]
-        self.trained_places = [i for i, leaf in enumerate(leaves) if differentiable(leaf)]
+        self.trained_places: list[int] = []
         self.opt_state: Tree = None
         if isinstance(optimizer, Optimizer):
             if isinstance(optimizer, LBFGS):
@@ -72,12 +72,10 @@ class Learner:
                     "optimizer: LBFGS evaluates the loss many times in a step, but a window of a "
                     "stream is run once. Give another one, or call train_segment in its closure."
                 )
-            _check_owned(optimizer, params)
-            owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            self.trained_places = [i for i in self.trained_places if id(leaves[i]) in owned]
-            self._own = [leaves[i] for i in self.trained_places]
-            self._unique = list({id(p): p for p in self._own}.values())
+            self._take_up(optimizer)
         elif isinstance(optimizer, FunctionalOptimizer):
+            leaves = tree_leaves(params)
+            self.trained_places = [i for i, leaf in enumerate(leaves) if differentiable(leaf)]
             self.opt_state = optimizer.init(params)
         else:
             raise TypeError(
@@ -98,6 +96,24 @@ class Learner:
         self.gathered: tuple[list[Tensor], Any] | None = None  # gradients and their weight
         # Whether a step writes to them, as Nesterov's over many tensors at once does. Seen at work.
         self.changes_gradients = True
+
+    def _take_up(self, optimizer: Optimizer) -> None:
+        """Which leaves of the parameters the optimizer holds."""
+        _check_owned(optimizer, self.params)
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._held = _held(optimizer)
+        leaves = tree_leaves(self.params)
+        self.trained_places = [
+            i for i, p in enumerate(leaves) if id(p) in owned and differentiable(p)
+        ]
+        self._own = [leaves[i] for i in self.trained_places]
+        self._unique = list({id(p): p for p in self._own}.values())
+
+    def begin_update(self) -> None:
+        """To be called before an update's first window: a group may have been added since."""
+        own = self.optimizer
+        if isinstance(own, Optimizer) and _held(own) != self._held:
+            self._take_up(own)
 
     @property
     def trained(self) -> list[Tensor]:
@@ -129,15 +145,16 @@ class Learner:
             new = [new[i] for i in self.trained_places]
         if self.gathered is not None:
             (old, n), m = self.gathered, weight
-            total = n + m
-            least = total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1)
-            new = [(a * n + b * m) / least for a, b in zip(old, new, strict=True)]
-            weight = total
+            weight = n + m
+            part = share(m, weight)
+            new = [a + (b - a) * part for a, b in zip(old, new, strict=True)]
         self.gathered = new, weight
 
     def forget(self) -> None:
         """Drops what was gathered: a window that is run again must not count twice."""
         self.gathered = None
+        if self.scaler is not None:
+            forget_unscaled(self.scaler, self.optimizer)
 
     def ready(self) -> tuple[list[Tensor], Tensor | None]:
         """The gradients of the update, unscaled and clipped; and their norm before, if clipped."""
@@ -227,6 +244,7 @@ class Learner:
         own = self.optimizer
         return {
             "kinds": self._kinds(),
+            "names": _names(self.params),
             "params": tree_leaves(self.params),
             "optimizer": _state_of(own)
             if isinstance(own, Optimizer)
@@ -251,6 +269,13 @@ class Learner:
                     f"{there or 'none'}. Resume with the options that the run was started with."
                 )
         _check_like("params", "model", self.params, state["params"])
+        names = _names(self.params)
+        if names != state.get("names", names):
+            raise ValueError(
+                f"params: its leaves are {', '.join(names)}, but in the checkpoint "
+                f"{', '.join(state['names'])}: it belongs to a different model, or to one that "
+                "was built in another order."
+            )
         if isinstance(self.optimizer, Optimizer):
             sizes = [len(group["params"]) for group in self.optimizer.param_groups]
             found = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
@@ -297,6 +322,14 @@ def _state_of(optimizer: Optimizer) -> dict[str, Any] | None:
     return optimizer.state_dict()
 
 
+def _held(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _names(tree: Tree) -> list[str]:
+    return [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
+
+
 def _moved(values: list[Any], like: list[Any]) -> list[Any]:
     """The values, tensors on the devices of those in ``like``."""
     return [
@@ -313,8 +346,7 @@ def _check_like(name: str, whole: str, tree: Tree, found: list[Any]) -> None:
             f"{name}: has {len(leaves)} leaves, but the checkpoint has {len(found)}: it belongs "
             f"to a different {whole}."
         )
-    paths = [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
-    for path, leaf, value in zip(paths, leaves, found, strict=True):
+    for path, leaf, value in zip(_names(tree), leaves, found, strict=True):
         if not (isinstance(leaf, Tensor) and isinstance(value, Tensor)):
             continue
         if leaf.shape != value.shape or leaf.dtype != value.dtype:

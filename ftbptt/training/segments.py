@@ -16,7 +16,7 @@ from .._layout import Layout, broadcast_rows
 from .._loss import Loss
 from .._output import EarlyGradients, SegmentOutput
 from .._segment import TrainSegment
-from .._trees import tree_leaves, tree_map
+from .._trees import in_order_of, tree_leaves, tree_map
 from ..distributed.shares import share_of
 from .chunk import Chunk, TimeAxes, checked, naming
 from .cursor import Span
@@ -31,9 +31,9 @@ _variants: WeakKeyDictionary[TrainSegment, dict[Any, TrainSegment]] = WeakKeyDic
 
 
 def variant(train_segment: TrainSegment, states: bool, scaled: bool, context: int) -> TrainSegment:
-    """A segment's variant, made once."""
+    """A segment's variant, made once. What it returns is kept, so its memory is never reused."""
     key = (states, scaled, context)
-    if key == (False, False, train_segment.context):
+    if key == (False, False, train_segment.context) and not train_segment.reuses_output:
         return train_segment
     made = _variants.setdefault(train_segment, {})
     if key not in made:
@@ -43,11 +43,16 @@ def variant(train_segment: TrainSegment, states: bool, scaled: bool, context: in
 
 
 def _scaled(loss: Loss) -> Loss:
-    """The loss times a factor that comes with ``y``: what a gradient scaler wants graded."""
+    """The loss times a factor that comes with ``y``: what a gradient scaler wants graded.
+
+    In float32 at least: what overflows is to be a gradient, which the scaler makes no step with.
+    """
 
     def run(out: Tree, y: tuple[Tree, Tensor]) -> Tensor:
         targets, scale = y
-        return loss(out, targets) * scale[(0,) * scale.dim()]
+        value = loss(out, targets)
+        wide = torch.promote_types(value.dtype, torch.float32)
+        return value.to(wide) * scale[(0,) * scale.dim()]
 
     return run
 
@@ -64,22 +69,23 @@ class Segments:
         autocast: torch.dtype | None = None,
         time_dim: int | None = None,
     ) -> None:
-        self.train_segment = train_segment
-        own = isinstance(train_segment, TrainSegment)
         if not callable(train_segment):
             raise TypeError(
                 "train_segment: expected what make_train_segment returns, or a function of its "
                 f"contract, found {type(train_segment).__name__}."
             )
-        if not own and (context or scaled):
+        if not isinstance(train_segment, TrainSegment) and (context or scaled):
             name = "context" if context else "scaler"
             raise TypeError(f"{name}: needs what make_train_segment returns as train_segment.")
+        # That itself, or the one that a function around it is made of, as by random_truncation.
+        inner = getattr(train_segment, "train_segment", train_segment)
+        self.inner = inner if isinstance(inner, TrainSegment) else None
+        if self.inner is not None and time_dim is not None:
+            raise ValueError(
+                "time_dim: is what make_train_segment was told. Give it there: "
+                f"make_train_segment(..., time_dim={time_dim})."
+            )
         if isinstance(train_segment, TrainSegment):
-            if time_dim is not None:
-                raise ValueError(
-                    "time_dim: is what make_train_segment was told. Give it there: "
-                    f"make_train_segment(..., time_dim={time_dim})."
-                )
             if context and train_segment.context:
                 raise ValueError(
                     f"context: the segment was made with context={train_segment.context}. Give it "
@@ -87,6 +93,8 @@ class Segments:
                 )
             self._has_own_context = bool(context)
             context = context or train_segment.context
+            train_segment = variant(train_segment, False, False, train_segment.context)
+        self.train_segment = train_segment
         self.context, self._autocast, self._time_dim = context, autocast, time_dim
         self._layout: Layout | None = None  # known once there is data
         self._axes: TimeAxes | None = None
@@ -102,11 +110,11 @@ class Segments:
         return self._layout
 
     def _layout_of(self, x: Tree) -> Layout:
-        if not isinstance(self.train_segment, TrainSegment):
+        if self.inner is None:
             return Layout(self._time_dim or 0)
         if not isinstance(x, Tensor):
             x = tree_map(lambda leaf: torch.empty(tuple(leaf.shape), device="meta"), x)
-        return self.train_segment.layout(x)
+        return self.inner.layout(x)
 
     def axes(self, x: Tree) -> TimeAxes:
         """The axes of time alone."""
@@ -209,12 +217,12 @@ class Segments:
 
     def evaluate(self, params: Tree, state: Tree, chunk: Chunk) -> SegmentOutput:
         """The segment without a gradient, the loss of all its steps."""
-        if not isinstance(self.train_segment, TrainSegment):
+        if self.inner is None:
             raise TypeError(
                 "burn_in, k2: steps without a gradient need train_segment.evaluate. Pass what "
                 "make_train_segment returns."
             )
-        run = variant(self.train_segment, False, False, 0)
+        run = variant(self.inner, False, False, 0)
         with self._cast(chunk):
             return run.evaluate(params, state, chunk.x, chunk.y, **_flags(chunk))
 
@@ -253,8 +261,7 @@ class Segments:
         x = chunk.x if isinstance(chunk.x, Tensor) else tree_leaves(chunk.x)[0]
         across = x.shape[layout.x_rows] if x.dim() > layout.x_rows else 0
         if across not in self._rows:
-            run = self.train_segment
-            least = run.batched_axes if isinstance(run, TrainSegment) else 2
+            least = 2 if self.inner is None else self.inner.batched_axes
             self._rows[across] = count_rows(chunk, state, layout, self.row_axis, least)
         rows = self._rows[across]
         all_rows = rows or 1
@@ -267,8 +274,10 @@ class Segments:
         return self.count(chunk._replace(mask=None), state, 0, 0)[0]
 
     def restarted(self, state: Tree, initial: Tree, rows: int | None) -> Tree:
-        """The state, its rows that are not finite as at the start."""
-        initial = tree_map(torch.zeros_like, state) if initial is None else initial
+        """The state, its rows that are not finite as at the start (None: zeros)."""
+        if initial is None:
+            initial = tree_map(torch.zeros_like, state)
+        initial = tree_map(self._with_rows, in_order_of(state, initial), state)
         leaves = tree_leaves(state)
         if rows is None:
             return state if all(leaf.isfinite().all() for leaf in leaves) else initial
@@ -278,11 +287,27 @@ class Segments:
             state = broadcast_rows(torch.where, bad, initial, state, self.row_axis)
         return state
 
+    def _with_rows(self, own: Tensor, leaf: Tensor) -> Tensor:
+        """A state without an axis of rows, as an ``initial_state`` may be, with one."""
+        return own.unsqueeze(self.row_axis(leaf)) if own.dim() == leaf.dim() - 1 else own
+
+    def start(self, params: Tree) -> Tree:
+        """The state of the segment's own that it begins with; None if it was told of none."""
+        own = None if self.inner is None else self.inner.recipe.initial_state
+        if not callable(own):
+            return own
+        with torch.no_grad():
+            return own(params)
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What the segment itself draws from, as :func:`random_truncation` does."""
+        own = getattr(self.train_segment, "generator", None)
+        return own if isinstance(own, torch.Generator) else None
+
     def row_axis(self, leaf: Tensor) -> int:
         """The axis of the rows in a leaf of the state."""
-        if isinstance(self.train_segment, TrainSegment):
-            return self.train_segment.row_axis(leaf)
-        return 0
+        return 0 if self.inner is None else self.inner.row_axis(leaf)
 
     def _cast(self, chunk: Chunk) -> AbstractContextManager[Any]:
         if self._autocast is None:

@@ -13,10 +13,10 @@ import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from .checkpoint import CheckpointError, as_bytes
 
 _KEPT = 2  # whole ones; while a third is written there is always one to go back to
 _NAME = "update-{:09d}"
+_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 class Parts(NamedTuple):
@@ -53,15 +54,6 @@ class SharedCheckpoints:
         self._writing: Future[Any] | None = None
         self._own: list[str] = []  # the names of those of this run
 
-    @cached_property
-    def group(self) -> ProcessGroup:
-        """Of their own, since they are written while the run goes on; made by all ranks at once."""
-        group: ProcessGroup = dist.new_group(
-            dist.get_process_group_ranks(self.ranks.group), backend="gloo",
-            timeout=timeout_of(self.ranks.group), use_local_synchronization=True,
-        )  # fmt: skip
-        return group
-
     def save(self, index: int, parts: Parts) -> None:
         """Begins to write a checkpoint; to be called by all ranks.
 
@@ -71,8 +63,9 @@ class SharedCheckpoints:
         """
         from torch.distributed.checkpoint import FileSystemWriter, async_save
 
-        self.wait()
-        ranks, path = self.ranks, self.folder / _NAME.format(index)
+        ranks = self.ranks
+        ranks.all_do(self.wait)
+        path = self.folder / ranks.gather(self._free_name(index) if ranks.rank == 0 else None)[0]
         numbers, leaves = self._numbered(parts.rows)
         content, unreadable = {}, None
         try:
@@ -91,8 +84,16 @@ class SharedCheckpoints:
             content[f"rows{first}-{first + len(leaf)}/{i}"] = leaf
         self._own.append(path.name)
         self._writing = async_save(
-            content, storage_writer=FileSystemWriter(path), process_group=self.group
+            content, storage_writer=FileSystemWriter(path), process_group=_group_beside(ranks)
         )  # type: ignore[assignment]
+
+    def _free_name(self, index: int) -> str:
+        """A name for update ``index``; a whole checkpoint is not written over."""
+        name, again = _NAME.format(index), 0
+        while (self.folder / name / ".metadata").exists():
+            again += 1
+            name = f"{_NAME.format(index)}.{again}"
+        return name
 
     def _make_room(self, path: Path) -> str | None:
         """What the first rank does before anybody writes; what went wrong with it."""
@@ -121,15 +122,17 @@ class SharedCheckpoints:
         """Until what is being written is whole. Then all but the last ones are deleted."""
         if self._writing is None:
             return
-        writing, self._writing = self._writing, None
         try:
-            writing.result()
+            self._writing.result()
+        except KeyboardInterrupt:  # it is still being written
+            raise
         except RuntimeError as error:
+            self._writing = None
             raise self.ranks.lost(error) from error
         except BaseException as error:  # which torch's CheckpointException is
-            if isinstance(error, KeyboardInterrupt):
-                raise
+            self._writing = None
             raise OSError(f"checkpoint: {self.folder}: {_reason(error)}") from error
+        self._writing = None
         if self.ranks.rank == 0:
             for path in self.folder.glob("update-*"):
                 if path.name not in self._own[-_KEPT:]:
@@ -208,6 +211,19 @@ class SharedCheckpoints:
         contents, numbers = _put_together(own, content)
         rows = tree_map(tensor, numbers)
         return Parts(_put_together("run", content), contents, rows)
+
+
+def _group_beside(ranks: Ranks) -> ProcessGroup:
+    """A group of the same ranks that checkpoints are written by, while the run goes on.
+
+    One for all runs, since a group has threads and sockets; made by all ranks at once.
+    """
+    if ranks.group not in _groups:
+        _groups[ranks.group] = dist.new_group(
+            dist.get_process_group_ranks(ranks.group), backend="gloo",
+            timeout=timeout_of(ranks.group), use_local_synchronization=True,
+        )  # fmt: skip
+    return _groups[ranks.group]
 
 
 def _taken_apart(name: str, tree: Any) -> dict[str, Tensor]:

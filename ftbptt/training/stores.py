@@ -13,7 +13,7 @@ from .checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from .shared_checkpoint import Parts, SharedCheckpoints
 
 Content = dict[str, Any]
-_OF_ALL = ("format", "windows", "index", "place", "learner", "stop", "stopped")
+_OF_ALL = ("format", "windows", "index", "learner", "stop", "stopped")
 _BY_ROW = ("state", "behind")
 
 
@@ -65,16 +65,22 @@ class SharedStore:
         # After an error, not all may have come to the same update.
         same = set(self.ranks.gather(index)) == {index}
         if index is not None and same:
-            own = content()
+            own = self.ranks.all_do(content)
             # A rank whose rows end first stays where it was, while the others go on.
-            own["place"] = max(self.ranks.gather(own["place"]))
+            furthest = max(self.ranks.gather(own["place"]))
             common = {name: own.pop(name) for name in _OF_ALL}
+            common |= {"ranks": self.ranks.size, "furthest": furthest}
             rows = {name: own.pop(name) for name in _BY_ROW}
             self.checkpoints.save(index, Parts(common, own, rows))
         if last:
-            self.checkpoints.wait()
+            self.ranks.all_do(self.checkpoints.wait)
         return same and index is not None
 
     def load(self) -> Content | None:
         parts = self.checkpoints.load()
-        return None if parts is None else {**parts.common, **parts.own, **parts.rows}
+        if parts is None:
+            return None
+        common, own, rows = parts
+        if common.get("ranks", self.ranks.size) != self.ranks.size:  # the rows are shared out anew
+            own["place"] = common["furthest"]
+        return {**common, **own, **rows}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ from .watch import Watch
 from .window_run import WindowRunner
 
 Tree = Any
+_STANDING = ("place", "state", "behind", "cursor", "generator")
 _AS_IT_IS = nullcontext()
 
 
@@ -80,6 +82,7 @@ class Stream(Iterator[Update]):
         self._stand: dict[str, Any] | None = None
         self._stood = self._place, self._behind
         self._whole = True  # the parameters are all of the same update
+        self._had_windows = False  # in this epoch, on any rank
         self._saved = 0  # the index that the checkpoint has
         self._begun = self._finished = False
         self._left = False  # by an error
@@ -149,6 +152,8 @@ class Stream(Iterator[Update]):
                 self.finish()
         except BaseException as error:
             self._leave(error)
+            if isinstance(error, StopIteration):  # it would end the loop without a word
+                raise RuntimeError("a function that the run called raised StopIteration") from error
             raise
         if update is None:
             raise StopIteration
@@ -160,12 +165,14 @@ class Stream(Iterator[Update]):
             self._cursor.begin(0)
             emit(self._events.epoch_start, 0)
         else:
-            self._cursor.load_state_dict(self._stand["cursor"], self._place)
+            self._go_back(self._stand)
         self._begun = True
         if self._store is not None:
             self._take_stand()
             if self._store.replaces:  # else a restart would go on with the run that was there
-                self._store.offer(self.index, self.state_dict, last=False)
+                with self._undisturbed():
+                    if not self._ends_on_a_rank():
+                        self._store.offer(self.index, self.state_dict, last=False)
 
     def _join_again(self) -> None:
         """A run that was left goes on, on all ranks; an update that was not made begins anew.
@@ -177,17 +184,22 @@ class Stream(Iterator[Update]):
             self._parted = self._together.left = False
         if self._stand is not None and self._whole:
             self._place, self._behind = self._stood
-            self._cursor.load_state_dict(self._stand["cursor"], self._place)
+            self._go_back(self._stand)
 
     def _go_on(self, store: Store) -> None:
         """What is kept between two updates, when the caller is done with the last one."""
         if self.index % self._checkpoint_every == 0 and self._saved != self.index:
             self._tell(self._watch.read())
-            if self._together is not None:
-                self._finished |= self._together.check(self.index)
-            if not self._finished:
-                self._save_new(store, last=False)
+            with self._undisturbed():
+                if not self._ends_on_a_rank():
+                    self._save_new(store, last=False)
         self._take_stand()
+
+    def _ends_on_a_rank(self) -> bool:
+        """Whether the run has ended, on whatever rank; before they save all come to this."""
+        if self._together is not None:
+            self._finished |= self._together.check(self.index, self._finished)
+        return self._finished
 
     def _take_stand(self) -> None:
         """Here the next update begins: what is left undone is saved, and done again, from here."""
@@ -205,16 +217,17 @@ class Stream(Iterator[Update]):
                     words = "its loop over the run was left" if left else _sentence(error)
                     self._together.tell(words)
             except RankFailed as failed:
-                error.add_note(f"ftbptt: the other ranks could not be told: {failed}")
+                _add_note(error, f"ftbptt: the other ranks could not be told: {failed}")
             try:
                 self._save_new(self._store, last=True)
             except Exception as failed:
-                error.add_note(f"ftbptt: the checkpoint could not be written either: {failed}")
+                _add_note(error, f"ftbptt: the checkpoint could not be written: {failed}")
             self._parted = self._together is not None
 
     def _undisturbed(self) -> AbstractContextManager[object]:
-        """In a run that is saved, Ctrl-C must not leave something half done."""
-        return _AS_IT_IS if self._store is None else uninterrupted()
+        """In a run that is saved, or of many ranks, Ctrl-C must not leave something half done."""
+        alone = self._store is None and self._together is None
+        return _AS_IT_IS if alone else uninterrupted()
 
     def _total_updates(self) -> int | None:
         limits, steps = self._limits, self._cursor.source.total
@@ -234,6 +247,7 @@ class Stream(Iterator[Update]):
                 # With Ctrl-C all ranks stop before the update, or all after it.
                 with self._undisturbed():
                     update, more = self._update_of_all(measured, more, self._together)
+            self._had_windows |= more
             if update is not None or self._finished:
                 return update
             if not more and not self._next_epoch():
@@ -257,29 +271,32 @@ class Stream(Iterator[Update]):
 
         One that does not count is made up for by the next, but not where others would wait.
         """
+        self._learner.begin_update()
         windows: list[Measured] = []
-        taken = 0
-        while (len(windows) if self._together is None else taken) < self._limits.accumulate:
+        wanted, more = self._limits.accumulate, False
+        while wanted:
             span = self._cursor.take(self._place)
             if span is None:
                 break
-            taken += 1
+            more = True
             ran = self._windows.run(span, self._place, self.index)
             if ran is None:
                 self._finished = True
                 return None, True
             measured, self._behind, self._place = ran
-            self._cursor.prefetch(self._place)
             if measured is not None:
                 windows.append(measured)
+            if measured is not None or self._together is not None:
+                wanted -= 1
+            self._cursor.prefetch(self._place, of_next_update=not wanted)
         if len(windows) == 1:
             return windows[0], True
-        return Measured.joined(windows) if windows else None, taken > 0
+        return Measured.joined(windows) if windows else None, more
 
     def _next_epoch(self) -> bool:
         """Ends the epoch; whether there is another one."""
         epoch = self._place.epoch
-        if self._place.index == 0 and self._together is None:
+        if not self._had_windows:
             raise ValueError(
                 "data: no window has a step with a loss. Give a longer stream, or a smaller k1, "
                 "burn_in or context."
@@ -290,6 +307,7 @@ class Stream(Iterator[Update]):
         if self._limits.epochs is not None and epoch + 1 >= self._limits.epochs:
             return False
         self._place = Place(epoch + 1, 0, 0, self._initial)
+        self._had_windows = False
         self._cursor.begin(epoch + 1)
         emit(self._events.epoch_start, epoch + 1)
         return True
@@ -351,10 +369,11 @@ class Stream(Iterator[Update]):
         self._tell(self._watch.read())
         self._finished = True
         self._watch.close()
-        if self._together is not None:
-            self._together.tell("its run was finished")
-        self._save_new(self._store, last=True)
-        self._parted = self._together is not None
+        with self._undisturbed():
+            if self._together is not None:
+                self._together.tell("its run was finished")
+            self._save_new(self._store, last=True)
+            self._parted = self._together is not None
 
     # -- stopping and going on ------------------------------------------------------------------
 
@@ -367,12 +386,13 @@ class Stream(Iterator[Update]):
         """
         if self._store is None:
             raise RuntimeError("this run has no checkpoint: train_stream(..., checkpoint='run.pt')")
-        if self._together is not None and not self._together.left:
-            self._finished |= self._together.check(self.index)
-            if self._finished:  # another rank is at its end, where all of them save
-                return
-        if self._store.offer(self.index, self.state_dict, last=True):
-            self._saved = self.index
+        if not self._begun and self._stand is None:
+            self._begin()
+        with self._undisturbed():
+            if self._together is not None and not self._together.left and self._ends_on_a_rank():
+                return  # all of them save where it ends
+            if self._store.offer(self.index, self.state_dict, last=True):
+                self._saved = self.index
 
     def _save_new(self, store: Store | None, *, last: bool) -> None:
         """Writes the checkpoint if it has not got the last update, and that is worth keeping."""
@@ -385,12 +405,21 @@ class Stream(Iterator[Update]):
 
     def _standing(self) -> dict[str, Any]:
         place = self._place
+        generator = self._windows.segments.generator
         return {
             "place": [place.epoch, place.index, place.position, place.end],
             "state": as_plain(place.state),
             "behind": as_plain(self._behind),
             "cursor": self._cursor.state_dict(),
+            "generator": None if generator is None else generator.get_state(),
         }
+
+    def _go_back(self, stand: dict[str, Any]) -> None:
+        """Reads, and draws, from where :meth:`_standing` was."""
+        self._cursor.load_state_dict(stand["cursor"], self._place)
+        generator = self._windows.segments.generator
+        if generator is not None and stand["generator"] is not None:
+            generator.set_state(stand["generator"])
 
     def state_dict(self) -> dict[str, Any]:
         """The run as it was after the last update: tensors, numbers, strings, lists and dicts."""
@@ -423,15 +452,26 @@ class Stream(Iterator[Update]):
         learner.check(state["learner"])
         device = tree_leaves(learner.params)[0].device
         epoch, index, position, end = state["place"]
-        carried = from_plain(state["state"], self._initial, device)
-        self._behind = from_plain(state["behind"], self._initial, device)
+        start = self._windows.segments.start(learner.params)
+        carried, self._behind = (
+            from_plain(state[name], self._initial, device, start) for name in ("state", "behind")
+        )
         self._place = Place(epoch, index, position, carried, end)
         learner.load_state_dict(state["learner"])
         self._watch.load_state_dict(state, device)
         self._finished = self._watch.ended
         self.index = self._saved = state["index"]
         self.extra = state["extra"]
-        self._stand = {name: state[name] for name in ("place", "state", "behind", "cursor")}
+        self._had_windows = index > 0
+        self._stand = {name: state.get(name) for name in _STANDING}
+
+
+def _add_note(error: BaseException, words: str) -> None:
+    """Says it with the error; where a loop is left by ``break``, nobody would see that."""
+    if isinstance(error, GeneratorExit):
+        warnings.warn(words, RuntimeWarning, stacklevel=2)
+    else:
+        error.add_note(words)
 
 
 def _sentence(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._interrupt import uninterrupted
 from .._output import EarlyGradients
 from ..distributed.ranks import RankFailed, Ranks
 from ..distributed.reduction import Reduction
@@ -63,7 +64,8 @@ class Together:
         number = float(weight)
 
         def ready(loss: Tensor, grads: list[Tensor]) -> None:
-            reduction.give(grads if is_sound(loss) else None, number)
+            with uninterrupted():  # a bucket that is sent has to be known as such
+                reduction.give(grads if is_sound(loss) else None, number)
 
         places = self.learner.trained_places
         return EarlyGradients([[places[i] for i in own] for own in reduction.buckets], ready)
@@ -98,12 +100,12 @@ class Together:
             learner.gathered = joined.grads, joined.measured.weight
         return joined
 
-    def check(self, index: int) -> bool:
-        """Before update ``index``: whether some rank has come to its end.
+    def check(self, index: int, stops: bool) -> bool:
+        """Before update ``index``: whether some rank has come to its end, as this one if ``stops``.
 
         Raises :class:`RankFailed` if one has left.
         """
-        return bool(self.update(None, False, index, False, False).stopping)
+        return bool(self.update(None, False, index, False, stops).stopping)
 
     def close(self, index: int) -> None:
         """The run has ended before update ``index``, and ends on all ranks.
@@ -151,15 +153,14 @@ class Together:
             weight, loss = float(measured.weight), float(measured.loss)
         tokens = 0 if measured is None else measured.tokens
         ranks, like = self.ranks, self.learner.trained
-        reduction, self._begun = self._begun, None
-        if reduction is None:
-            reduction = self._new()
+        reduction = self._begun = self._begun or self._new()
         own = [0] * ranks.size
         own[ranks.rank] = _FAILED if failed else _STOPS * stops
         high, low = divmod(weight, _BASE)
         told = [high, low, weight * loss if weight else 0.0, tokens, measured is not None, more,
                 due and ranks.rank == 0, *own]  # fmt: skip
         sums = reduction.finish(grads, weight, told)
+        self._begun = None  # only now: what an error leaves undone, tell() brings to its end
         self.bytes_reduced += reduction.nbytes
         high, low, weighted, all_tokens, windows, had_one, due_for_all, *said = sums
         total = high * _BASE + low

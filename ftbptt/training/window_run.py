@@ -83,9 +83,11 @@ class WindowRunner:
         if measured is None:
             # As a whole, also in micro-batches of which some were sound.
             self.learner.gathered = gathered
-            rows = segments.rows(chunk, state)
-            after = segments.restarted(after, self.initial, rows)
-            kept = segments.restarted(kept, self.initial, rows)
+            rows, start = segments.rows(chunk, state), self.initial
+            if start is None:
+                start = segments.start(self.learner.params)
+            after = segments.restarted(after, start, rows)
+            kept = segments.restarted(kept, start, rows)
         after_it = Place(place.epoch, window.index + 1, position, kept, window.end)
         return measured, after, after_it
 

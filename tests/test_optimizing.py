@@ -1,0 +1,158 @@
+"""What an optimizer is given, and what becomes of it while a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftbptt import make_train_segment
+from ftbptt.training import Events, Stream, train_stream
+from ftbptt.training.measured import Measured
+from ftbptt.training.optimizing import Learner
+
+from .streams import (
+    Tagger,
+    cross_entropy,
+    honest_updates,
+    mean_cross_entropy,
+    stream,
+    tagger,
+    zeros,
+)
+
+
+def started(params: dict[str, Tensor], optimizer: Any, module: nn.Module, **options: Any) -> Stream:
+    segment = make_train_segment(module, mean_cross_entropy, backend="eager")
+    options = {"k1": 4, "progress": False, **options}
+    return train_stream(segment, params, zeros(), stream(20), optimizer, **options)
+
+
+def test_a_group_that_is_added_in_the_midst_of_a_run() -> None:
+    """As when layers are thawed one after the other: it is trained from the next update on."""
+
+    def begun() -> tuple[Tagger, torch.optim.Optimizer, Callable[..., None]]:
+        module, seen = tagger(), []
+        own = torch.optim.SGD(module.cell.parameters(), lr=0.5, momentum=0.9)
+
+        def updated(*_: Any) -> None:
+            seen.append(0)
+            if len(seen) == 2:
+                own.add_param_group({"params": module.readout.parameters(), "lr": 0.1})
+
+        return module, own, updated
+
+    found, optimizer, updated = begun()
+    for update in started(dict(found.named_parameters()), optimizer, found):
+        updated(update)
+    expected, optimizer, updated = begun()
+    honest_updates(expected, zeros(), *stream(20), optimizer, k1=4, k2=4, on_update=updated)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict())
+    assert not torch.equal(found.readout.weight, tagger().readout.weight)
+
+
+def test_a_group_of_a_tensor_that_is_not_in_params() -> None:
+    module = tagger()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    run = started(dict(module.named_parameters()), optimizer, module)
+    next(run)
+    optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+    with pytest.raises(ValueError, match=r"its tensor 0 of group 1, of shape .3., is not one of"):
+        next(run)
+
+
+def test_many_steps_in_half_precision() -> None:
+    """The sum over so many steps would be infinite."""
+    params = {"w": nn.Parameter(torch.zeros(2, dtype=torch.float16))}
+    learner = Learner(
+        params, torch.optim.SGD(params.values(), lr=1.0), clip_norm=None, clip_value=None,
+        scheduler=None, scaler=None, ema_decay=None,
+    )  # fmt: skip
+    parts = [(1.0, 60_000), (3.0, torch.tensor(20_000)), (2.0, 0)]
+    for value, weight in parts:
+        learner.add({"w": torch.full((2,), value, dtype=torch.float16)}, weight)
+    grads, _ = learner.ready()
+    assert grads[0].tolist() == [1.5, 1.5]
+    measured = [Measured(torch.tensor(v, dtype=torch.float16), n, 1, 1) for v, n in parts]
+    joined = Measured.joined(measured)
+    assert (float(joined.loss), int(joined.weight)) == (1.5, 80_000)
+
+
+def test_a_scaler_goes_on_after_an_error(tmp_path: Path) -> None:
+    """Between the unscaling and the step, as in an event or by Ctrl-C."""
+    seen = []
+    for wrong in (False, True):
+        module = tagger()
+        failing = [wrong, False, wrong]
+
+        def before_update(grads: list[Tensor], failing: list[bool] = failing) -> None:
+            if failing and failing.pop():
+                raise ZeroDivisionError
+
+        run = started(
+            dict(module.named_parameters()), torch.optim.SGD(module.parameters(), lr=0.5), module,
+            scaler=torch.amp.GradScaler("cpu"), checkpoint=tmp_path / f"{wrong}.pt",
+            events=Events(before_update=before_update),
+        )  # fmt: skip
+        while not run._finished:
+            try:
+                for _ in run:
+                    pass
+            except ZeroDivisionError:
+                assert wrong
+        assert not failing
+        seen.append(module.state_dict())
+    torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=0)
+
+
+def test_a_loss_that_overflows_when_it_is_scaled() -> None:
+    """It is left to the scaler, which makes no step and goes down."""
+    module = tagger().float()
+    params = dict(module.named_parameters())
+    segment = make_train_segment(
+        module, lambda out, y: cross_entropy(out, y).half(), backend="eager"
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    x, y = stream(80)
+    losses = [
+        float(update.loss)
+        for update in train_stream(
+            segment, params, tuple(leaf.float() for leaf in zeros()), (x.float(), y),
+            torch.optim.SGD(params.values(), lr=0.5), k1=4, scaler=scaler, progress=False,
+        )
+    ]  # fmt: skip
+    assert len(losses) == 20
+    assert all(0 < loss < 4 for loss in losses)
+    assert 1 < scaler.get_scale() < 2.0**20
+    assert not torch.equal(params["readout.weight"], tagger().float().readout.weight)
+
+
+def test_parameters_in_another_order_are_not_mistaken(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self, names: str) -> None:
+            super().__init__()
+            for name in names:
+                setattr(self, name, nn.Linear(3, 3).double())
+
+        def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            return h, torch.tanh(self.a(x_t) + self.b(h))
+
+    def run(names: str, resume: bool) -> Stream:
+        module = Two(names)
+        segment = make_train_segment(module, lambda out, y: out.square().mean(), backend="eager")
+        params = dict(module.named_parameters())
+        return train_stream(
+            segment, params, torch.zeros(2, 3).double(), (stream(8)[0], None),
+            torch.optim.SGD(params.values(), lr=0.1), k1=4, progress=False,
+            checkpoint=tmp_path / "run.pt", resume=resume,
+        )  # fmt: skip
+
+    list(run("ab", False))
+    assert run("ab", True).index == 2
+    words = r"params: its leaves are \['b.weight'\], \['b.bias'\], .*in the checkpoint \['a.weight'"
+    with pytest.raises(ValueError, match=words):
+        run("ba", True)
