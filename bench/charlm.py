@@ -65,18 +65,11 @@ def ranks(device: str) -> DeviceMesh | None:
     """The processes that torchrun has started; None without it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     return init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
-
-
-def of_first_rank(value: float, mesh: DeviceMesh | None) -> float:
-    """The clock of the first rank, for all: else they would disagree on rates and on the end."""
-    if mesh is None:
-        return value
-    own = torch.tensor(value, dtype=torch.float64, device=mesh.device_type)
-    dist.broadcast(own, 0)
-    return float(own)
 
 
 def begin(
@@ -122,13 +115,13 @@ def train(run: Stream, options: argparse.Namespace, mesh: DeviceMesh | None) -> 
     first: float | None = None  # when the first update was done: what came before is compiling
     start = 0.0  # of training, once it is known
     shown = len(run.history)
-    set_rate(run, options.lr, of_first_rank(began / total if before else 0.0, mesh))
+    set_rate(run, options.lr, began / total if before else 0.0)
     form = "{desc} {percentage:3.0f}%|{bar}| {elapsed} {postfix}"
     quiet = mesh is not None and mesh.get_rank() > 0
     with tqdm(
         total=1.0, desc="compiling", bar_format=form, dynamic_ncols=True, disable=quiet
     ) as bar:
-        for _ in run if of_first_rank(began, mesh) < total else ():
+        for _ in run if began < total else ():
             if first is None:
                 first = run.seconds
                 start = 0.0 if before else first
@@ -141,7 +134,7 @@ def train(run: Stream, options: argparse.Namespace, mesh: DeviceMesh | None) -> 
                     f"{report.loss / math.log(2):.3f} bits/char, "
                     f"{report.tokens_per_second:,.0f} chars/s"
                 )
-            done = of_first_rank((run.seconds - start) / max(total - start, 1e-9), mesh)
+            done = (run.seconds - start) / max(total - start, 1e-9)
             if done >= 1:
                 break
             set_rate(run, options.lr, done)

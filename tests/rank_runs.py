@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
+from torch.utils.data import DataLoader
 
 from ftbptt import TrainSegment, make_train_segment
 from ftbptt.training import Chunk, ContiguousStreams, PackedSequences, Stream, train_stream
 
 from .problem import named
-from .streams import cross_entropy, mean_cross_entropy, stream, tagger
+from .streams import Tagger, cross_entropy, mean_cross_entropy, stream, tagger
 
 STEPS = 53
 ROWS = 5
@@ -66,6 +67,9 @@ def data_of(kind: str) -> Any:
         return Chunk(x, y, *flags())
     if kind == "chunks":
         return [(x[a : a + 7], y[a : a + 7]) for a in range(0, STEPS, 7)]
+    if kind == "shuffled":
+        pieces = [(x[a : a + 7], y[a : a + 7]) for a in range(0, STEPS, 7)]
+        return DataLoader(pieces, batch_size=None, shuffle=True)  # type: ignore[arg-type]
     if kind == "packed":
         return PackedSequences(sequences(), rows=ROWS)
     tokens = torch.randint(6, (500,), generator=torch.Generator().manual_seed(7))
@@ -92,9 +96,9 @@ def shared_out(params: Iterable[Tensor], kind: type, **options: Any) -> Any:
 def train(mesh: DeviceMesh | None, kind: str, **options: Any) -> dict[str, Any]:
     """A run of 50 updates: its parameters, and the losses of its updates."""
     rank = 0 if mesh is None else torch.distributed.get_rank()
+    segment = segment_of(CharModel if kind == "tokens" else Tagger, kind in ("flags", "packed"))
     torch.manual_seed(rank)  # what the other ranks begin with does not count
     module: nn.Module = CharModel() if kind == "tokens" else tagger(rank)
-    segment = segment_of(type(module), padded=kind in ("flags", "packed"))
     params = named(module)
     optimizer: Any = torch.optim.SGD(params.values(), lr=0.3, momentum=0.9)
     if options.pop("functional", False):

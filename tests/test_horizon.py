@@ -190,6 +190,15 @@ def test_what_does_not_fade_has_no_k2() -> None:
         fading(0.8).suggest_k2(0)
 
 
+def test_gradients_that_are_not_finite() -> None:
+    cell = nn.GRUCell(2, 3)
+    segment = make_train_segment(cell, mse, backend="eager")
+    x, y = torch.randn(20, 4, 2), torch.randn(20, 4, 3)
+    x[3, 1] = torch.nan
+    with pytest.raises(ValueError, match="params, state, x, y: a gradient of the loss is not fini"):
+        gradient_horizon(segment, dict(cell.named_parameters()), None, x, y)
+
+
 def test_nothing_to_fade() -> None:
     """No recurrence at all: one step is enough."""
     horizon = fading(0.0)

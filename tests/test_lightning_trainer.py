@@ -405,6 +405,22 @@ def test_resuming_is_exact(saved: int, tmp_path: Path) -> None:
     assert_equal(list(own.step.parameters()), list(expected.parameters()), 0)
 
 
+def test_resumed_within_an_epoch_whose_data_begins_anew(tmp_path: Path) -> None:
+    """The state carried behind its second batch is not that of its first."""
+    batches, path = [stream(8, seed=seed) for seed in range(4)], tmp_path / "run.ckpt"
+    trainer(max_epochs=1, callbacks=[Save(path, 4)]).fit(
+        model(Momentum, carry=True), loader(batches)
+    )
+    own = model(Momentum, carry=True)
+    states = []
+    start = own._run.carried
+    own._run.carried = lambda *of: states.append(start(*of)) or states[-1]  # type: ignore[method-assign]
+    with pytest.warns(RuntimeWarning, match="the carried state begins anew too. One with state_di"):
+        trainer(max_epochs=1).fit(own, loader(batches), ckpt_path=path)
+    assert not any(leaf.any() for leaf in states[0])
+    assert all(leaf.any() for leaf in states[1])
+
+
 def test_model_checkpoint(tmp_path: Path) -> None:
     """The best by a loss, and one every so many updates where a batch ends with them."""
     best = ModelCheckpoint(tmp_path / "best", monitor="val_loss", filename="{val_loss:.6f}")

@@ -116,6 +116,14 @@ def test_a_sequence_longer_than_the_share_of_a_row() -> None:
     assert repr(packed) == "PackedSequences(4 sequences in 2 rows of 30 steps, 66.7% of them valid)"
 
 
+def test_a_share_without_a_sequence() -> None:
+    """It has as many windows as the others, all padding."""
+    whole = PackedSequences(numbered([2, 3]), 4)
+    chunk = read(whole.share(3, 4), 2)
+    assert chunk.mask.shape == chunk.x.shape == (3, 1)
+    assert not chunk.mask.any()
+
+
 def test_fewer_sequences_than_rows() -> None:
     chunk = read(PackedSequences(numbered([2, 3]), 4), 5)
     assert chunk.mask.sum(0).tolist() == [3, 2, 0, 0]

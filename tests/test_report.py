@@ -150,6 +150,21 @@ def test_time_goes_on_after_a_resume(clock: Clock) -> None:
     assert again.history == meter.history
 
 
+def test_the_speed_after_a_resume(clock: Clock) -> None:
+    """Steps that were not reported took the time that they took."""
+    meter = Meter(interval=0)
+    meter.add(measured(1.0))
+    clock.now += 3
+    state = meter.state_dict()
+    clock.now += 100
+    again = Meter(interval=0)
+    again.load_state_dict(state, torch.device("cpu"))
+    again.start()
+    clock.now += 1
+    again.add(measured(1.0))
+    assert again.report(update(), None).steps_per_second == 2 * measured(1.0).steps / 4
+
+
 def test_a_report_of_each_update() -> None:
     """``interval=0``: each loss, norm, rate and place as the update has them."""
     updates, reports = [], []

@@ -39,7 +39,7 @@ def _resumed(
     raise AssertionError("it was not cut off")
 
 
-@pytest.mark.parametrize("kind", ["flags", "chunks", "packed"])
+@pytest.mark.parametrize("kind", ["flags", "chunks", "shuffled", "packed"])
 def test_a_run_that_was_cut_off_goes_on(kind: str, two: Ranks, tmp_path: Path) -> None:
     undisturbed = two.call(train_on, kind, {})
     for cut in (5, 23):

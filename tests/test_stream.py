@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -206,6 +207,19 @@ def test_micro_batches_are_the_whole_batch(count: int, segment: Segments) -> Non
         assert_equal((a.loss, a.state, a.grad_norm), (b.loss, b.state, b.grad_norm))
 
 
+def test_no_rows_for_micro_batches() -> None:
+    """Features are not shared out in their place."""
+    cell = nn.GRUCell(4, 5).double()
+    segment = make_train_segment(cell, lambda out, y: (out - y).square().mean(), backend="eager")
+    data = torch.randn(8, 4).double(), torch.randn(8, 5).double()
+    params, state = dict(cell.named_parameters()), torch.zeros(5).double()
+    updates = train_stream(
+        segment, params, state, data, sgd(params), k1=4, progress=False, micro_batches=2
+    )
+    with pytest.raises(ValueError, match="micro_batches: x, y and the state have no rows in commo"):
+        next(updates)
+
+
 def test_a_segment_that_taps(segment: Segments) -> None:
     """Also where windows overlap or have a burn-in, for which the states within are kept."""
     data = stream(11)
@@ -235,7 +249,7 @@ def test_clipping_by_norm_and_value(segment: Segments) -> None:
         norm = nn.utils.get_total_norm([p.grad for p in own.parameters()])
         if "clip_norm" in options:
             nn.utils.clip_grad_norm_(own.parameters(), options["clip_norm"])
-            assert update.grad_norm.item() == pytest.approx(norm.item())
+        assert update.grad_norm.item() == pytest.approx(norm.item())
         if "clip_value" in options:
             nn.utils.clip_grad_value_(own.parameters(), options["clip_value"])
         torch.optim.SGD(own.parameters(), lr=0.5).step()
@@ -529,6 +543,8 @@ def test_ensemble_by_vmap() -> None:
         ({"clip_norm": 0.0}, ValueError, "clip_norm: expected a number above 0, found 0.0"),
         ({"ema_decay": 1.0}, ValueError, "ema_decay: expected a number from 0 to below 1"),
         ({"on_nonfinite": "warn"}, ValueError, "on_nonfinite: expected one of stop, skip, raise"),
+        ({"reduce_dtype": "bf16"}, TypeError, "reduce_dtype: expected a dtype such as torch.bfl"),
+        ({"reduce_dtype": torch.float16}, ValueError, "reduce_dtype: float16 has no room for sums"),
         ({"resume": True}, ValueError, "resume: give the file to resume from"),
         (
             {"optimizer": torch.optim.LBFGS([torch.zeros(1)])},
@@ -559,6 +575,18 @@ def test_numbers_of_numpy(segment: Segments) -> None:
     updates, found = run(segment(), stream(20), k1=np.int64(5), epochs=np.int64(2))
     assert len(updates) == 8
     assert_equal(found, plain)
+
+
+def test_workers_end_with_the_run(segment: Segments) -> None:
+    """Whoever keeps the run, for its history, does not keep them."""
+    train_segment, params = segment()
+    pieces = [stream(4, seed=seed) for seed in range(3)]
+    loader = torch.utils.data.DataLoader(pieces, batch_size=None, num_workers=1)  # type: ignore[arg-type]
+    updates = train_stream(
+        train_segment, params, zeros(), loader, sgd(params), k1=4, progress=False
+    )
+    assert sum(1 for _ in updates) == 3
+    assert not multiprocessing.active_children()
 
 
 def test_an_optimizer_of_other_tensors(segment: Segments) -> None:

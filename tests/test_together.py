@@ -33,6 +33,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("packed", {"k2": 11}),
     ("packed", {"k2": 7, "fresh": True}),
     ("tokens", {"k1": 10, "micro_batches": 2}),
+    ("shuffled", {"accumulate": 2}),
 ]
 
 
@@ -70,11 +71,11 @@ def _bytes(mesh: DeviceMesh, dtype: torch.dtype | None) -> tuple[int, int, int]:
 def test_what_is_sent_for_an_update(dtype: torch.dtype | None, size: int, two: Ranks) -> None:
     """Each gradient once for an update, however many windows it has; and once at the end.
 
-    With them nine numbers in float64.
+    With them ten numbers in float64.
     """
     for updates, sent, numbers in two.call(_bytes, dtype):
         assert updates == 4
-        assert sent == (updates + 1) * (size * numbers + 9 * 8)
+        assert sent == (updates + 1) * (size * numbers + 10 * 8)
 
 
 def _early(mesh: DeviceMesh) -> Any:

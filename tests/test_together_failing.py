@@ -297,3 +297,32 @@ def _without_windows(mesh: DeviceMesh) -> str:
 def test_data_without_a_loss_on_any_rank(two: Ranks) -> None:
     first, second = two.call(_without_windows)
     assert first == second
+
+
+def _gone_on_without_a_checkpoint(mesh: DeviceMesh) -> Any:
+    """One rank fails in the second of three windows of an update, the other has run them all."""
+    seen: list[int] = []
+
+    def fail(*_: Any) -> None:
+        seen.append(1)
+        if mesh.get_rank() == 1 and len(seen) == 5:
+            raise KeyError("my own mistake")
+
+    run = new_run(mesh, accumulate=3, events=Events(before_window=fail))
+    with pytest.raises((KeyError, RankFailed)):
+        list(run)
+    left = run.index
+    for _ in run:
+        pass
+    return left, run.index, [p.tolist() for p in run.params.values()]
+
+
+def _in_one_go(mesh: DeviceMesh) -> Any:
+    run = new_run(mesh, accumulate=3)
+    for _ in run:
+        pass
+    return 1, run.index, [p.tolist() for p in run.params.values()]
+
+
+def test_ranks_go_on_from_the_same_window(two: Ranks) -> None:
+    assert two.call(_gone_on_without_a_checkpoint) == two.call(_in_one_go)

@@ -64,7 +64,7 @@ class GradientHorizon:
 
         Above 1 it grows. 0 if nothing reaches so far.
         """
-        mean = self.mean().double()
+        mean = self.mean().double().cpu()
         lags = torch.arange(1, len(mean) + 1, dtype=torch.float64)
         last = lags > len(mean) // 2
         lags, mean = lags[last], mean[last]
@@ -216,6 +216,11 @@ def gradient_horizon(
             gradients = gradients_by_reach(plan, groups, reaches)
     off = [_distance(own, gradients[-1]) for own in gradients]
     whole = _norm(gradients[-1])
+    if not (math.isfinite(whole) and all(own.isfinite().all() for own in norms.values())):
+        raise ValueError(
+            "params, state, x, y: a gradient of the loss is not finite, so its norms say nothing. "
+            "Look at out and loss of the segment first."
+        )
     horizon = GradientHorizon(
         norms,
         reached={k2: _norm(own) for k2, own in zip(reaches, gradients, strict=True)},

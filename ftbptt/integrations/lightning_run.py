@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -223,12 +224,24 @@ class TBPTTRun(Callback):
         """The state that a batch begins with, where ``start`` is the one of a sequence's start."""
         if self._saved is not None:
             if self._saved["epoch"] == epoch:
-                state = from_plain(self._saved["state"], start, self._module.device)
-                self._behind = epoch, state
+                self._resume(self._saved["state"], start, epoch)
             self._saved = None
         if self._behind is None or self._behind[0] != epoch:
             return start
         return _like(self._behind[1], start)
+
+    def _resume(self, plain: Any, start: Tree, epoch: int) -> None:
+        """In the midst of an epoch, whose data Lightning itself reads from the start again."""
+        if hasattr(self._module.trainer.train_dataloader, "load_state_dict"):
+            self._behind = epoch, from_plain(plain, start, self._module.device)
+            return
+        warnings.warn(
+            "ftbptt: the checkpoint was made within an epoch, whose data begins anew, since the "
+            "DataLoader has no state: the carried state begins anew too. One with state_dict and "
+            "load_state_dict, such as torchdata's StatefulDataLoader, goes on where it was.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def keep(self, state: Tree, epoch: int) -> None:
         """The state after a batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ class ChunkStream:
         self._left: Iterator[Any] | None = None
         self._generators: list[Tensor] = []  # their states before the epoch
         self._had_workers = False  # before the epoch
+        self._apart: dict[str, Any] | None = None  # random numbers of the data's own, if it has any
         self._held: deque[tuple[int, int, Chunk]] = deque()  # (first step, after the last, chunk)
         self._end = 0
         # Of an iterator, which gives nothing twice: where reading stood the last times that it was
@@ -46,7 +48,41 @@ class ChunkStream:
         self._stands: deque[_Stand] = deque(maxlen=2)
         self._taken: dict[int, tuple[dict[str, Any], Chunk, dict[str, Any]]] = {}
 
+    def beginning(self) -> dict[str, Any]:
+        """What the data draws from."""
+        return {
+            "random": {name: own for name, own in random_state().items() if name != "cuda"},
+            "generators": [own.get_state() for own in self._own_generators()],
+        }
+
+    def begin_as(self, other: dict[str, Any]) -> None:
+        """Draws what the data of another rank draws, apart from what the process draws.
+
+        For ranks that take their rows of the same chunks: those must come in one order.
+        """
+        self._apart = other["random"]
+        for own, value in zip(self._own_generators(), other["generators"], strict=False):
+            own.set_state(value)
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Within it, what is drawn is the data's."""
+        if self._apart is None:
+            yield
+            return
+        outside = random_state()
+        set_random_state(self._apart)
+        try:
+            yield
+        finally:
+            self._apart = random_state()
+            set_random_state(outside)
+
     def begin(self, epoch: int) -> None:
+        with self._drawing():
+            self._begin(epoch)
+
+    def _begin(self, epoch: int) -> None:
         self._random = {-1: random_state()}
         self._generators = [own.get_state() for own in self._own_generators()]
         for owner in self._owners():
@@ -61,6 +97,11 @@ class ChunkStream:
             )
         self._left, self.pulled, self._end = left, 0, 0
         self._held.clear()
+
+    def close(self) -> None:
+        """Lets go of the epoch's reader."""
+        if self._left is not self.chunks:
+            self._left = None
 
     def _owners(self) -> list[Any]:
         """What may have an order of its own: a ``DataLoader`` and its samplers."""
@@ -95,20 +136,21 @@ class ChunkStream:
         if self._left is self.chunks:
             self._go_back(pulled)
             return
-        with_workers(self.chunks, reading.get("had_workers", False))
-        set_random_state(random[-1])
-        for own, value in zip(self._own_generators(), reading["generators"], strict=False):
-            own.set_state(value)
-        self.begin(epoch)
-        while self.pulled < pulled:
-            if self.pulled in random:
-                set_random_state(random[self.pulled])
-            if not self._pull():
-                raise ValueError(
-                    f"data: the checkpoint was made after {pulled} chunks, but there are only "
-                    f"{self.pulled}. Resume with the data that the run was started with."
-                )
-            self._drop(start)
+        with self._drawing():
+            with_workers(self.chunks, reading.get("had_workers", False))
+            set_random_state(random[-1])
+            for own, value in zip(self._own_generators(), reading["generators"], strict=False):
+                own.set_state(value)
+            self._begin(epoch)
+            while self.pulled < pulled:
+                if self.pulled in random:
+                    set_random_state(random[self.pulled])
+                if not self._pull():
+                    raise ValueError(
+                        f"data: the checkpoint was made after {pulled} chunks, but there are only "
+                        f"{self.pulled}. Resume with the data that the run was started with."
+                    )
+                self._drop(start)
 
     def _go_back(self, pulled: int) -> None:
         stand = next(stand for stand in self._stands if stand.pulled == pulled)
@@ -118,8 +160,10 @@ class ChunkStream:
     def read(self, start: int, stop: int) -> Chunk | None:
         self._drop(start)
         assert not self._held or self._held[0][0] <= start, "a step that was given away"
-        while self._end < stop and self._pull():
-            self._drop(start)
+        if self._end < stop:
+            with self._drawing():
+                while self._end < stop and self._pull():
+                    self._drop(start)
         parts = [
             self.axes.cut(chunk, max(0, start - first), stop - first)
             if start > first or stop < end

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from .checkpoint import random_state, set_random_state
 from .chunk import Chunk, TimeAxes
+from .chunk_stream import ChunkStream
 from .prefetch import Mover
 from .source import Rereadable, Source, check_axes
 from .windows import Truncation, Window
@@ -62,6 +63,11 @@ class Cursor:
     def begin(self, epoch: int) -> None:
         self.source.begin(epoch)
         self._ahead = self._before_ahead = None
+
+    def close(self) -> None:
+        """Nothing is read any more: the workers of a ``DataLoader`` need not wait for that."""
+        if isinstance(self.source, ChunkStream):
+            self.source.close()
 
     def take(self, place: Place) -> Span | None:
         """The next window that has a loss; None where the epoch ends."""

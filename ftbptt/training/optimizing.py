@@ -157,7 +157,7 @@ class Learner:
             forget_unscaled(self.scaler, self.optimizer)
 
     def ready(self) -> tuple[list[Tensor], Tensor | None]:
-        """The gradients of the update, unscaled and clipped; and their norm before, if clipped."""
+        """The gradients of the update, unscaled and clipped; and their norm before, if they are."""
         assert self.gathered is not None
         grads, _ = self.gathered
         self.gathered = None
@@ -165,9 +165,9 @@ class Learner:
             grads = self._give(grads)
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-        norm = None
-        if self.clip_norm is not None:
-            norm = get_total_norm(grads)
+        clips = self.clip_norm is not None or self.clip_value is not None
+        norm = get_total_norm(grads) if clips else None
+        if self.clip_norm is not None and norm is not None:
             factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             for grad in grads:
                 grad.mul_(factor)

@@ -192,7 +192,7 @@ class PackedSequences:
         """A chunk of no steps of a sequence."""
         if self._none is None:  # no window of this reader has reached one yet
             before = random_state()
-            self._sequence(self._order[0][0])
+            self._sequence(0)
             set_random_state(before)
         assert self._none is not None
         return self._none

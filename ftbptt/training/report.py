@@ -46,6 +46,7 @@ class Meter:
         self.interval = interval
         self.history: list[Report] = []
         self.before = 0.0  # seconds in earlier parts of a resumed run
+        self._waited = 0.0  # of them since the last report
         self._began = self._since = self._next = self._now = time.perf_counter()
         self._losses: list[Tensor] = []
         self._weights: list[Any] = []
@@ -58,8 +59,8 @@ class Meter:
 
     def start(self) -> None:
         """The clock starts."""
-        self._began = self._since = time.perf_counter()
-        self._next = self._since + self.interval
+        self._began = time.perf_counter()
+        self._since, self._next = self._began - self._waited, self._began + self.interval
 
     @property
     def seconds(self) -> float:
@@ -131,11 +132,12 @@ class Meter:
             "seconds": self.seconds,
             "history": [astuple(report) for report in self.history],
             "unread": [list(self._losses), list(self._weights), self._steps, self._tokens],
+            "waited": time.perf_counter() - self._since,
             "folded": [self._sum, self._weight, self._bad, self._noted],
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        self.before = state["seconds"]
+        self.before, self._waited = state["seconds"], state.get("waited", 0.0)
         self.history[:] = [Report(*values) for values in state["history"]]
         losses, self._weights, self._steps, self._tokens = state["unread"]
         self._losses = [loss.to(device) for loss in losses]

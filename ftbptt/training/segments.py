@@ -230,11 +230,17 @@ class Segments:
         """The rows of a chunk and a state in micro-batches."""
         if parts == 1:
             return [(chunk, state)]
+        if self.rows(chunk, state) is None:
+            raise ValueError(
+                "micro_batches: x, y and the state have no rows in common that could be shared out."
+            )
         return split_rows(chunk, state, parts, self.layout(chunk.x), self.row_axis)
 
     def own_rows(self, rank: int, size: int, chunk: Chunk) -> Chunk:
         """The rows of a chunk that are those of a rank."""
         layout = self.layout(chunk.x)
+        if tree_leaves(chunk.x)[0].dim() <= layout.x_rows:
+            raise ValueError("mesh: x has no rows that could be shared out.")
         share_of(tree_leaves(chunk.x)[0].shape[layout.x_rows], rank, size)
         return split_rows(chunk, (), size, layout, self.row_axis)[rank][0]
 

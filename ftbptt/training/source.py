@@ -21,10 +21,10 @@ class Source(Protocol):
     total: int | None  # steps of an epoch, if known
 
     def begin(self, epoch: int) -> None:
-        """An epoch starts; the next read is from step 0."""
+        """An epoch starts. A run that is resumed within it reads on from where it stood."""
 
     def read(self, start: int, stop: int) -> Chunk | None:
-        """Steps ``[start, stop)``, fewer at the end of the stream, None after it.
+        """Steps ``[start, stop)`` of the epoch, fewer at the end of the stream, None after it.
 
         Neither ``start`` nor ``stop`` ever goes back within an epoch.
         """

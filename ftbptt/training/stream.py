@@ -86,6 +86,7 @@ class Stream(Iterator[Update]):
         self._saved = 0  # the index that the checkpoint has
         self._begun = self._finished = False
         self._left = False  # by an error
+        self._seconds_of_all = 0.0
         self._parted = False  # from the other ranks: nothing is done together any more
         self.index = 0  # how many updates were made
         self.extra: dict[str, Any] = {}
@@ -117,8 +118,11 @@ class Stream(Iterator[Update]):
 
     @property
     def seconds(self) -> float:
-        """How long the run took so far, all its parts together."""
-        return self._watch.meter.seconds
+        """How long the run took so far, all its parts together.
+
+        With a mesh: up to its last update, by the first rank's clock, and so the same on all.
+        """
+        return self._watch.meter.seconds if self._together is None else self._seconds_of_all
 
     # -- iteration ----------------------------------------------------------------------------
 
@@ -143,8 +147,8 @@ class Stream(Iterator[Update]):
             else:
                 if not self._begun:
                     self._begin()
-                elif self._store is not None and self._stand is None:
-                    self._go_on(self._store)
+                elif self._goes_back and self._stand is None:
+                    self._go_on()
                 update = None if self._finished else self._next_update()
             if update is None:
                 if self._together is not None:
@@ -167,18 +171,25 @@ class Stream(Iterator[Update]):
         else:
             self._go_back(self._stand)
         self._begun = True
-        if self._store is not None:
+        if self._goes_back:
             self._take_stand()
-            if self._store.replaces:  # else a restart would go on with the run that was there
+            if self._store is not None and self._store.replaces:
+                # Else a restart would go on with the run that was there.
                 with self._undisturbed():
                     if not self._ends_on_a_rank():
                         self._store.offer(self.index, self.state_dict, last=False)
 
-    def _join_again(self) -> None:
-        """A run that was left goes on, on all ranks; an update that was not made begins anew.
+    @property
+    def _goes_back(self) -> bool:
+        """Whether an update that is left undone is begun anew, with all of its windows.
 
-        Where the run keeps no checkpoint, the windows of that update are left out.
+        That costs as much as a small window: only for a run that is saved, or of many ranks, which
+        have not all run the same ones.
         """
+        return self._store is not None or self._together is not None
+
+    def _join_again(self) -> None:
+        """A run that was left goes on, on all ranks; an update that was not made begins anew."""
         self._watch.draw(self._total_updates(), self.index)
         if self._together is not None:
             self._parted = self._together.left = False
@@ -186,13 +197,14 @@ class Stream(Iterator[Update]):
             self._place, self._behind = self._stood
             self._go_back(self._stand)
 
-    def _go_on(self, store: Store) -> None:
+    def _go_on(self) -> None:
         """What is kept between two updates, when the caller is done with the last one."""
-        if self.index % self._checkpoint_every == 0 and self._saved != self.index:
+        is_due = self.index % self._checkpoint_every == 0 and self._saved != self.index
+        if is_due and self._store is not None:
             self._tell(self._watch.read())
             with self._undisturbed():
                 if not self._ends_on_a_rank():
-                    self._save_new(store, last=False)
+                    self._save_new(self._store, last=False)
         self._take_stand()
 
     def _ends_on_a_rank(self) -> bool:
@@ -225,9 +237,8 @@ class Stream(Iterator[Update]):
             self._parted = self._together is not None
 
     def _undisturbed(self) -> AbstractContextManager[object]:
-        """In a run that is saved, or of many ranks, Ctrl-C must not leave something half done."""
-        alone = self._store is None and self._together is None
-        return _AS_IT_IS if alone else uninterrupted()
+        """Where something can be lost, Ctrl-C must not leave it half done."""
+        return uninterrupted() if self._goes_back else _AS_IT_IS
 
     def _total_updates(self) -> int | None:
         limits, steps = self._limits, self._cursor.source.total
@@ -259,9 +270,11 @@ class Stream(Iterator[Update]):
     ) -> tuple[Update | None, bool]:
         """What was made of the windows of all ranks, and whether any of them had one."""
         joined = together.update(
-            measured, more, self.index, self._watch.meter.is_due(), self._finished
-        )
+            measured, more, self.index, self._watch.meter.is_due(), self._finished,
+            self._watch.meter.seconds,
+        )  # fmt: skip
         self._finished |= bool(joined.stopping)
+        self._seconds_of_all = joined.seconds
         if joined.measured is None or self._finished:
             return None, joined.more
         return self._update(joined.measured, joined.due), joined.more
@@ -318,7 +331,8 @@ class Stream(Iterator[Update]):
         ``due``: whether losses are to be read then, if that is not for this process to say.
         """
         grads, norm = self._learner.ready()
-        if norm is not None and self._learner.scaler is None and not self._guard.is_sound(norm):
+        clips = self._learner.clip_norm is not None and self._learner.scaler is None
+        if clips and norm is not None and not self._guard.is_sound(norm):
             self._finished |= self._guard.stops(
                 f"the gradient's norm is {float(norm)} in update {self.index}",
                 "The run stops before that update; the parameters are those before it.",
@@ -369,6 +383,7 @@ class Stream(Iterator[Update]):
         self._tell(self._watch.read())
         self._finished = True
         self._watch.close()
+        self._cursor.close()
         with self._undisturbed():
             if self._together is not None:
                 self._together.tell("its run was finished")
@@ -427,6 +442,7 @@ class Stream(Iterator[Update]):
             "format": 1,
             "windows": asdict(self._cursor.truncation),
             "index": self.index,
+            "seconds": self.seconds,
             **(self._standing() if self._stand is None else self._stand),
             "learner": self._learner.state_dict(),
             **self._watch.state_dict(),
@@ -463,6 +479,7 @@ class Stream(Iterator[Update]):
         self.index = self._saved = state["index"]
         self.extra = state["extra"]
         self._had_windows = index > 0
+        self._seconds_of_all = state.get("seconds", 0.0)
         self._stand = {name: state.get(name) for name in _STANDING}
 
 

@@ -22,21 +22,22 @@ from .measured import Measured
 from .optimizing import Learner
 
 _STOPS, _FAILED = 1, 2  # what a rank can say of itself
-_TOLD = 7  # numbers that a rank tells, besides one for each of them
+_TOLD = 8  # numbers that a rank tells, besides one for each of them
 _BASE = 4096  # of the steps of all ranks in two numbers, each exact in float32
 
 
 class Joined(NamedTuple):
     """What the ranks made together. ``measured`` is None if no rank had a window that counts.
 
-    ``more``: some rank had one at all. ``due``: losses are to be read. ``stopping`` and ``failed``
-    are the ranks that said so.
+    ``more``: some rank had one at all. ``due``: losses are to be read. ``seconds``: how long the
+    run took, by the first rank's clock. ``stopping`` and ``failed`` are the ranks that said so.
     """
 
     measured: Measured | None
     more: bool
     grads: list[Tensor]
     due: bool
+    seconds: float
     stopping: list[int]
     failed: list[int]
 
@@ -74,7 +75,13 @@ class Together:
         return Reduction(self.ranks, self.learner.trained, self.dtype, _TOLD + self.ranks.size)
 
     def update(
-        self, measured: Measured | None, more: bool, index: int, due: bool, stops: bool
+        self,
+        measured: Measured | None,
+        more: bool,
+        index: int,
+        due: bool,
+        stops: bool,
+        seconds: float = 0.0,
     ) -> Joined:
         """The windows of all ranks, from this one's; the learner has their gradient then.
 
@@ -84,7 +91,7 @@ class Together:
         learner, grads = self.learner, None
         if measured is not None and learner.gathered is not None:
             grads = learner.gathered[0]
-        joined = self.join(grads, measured, more=more, due=due, stops=stops)
+        joined = self.join(grads, measured, more=more, due=due, stops=stops, seconds=seconds)
         if joined.failed:
             self.left = True
             said = self.ranks.gather(None)
@@ -136,11 +143,12 @@ class Together:
         due: bool = False,
         stops: bool = False,
         failed: bool = False,
+        seconds: float = 0.0,
     ) -> Joined:
         """Every rank's part of an update; to be called by all of them.
 
-        ``grads`` and ``measured`` are None where this rank has no window that counts. ``due`` is
-        asked of the first rank alone.
+        ``grads`` and ``measured`` are None where this rank has no window that counts. ``due`` and
+        ``seconds`` are asked of the first rank alone.
         """
         weight, loss = 0.0, 0.0
         if measured is not None:
@@ -158,11 +166,11 @@ class Together:
         own[ranks.rank] = _FAILED if failed else _STOPS * stops
         high, low = divmod(weight, _BASE)
         told = [high, low, weight * loss if weight else 0.0, tokens, measured is not None, more,
-                due and ranks.rank == 0, *own]  # fmt: skip
+                due and ranks.rank == 0, seconds if ranks.rank == 0 else 0.0, *own]  # fmt: skip
         sums = reduction.finish(grads, weight, told)
         self._begun = None  # only now: what an error leaves undone, tell() brings to its end
         self.bytes_reduced += reduction.nbytes
-        high, low, weighted, all_tokens, windows, had_one, due_for_all, *said = sums
+        high, low, weighted, all_tokens, windows, had_one, due_for_all, first_seconds, *said = sums
         total = high * _BASE + low
         all_steps = max(total, 1.0)
         joined = None
@@ -175,6 +183,7 @@ class Together:
             bool(had_one),
             reduction.mean(all_steps),
             bool(due_for_all),
+            first_seconds,
             [rank for rank, word in enumerate(said) if word == _STOPS],
             [rank for rank, word in enumerate(said) if word == _FAILED],
         )

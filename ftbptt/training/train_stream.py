@@ -16,7 +16,8 @@ from .._arguments import check_positive, whole
 from .._output import SegmentOutput
 from .._trees import tree_map
 from ..distributed.ranks import Ranks
-from .checkpoint import has_checkpoint
+from .checkpoint import has_checkpoint, previous
+from .chunk_stream import ChunkStream
 from .cursor import Cursor
 from .events import Events
 from .optimizing import FunctionalOptimizer, Learner
@@ -129,17 +130,17 @@ def train_stream(
         ``generator``, or by ``set_epoch(epoch)``. What the ``persistent_workers`` of a
         ``DataLoader`` draw after their first epoch is out of reach, and other when resumed.
         The same iterator goes on after an error or Ctrl-C as well: the update that was at work is
-        made anew. Without a checkpoint its windows are left out.
+        made anew. Without a checkpoint, the windows that it had accumulated are left out.
     ``time_dim``
         The axis of time, for a ``train_segment`` that is not this package's own.
     ``mesh``, ``reduce_dtype``
         Ranks of ``torch.distributed`` that train together: each takes its share of the rows of
         ``data`` and ``state``, which are given whole to all of them, and keeps it; gradients are
         averaged by valid steps (in ``reduce_dtype`` if that is given, such as
-        ``torch.bfloat16``), losses too. All begin with the parameters of the first rank. The
-        ``checkpoint`` is a folder then, which all ranks write and any number of them can go on
-        from. An error on one ends all. torch's ``ZeroRedundancyOptimizer`` shares the optimizer's
-        state out.
+        ``torch.bfloat16``), losses too. All begin with the parameters of the first rank, and read
+        chunks in its random order. The ``checkpoint`` is a folder then, which all ranks write and
+        any number of them can go on from. An error on one ends all. torch's
+        ``ZeroRedundancyOptimizer`` shares the optimizer's state out.
 
     TBPTT(k1, k2): Williams and Peng, 1990; Sutskever, 2013, section 2.8.6.
 
@@ -172,6 +173,7 @@ def train_stream(
         ("events", events, Events, "ftbptt.training.Events(...)"),
         ("autocast", autocast, torch.dtype, "a dtype such as torch.bfloat16"),
         ("scaler", scaler, GradScaler, "a torch.amp.GradScaler"),
+        ("reduce_dtype", reduce_dtype, torch.dtype, "a dtype such as torch.bfloat16"),
     ):
         if given is not None and not isinstance(given, kind):
             raise TypeError(f"{name}: expected {words}, found {given!r}.")
@@ -188,6 +190,11 @@ def train_stream(
     if on_nonfinite not in ON_NONFINITE:
         raise ValueError(
             f"on_nonfinite: expected one of {', '.join(ON_NONFINITE)}, found {on_nonfinite!r}."
+        )
+    if reduce_dtype is torch.float16:
+        raise ValueError(
+            "reduce_dtype: float16 has no room for sums over the steps of all ranks. Use "
+            "torch.bfloat16, which takes as many bytes."
         )
     if resume and checkpoint is None:
         raise ValueError("resume: give the file to resume from, checkpoint='run.pt'.")
@@ -216,6 +223,8 @@ def train_stream(
             source = source.share(ranks.rank, ranks.size)
         else:
             prepares.insert(0, partial(segments.own_rows, ranks.rank, ranks.size))
+            if isinstance(source, ChunkStream):
+                source.begin_as(ranks.gather(source.beginning())[0])
     cursor = Cursor(source, truncation, segments.axes, prepares, mover)
     stream = Stream(
         segments,
@@ -249,8 +258,9 @@ def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool | N
             )
         there = any(ranks.gather(path.is_dir() and any(path.iterdir())))
     if there and resume is None:
+        own = path if path.exists() else previous(path)
         raise FileExistsError(
-            f"checkpoint: {path} already exists. Pass resume=True to continue from it, or "
+            f"checkpoint: {own} already exists. Pass resume=True to continue from it, or "
             "resume=False to overwrite it."
         )
     replaces = there and not resume
