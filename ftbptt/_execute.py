@@ -41,6 +41,7 @@ class Executable(Programs):
 
     def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
         super().__init__(plan, backend, count_compile)
+        self.instead: Executable | None = None  # what runs since this one has failed
         per_step = max(_passing_bytes(self.forward), _passing_bytes(self.reverse), 1)
         most = _CHUNK_BYTES_RECOMPUTE if plan.recompute else _CHUNK_BYTES
         if plan.signature.x[0].device.type == "cuda":

@@ -37,14 +37,14 @@ class Trees:
         key: list[Any] = []
         for tree in trees:
             own: list[Tensor] = []
-            if not _flatten(tree, own, key):
+            if not flatten(tree, own, key):
                 return None
             leaves.append(own)
         first = next((leaf for own in leaves for leaf in own), None)
         return None if first is None else cls(leaves, tuple(key), first.device.type)
 
 
-def _flatten(tree: Tree, leaves: list[Tensor], key: list[Any]) -> bool:
+def flatten(tree: Tree, leaves: list[Tensor], key: list[Any]) -> bool:
     """Appends the tensors of a tree, and what it looks like; whether that is all it has."""
     kind = type(tree)
     if kind in _TENSORS:
@@ -66,7 +66,7 @@ def _flatten(tree: Tree, leaves: list[Tensor], key: list[Any]) -> bool:
         if type(part) in _TENSORS:  # most are: as above, without a call
             leaves.append(part)
             key.append((part.shape, part.dtype, part.device))
-        elif not _flatten(part, leaves, key):
+        elif not flatten(part, leaves, key):
             return False
     return True
 
@@ -104,9 +104,6 @@ class Recall:
 
     def find(self, key: Any) -> Known | None:
         return self._known.get(key)
-
-    def forget(self) -> None:
-        self._known.clear()
 
     def keep(self, key: Any, known: Known) -> None:
         if len(self._known) >= _MOST:

@@ -330,6 +330,8 @@ class TrainSegment:
         with torch.no_grad(), as_traced(call.autocast):
             if executable is None:
                 executable = self._executable(call, tensors)
+            while executable.instead is not None:
+                executable = executable.instead
             found.out_spec = executable.plan.out_spec
             for source, copy in executable.plan.copied:  # which may have been written in place
                 copy.copy_(source)
@@ -354,9 +356,8 @@ class TrainSegment:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-                executable = self._on(executable.plan, other)
-                self._executables[call.key(tensors)] = executable
-                self._recall.forget()
+                executable.instead = self._on(executable.plan, other)
+                self._executables[call.key(tensors)] = executable.instead
                 return self._run(call, graded, found, tensors, executable)
 
     def _executable(self, call: Call, tensors: Sequence[Tensor]) -> Executable:

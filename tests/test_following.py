@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ftbptt import TrainSegment, make_train_segment
+from ftbptt._execute import Executable
 from ftbptt._following import Following
+from ftbptt.backends import EAGER
 
 from .cells import CELLS, problem
 from .oracle import assert_close
@@ -135,6 +138,59 @@ def test_other_shapes_and_dtypes(both: Both) -> None:
     both.state = both.state.double()
     assert not both.go(*(leaf.double() for leaf in data(5)))
     assert both.go(*(leaf.double() for leaf in data(5)))
+
+
+def nested(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.tanh(x_t * params["cell"]["w"] + h)
+    return h, h
+
+
+def test_nested_parameters_of_a_functional_optimizer() -> None:
+    segment = make_train_segment(nested, loss, backend="eager")
+    following, params = Following(segment), {"cell": {"w": torch.randn(5)}}
+    state = torch.zeros(2, 5)
+    for _ in range(4):
+        x, y = torch.randn(4, 2, 5), torch.randn(4, 2, 5)
+        found = following(params, state, x, y)
+        assert_close(found, segment(params, state, x, y))
+        params = {"cell": {"w": params["cell"]["w"] - found.grads["cell"]["w"]}}
+        state = found.state
+
+
+def test_the_same_tensors_in_another_structure() -> None:
+    def pair(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        h = torch.tanh(x_t * params["w"] + state[0])
+        return h, (h, *state[1:]) if type(state) is tuple else [-h, *state[1:]]
+
+    segment = make_train_segment(pair, loss, backend="eager")
+    following, params = Following(segment), {"w": torch.randn(5)}
+    state: Tree = (torch.zeros(2, 5), torch.zeros(2))
+    for kind in (tuple, tuple, list, list):
+        given = params, kind(state), torch.randn(4, 2, 5), torch.randn(4, 2, 5)
+        found = following(*given)
+        assert_close(found, segment(*given))
+        state = found.state
+
+
+def test_a_backend_that_fails_is_left_at_once(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = {"auto": replace(EAGER, name="fused"), "eager": EAGER}
+    monkeypatch.setattr("ftbptt._segment.choose", backends.__getitem__)
+    both.segment = make_train_segment(both.cell, loss)
+    both.following = Following(both.segment)
+    assert [both.go(*data()) for _ in range(2)] == [False, True]
+    run, failed = Executable.run, []
+
+    def failing(own: Executable, *args: Any, **options: Any) -> Any:
+        if own.backend.name == "fused":
+            failed.append(own)
+            raise RuntimeError("no more")
+        return run(own, *args, **options)
+
+    monkeypatch.setattr(Executable, "run", failing)
+    with pytest.warns(RuntimeWarning, match="fused backend failed for Cell .*no more"):
+        assert both.go(*data())
+    assert [both.go(*data()) for _ in range(2)] == [True, True]
+    assert len(failed) == 1
 
 
 @pytest.mark.parametrize("name", CELLS)
