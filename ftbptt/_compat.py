@@ -249,7 +249,7 @@ def is_pinned(steps: Any) -> bool:
 
 
 def holds_for(steps: Any, value: int) -> bool:
-    """Whether what was traced with the symbol ``steps`` is also right for ``value``."""
+    """Whether what was traced with the symbol ``steps`` is also right for ``value``, above 1."""
     if is_pinned(steps):
         return int(steps) == value
     guards = steps.node.shape_env.guards

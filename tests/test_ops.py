@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Normal
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, reference_segment
 
+from .cells import CELLS, problem
 from .oracle import assert_close, check
 from .problem import B, Draw, H, Problem, mse
 
@@ -256,6 +258,48 @@ def test_a_loss_written_for_one_k_is_traced_again_for_another_and_the_step_is_no
     for steps in (4, 2, 4, 3):
         check(segment, made, steps)
     assert segment.trace_count == 1
+
+
+LOOKS_AT_ONE_STEP = {
+    "a branch": lambda out, y: (
+        F.mse_loss(out[1:], out[:-1] + y[1:]) if out.shape[0] > 1 else F.mse_loss(out, y)
+    ),
+    "a constant": lambda out, y: (
+        F.mse_loss(out, y) * torch.tensor(2.0 if out.shape[0] > 1 else 3.0, dtype=y.dtype)
+    ),
+    "squeezed": lambda out, y: out.squeeze(0).softmax(0).square().mean(),
+    "divided by K - 1": lambda out, y: (
+        F.mse_loss(out, y) / (out.shape[0] - 1 if out.shape[0] > 1 else 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("context", [0, 1])
+@pytest.mark.parametrize("name", LOOKS_AT_ONE_STEP)
+def test_a_loss_that_looks_whether_there_is_one_step(name: str, context: int, mapped: bool) -> None:
+    made = problem_with(plain, loss=LOOKS_AT_ONE_STEP[name])
+    segment = make_train_segment(made.step, made.loss, backend="eager", context=context)
+    for steps in (5, 1, 2, 1):
+        given = made.data(steps + context)
+        wanted = reference_segment(made.step, made.loss, *given, context=context)
+        if mapped:
+            given = (given[0], *(leaf.unsqueeze(0) for leaf in given[1:]))
+            found = torch.func.vmap(segment, in_dims=(None, 0, 0, 0))(*given)
+            found = tree_map(lambda leaf: leaf[0], found)
+        else:
+            found = segment(*given)
+        assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_single_step_has_the_graphs_of_more_where_they_are_the_same(name: str) -> None:
+    made = problem(name)
+    segment = make_train_segment(
+        made.step, made.loss, backend="eager", time_dim=made.time_dim or None
+    )
+    plan, _ = segment.plan(*made.data(3))
+    assert plan.loss.graphs_for(1)[0] is None
 
 
 # What a readout often ends with: batched over the steps, so torch must have a rule for vmap.

@@ -86,7 +86,8 @@ def run_scan(
 
     first, behind = (steps - 1, -1) if reverse else (0, steps)
     result = [*histories.tensors, *emits.tensors, *(carries[i].clone() for i in passed)]
-    if device.type == "cpu" and _is_small(block):
+    is_short = isinstance(steps, int) and steps < _UNROLLED  # a loss that holds for one K
+    if device.type == "cpu" and _is_small(block) and not is_short:
         middle = first + direction * (steps // _UNROLLED * _UNROLLED)
         result = loop(result, first, middle, _UNROLLED)
         first = middle

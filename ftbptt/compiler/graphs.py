@@ -102,6 +102,15 @@ def needed_for(targets: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
     return found
 
 
+def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
+    """Whether two graphs that were traced in the same way are the same, constants included."""
+    constants = [
+        [getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr")]
+        for module in (a, b)
+    ]
+    return a.code == b.code and all(map(operator.is_, *constants))
+
+
 def new_node(graph: fx.Graph, target: Any, *args: Any) -> Node:
     """A call at the graph's insertion point, with the value that stands for its result."""
     node = graph.call_function(target, args)

@@ -2,7 +2,8 @@
 
 They hold for any K. A loss that reads K as a number (``out.reshape(64, -1)``) is noticed by the
 guards that tracing leaves, and gets graphs of its own for each K; so does one that torch cannot
-trace with a symbol.
+trace with a symbol. The symbol is above 1, which torch decides without a guard: for a single step
+the loss is traced again, and the graphs are compared.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .._layout import Layout
 from .._loss import segment_loss
 from .._trees import TreeSpec, tree_unflatten
 from .composed import Composed
-from .graphs import reachable_from, value_of, vjp_by
+from .graphs import is_same_graph, reachable_from, value_of, vjp_by
 from .signature import Leaf, Level, Recipe, Signature, differentiable, under, vmapped
 from .timebatch import for_any_length
 from .trace import TRACING, forbid_trained_captures, own_words, trace_function
@@ -112,7 +113,7 @@ class LossTracer:
                         if not is_pinned(graphs.steps):
                             self.graphs[None] = graphs
                 self.tried = True
-        if None in self.graphs and self.graphs[None].holds_for(steps):
+        if self._is_for_any(steps):
             return None, self.graphs[None]
         if steps not in self.graphs:
             with TRACING:
@@ -126,6 +127,27 @@ class LossTracer:
                     stacklevel=2,
                 )
         return steps, self.graphs[steps]
+
+    def _is_for_any(self, steps: int) -> bool:
+        if None not in self.graphs or not self.graphs[None].holds_for(steps):
+            return False
+        return steps > 1 or self._is_same_for_one
+
+    @cached_property
+    def _is_same_for_one(self) -> bool:
+        """Whether the loss does with a single step what it does with more."""
+        with TRACING:
+            plain = self._values(1)
+            self.graphs[1] = self._trace(plain)
+            examples = self._examples(plain.mode, 1, self._axes())
+            try:
+                own, other = (
+                    trace_function(self.graphs[key].joint, examples, plain.mode, functional=True)
+                    for key in (1, None)
+                )
+            except Exception:  # shapes that only more steps have
+                return False
+        return is_same_graph(own, other)
 
     def _values(self, steps: int | None) -> Values:
         """The loss of one sequence or batch, from a call of the caller's function."""
@@ -214,19 +236,28 @@ class LossTracer:
         mode, steps = plain.mode, plain.steps
         examples = self._examples(mode, steps, [])
         graph = trace_function(function, examples, mode, differentiated=plain.graph)
-        s, out_dims = self.signature, [0] + [1] * grads
-        flags = [[leaf.batched[i] for leaf in self.leaves] for i in range(len(self.levels))]
-        axes = list(zip(self.levels, flags, strict=True))
-        batched: Callable[..., list[Tensor]] = for_any_length(graph)
-        if s.shared is not None:
-            shared = [leaf.shared for leaf in self.leaves]
-            axes = [(s.shared, shared), *axes]
-            batched = _mean(vmapped(batched, [s.shared], [shared], 1, out_dims), s.shared.size)
+        axes, out_dims = self._axes(), [0] + [1] * grads
         if not axes:
             return graph
-        over_levels = vmapped(batched, self.levels, flags, 1, out_dims)
-        examples = self._examples(mode, steps, axes)
+        batched: Callable[..., list[Tensor]] = for_any_length(graph)
+        if self.signature.shared is not None:
+            (level, shared), *axes = axes
+            batched = _mean(vmapped(batched, [level], [shared], 1, out_dims), level.size)
+        over_levels = vmapped(batched, self.levels, [flags for _, flags in axes], 1, out_dims)
+        examples = self._examples(mode, steps, self._axes())
         return trace_function(over_levels, examples, mode, functional=True)
+
+    def _axes(self) -> list[tuple[Level, list[bool]]]:
+        """The axes beside time, from the inside, and which leaves have them."""
+        s = self.signature
+        shared = [] if s.shared is None else [(s.shared, [leaf.shared for leaf in self.leaves])]
+        return [
+            *shared,
+            *(
+                (level, [leaf.batched[i] for leaf in self.leaves])
+                for i, level in enumerate(s.levels)
+            ),
+        ]
 
 
 def _mean(function: Callable[..., list[Tensor]], size: int) -> Callable[..., list[Tensor]]:
