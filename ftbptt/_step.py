@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ._compat import COMPILED_PREFIX, uncompiled
+from ._straight import with_gradient_of
 from ._taps import Collector, collecting, owners
 from ._trees import tree_map
 
@@ -157,8 +158,7 @@ class Step:
             def scale(leaf: Tensor) -> Tensor:
                 if not (leaf.is_floating_point() or leaf.is_complex()):
                     return leaf
-                value = leaf.detach()
-                return value + factor.to(leaf.dtype) * (leaf - value)
+                return with_gradient_of(leaf, leaf, factor.to(leaf.dtype))
 
             return tree_map(scale, state)
 

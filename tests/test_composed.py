@@ -88,6 +88,26 @@ def test_gaussian_likelihood(reduction: str) -> None:
     checked(problem(tanh_step, loss))
 
 
+def test_infinite_variances_and_lengths() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tree, Tensor]:
+        h = linear(params, x_t, h)
+        wide = h.square().masked_fill(h > 0, torch.inf)
+        likely = F.gaussian_nll_loss(x_t, h, wide, reduction="none")
+        return (likely, torch.polar(wide, torch.ones_like(h)).real), h
+
+    def loss(out: Tree, y: Tensor) -> Tensor:
+        return sum(mse(own.where(own.isfinite(), 0.0), y) for own in out)
+
+    given = problem(step, loss)
+    arguments = given.data(K)
+    found = make_train_segment(step, loss, backend="eager")(*arguments)
+    expected = reference_segment(step, loss, *arguments)
+    assert all(own.isinf().any() for own in expected.out)
+    for own, wanted in zip(found.out, expected.out, strict=True):
+        torch.testing.assert_close(own, wanted)
+    assert_close(found[:3], expected[:3])
+
+
 @pytest.mark.parametrize("correction", [0, 1])
 def test_covariance(correction: int) -> None:
     """It looks at whether weights are sound that nobody gave."""

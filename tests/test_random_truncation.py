@@ -19,7 +19,7 @@ from ftbptt.training import RandomTruncation, train_stream
 
 from .cells import problem
 from .oracle import assert_close
-from .problem import mse, named
+from .problem import Draw, mse, named
 from .streams import mean_cross_entropy, stream, tagger, zeros
 
 Tree = Any
@@ -75,6 +75,21 @@ def test_the_mean_of_all_draws_is_the_whole_gradient(
     truncation = random_truncation(segment, 2.5)
     found = expected(truncation, given.data(6), 6, monkeypatch)
     assert_close(found, segment(*given.data(6)))
+
+
+def test_a_state_that_starts_at_infinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        h, largest = state
+        h = torch.tanh(x_t + h * params["w"])
+        largest = torch.maximum(largest, h)
+        return largest, (h, largest)
+
+    draw = Draw(0)
+    state = (draw(2, 3), torch.full((2, 3), -torch.inf, dtype=torch.float64))
+    arguments = ({"w": draw(3)}, state, draw(4, 2, 3), draw(4, 2, 3))
+    segment = make_train_segment(step, mse, backend="eager")
+    found = expected(random_truncation(segment, 2.5), arguments, 4, monkeypatch)
+    assert_close(found, segment(*arguments))
 
 
 def test_with_resets_and_padding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._straight import with_gradient_of
 from .._trees import tree_map
 from .rnn import RECURRENT
 
@@ -47,7 +48,7 @@ def _gaussian_nll_loss(
     var = torch.as_tensor(var, dtype=input.dtype, device=input.device)
     if var.dim() and var.shape != input.shape and var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
-    bounded = var + (var.clamp(min=eps) - var).detach()  # the gradient passes, as in torch
+    bounded = with_gradient_of(var.clamp(min=eps), var)  # it passes, as in torch
     loss = 0.5 * (bounded.log() + (input - target).square() / bounded)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
@@ -79,8 +80,8 @@ def _complex(real: Tensor, imag: Tensor) -> Tensor:
 
 
 def _polar(abs: Tensor, angle: Tensor) -> Tensor:
-    value = abs.detach()  # of a negative one torch's gradient has the other sign
-    abs = value + value.sign() * (abs - value)
+    # Of a negative one torch's gradient has the other sign.
+    abs = with_gradient_of(abs, abs, abs.detach().sign())
     return _complex(abs * angle.cos(), abs * angle.sin())
 
 
