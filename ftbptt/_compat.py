@@ -78,6 +78,7 @@ __all__ = [
     "is_view_of",
     "keystr",
     "make_fx",
+    "memory_of",
     "not_traced",
     "own_buffers",
     "own_parameters",
@@ -181,6 +182,11 @@ def end_recording(device: torch.device, pool: Any) -> None:
 def is_view_of(tensor: Tensor, memory: Tensor) -> bool:
     """Whether a tensor is a view of another, and no copy, as far as autograd knows."""
     return tensor._base is memory
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What tensors in the same memory share, also while tracing, where none has an address."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def version_of(tensor: Tensor) -> int:

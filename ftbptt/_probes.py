@@ -27,7 +27,7 @@ def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Te
             for name in ("params", "buffers", "state", "x")
         )
     validated = unvalidated_distributions()
-    with TRACING, mode, validated, Composed(), own_words("step", step):
+    with TRACING, mode, validated, Composed("step"), own_words("step", step):
         (_, tapped), _ = step.apply(
             tree_unflatten(params, call.specs[0]),
             dict(zip(call.buffer_names, buffers, strict=True)),

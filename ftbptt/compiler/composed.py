@@ -16,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from .._straight import with_gradient_of
 from .._trees import tree_map
+from .hidden import DATA, Hidden, written
 from .rnn import RECURRENT
+from .signature import differentiable
 
 
 def _embedding_bag(
@@ -163,12 +165,18 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
 _LEAVES_TORCH = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__}
 
 
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class Composed(TorchFunctionMode):
-    """Within it, these functions, torch's recurrent layers and dropout run as plain operations."""
+    """Within it, these functions, torch's recurrent layers and dropout run as plain operations.
+
+    ``argument`` says what runs, "step" or "loss".
+    """
+
+    def __init__(self, argument: str) -> None:
+        super().__init__()
+        self.argument, self.hidden = argument, Hidden(argument)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -178,19 +186,25 @@ class Composed(TorchFunctionMode):
             raise RuntimeError(f"{func.__name__}() of a tracing tensor")
         if func is Tensor.register_hook:
             raise RuntimeError(
-                "step: Tensor.register_hook cannot be compiled, and would be ignored. Scale the "
-                "gradient in the forward (x * s + x.detach() * (1 - s)), or change the gradients "
-                "that the segment returns."
+                f"{self.argument}: Tensor.register_hook cannot be compiled, and would be ignored. "
+                "Scale the gradient in the forward (x * s + x.detach() * (1 - s)), or change the "
+                "gradients that the segment returns."
             )
         if func == _REQUIRES_GRAD:  # a fake tensor has none; in the loop that is meant it would
-            return torch.is_grad_enabled() and (args[0].is_floating_point() or args[0].is_complex())
+            return torch.is_grad_enabled() and differentiable(args[0])
+        target = written(func, args, kwargs)
+        if target is not None:
+            return self.hidden.write(self._run, func, target, args, kwargs)
+        result = self._run(func, args, kwargs)
+        # What the step keeps from autograd must stay constant when its graph is differentiated.
+        if func == DATA or not torch.is_grad_enabled():
+            result = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, result)
+        self.hidden.note(self._run, func, args, kwargs, result)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result, composed = NotImplemented, _COMPOSED.get(func)
         if composed is not None:
             with self:  # the mode is off inside this method; a layer calls dropout
                 result = composed(*args, **kwargs)
-        if result is NotImplemented:
-            result = func(*args, **kwargs)
-        # What the step keeps from autograd must stay constant when its graph is differentiated.
-        if func == _DATA or not torch.is_grad_enabled():
-            return tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, result)
-        return result
+        return func(*args, **kwargs) if result is NotImplemented else result

@@ -170,7 +170,7 @@ class LossTracer:
                 loss = segment_loss(recipe.loss, back(out), y, mask, s.time_dim, recipe.context)
             return [loss]
 
-        with own_words("loss", self.recipe.loss), Composed():
+        with own_words("loss", self.recipe.loss), Composed("loss"):
             graph = trace_function(
                 value, self._examples(mode, length, []), mode, before_autograd=True
             )

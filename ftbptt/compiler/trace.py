@@ -177,7 +177,7 @@ def trace_step(
         for size, spec in zip(sizes, specs, strict=True):
             trees.append(tree_unflatten(list(leaves[start : start + size]), spec))
             start += size
-        with Composed(), under(autocast):
+        with Composed("step"), under(autocast):
             result = step.apply(*trees)
         out, after = _checked_pair(result, state, _dtypes(x_t) - _dtypes(params))
         out_leaves, spec = tree_flatten(out)
