@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from .problem import mse
 Tree = Any
 K, B, H = 4, 2, 3
 calls_of_all = 0
+scale_of_all = 1
 seen_by_all: list[Tensor] = []
 
 
@@ -125,6 +128,49 @@ def test_random_numbers_that_are_not_torchs(kind: str) -> None:
         return h, h
 
     refused(step, f"step step draws from {kind}, which would be one number.*torch.rand does")
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: np.random.shuffle([1, 2])])
+def test_random_numbers_of_another_thread(draw: Callable[..., Any]) -> None:
+    """As of one that augments data while the first call traces."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        other = threading.Thread(target=draw)
+        other.start()
+        other.join()
+        h = torch.tanh(h * params["w"] + x_t)
+        return h, h
+
+    assert call(step).loss.isfinite()
+
+
+@pytest.mark.parametrize("draw", [random.randrange, np.random.randint])
+def test_drawing_by_way_of_others(draw: Callable[..., Any]) -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h * params["w"], h + draw(5) * x_t
+
+    refused(step, "step step draws from")
+
+
+def test_what_another_thread_changes_stays_changed() -> None:
+    changed, kept = threading.Event(), [1]
+
+    def change() -> None:
+        global scale_of_all
+        scale_of_all += 1
+        kept.append(2)
+        changed.set()
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if not changed.is_set():
+            other = threading.Thread(target=change)
+            other.start()
+            other.join()
+        return h * params["w"], h * (scale_of_all + kept[0]) + x_t
+
+    assert call(step).loss.isfinite()
+    assert scale_of_all == 2
+    assert kept == [1, 2]
 
 
 def test_a_generator_of_ones_own() -> None:

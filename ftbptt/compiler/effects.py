@@ -8,15 +8,18 @@ from __future__ import annotations
 import operator
 import random
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 from .._step import Step
 
+T = TypeVar("T")
 _ABSENT = object()
 
 
@@ -29,13 +32,45 @@ class Variables:
     write: Callable[[str, Any], None]
 
 
-@contextmanager
-def without_effects(step: Step) -> Iterator[None]:
-    """Undoes what the step changes on its module and outside of itself.
+@dataclass(frozen=True)
+class Change:
+    """Of a variable or of what a container holds, undone: ``again`` does it once more."""
 
-    Raises RuntimeError if there was something, or if it has drawn from Python's or NumPy's random
-    numbers.
+    words: str
+    again: Callable[[], None]
+
+
+def without_effects(step: Step, trace: Callable[[], T]) -> T:
+    """What ``trace`` returns, which runs the step. What that changes outside of it is undone.
+
+    Raises RuntimeError if there was something, or if the step has drawn from Python's or NumPy's
+    random numbers.
     """
+    before = _random_states()
+    result, changes = _observed(step, trace)
+    now = _random_states()
+    if not changes and all(now[words] == before.get(words, now[words]) for words in now):
+        return result
+    # Or was it another thread? What the step does it does again, and it draws in this one.
+    with _draws_of_this_thread() as drawn:
+        result, own = _observed(step, trace)
+    blamed = {change.words for change in changes} & {change.words for change in own}
+    if blamed:
+        raise RuntimeError(
+            f"step {step.name} changes {min(blamed)}. A step is a pure function: take what it "
+            "keeps from the state and return it in the next state."
+        )
+    if drawn:
+        raise RuntimeError(
+            f"step {step.name} draws from {max(drawn)}, which would be one number for all steps. "
+            "Draw with torch, as torch.rand does, or give the numbers in x."
+        )
+    for change in (*changes, *own):
+        change.again()
+    return result
+
+
+def _observed(step: Step, trace: Callable[[], T]) -> tuple[T, list[Change]]:
     places = [(place, place.read()) for place in _variables_of(step)]
     containers = [
         (place.words(name), value, _content(value))
@@ -43,32 +78,80 @@ def without_effects(step: Step) -> Iterator[None]:
         for name, value in names.items()
         if isinstance(value, (list, dict, set, deque))
     ]
-    drawn = _random_states()
-    changed = []
+    changes = []
     try:
-        yield
+        result = trace()
     finally:
         for place, before in places:
             after = place.read()
             for name in before.keys() | after.keys():
-                if after.get(name, _ABSENT) is not before.get(name, _ABSENT):
-                    changed.append(place.words(name))
+                found = after.get(name, _ABSENT)
+                if found is not before.get(name, _ABSENT):
+                    changes.append(Change(place.words(name), partial(place.write, name, found)))
                     place.write(name, before.get(name, _ABSENT))
         for words, container, content in containers:
-            if not _is_same(_content(container), content):
-                changed.append(words)
+            found = _content(container)
+            if not _is_same(found, content):
+                changes.append(Change(words, partial(_refill, container, found)))
                 _refill(container, content)
-    if changed:
-        raise RuntimeError(
-            f"step {step.name} changes {min(changed)}. A step is a pure function: take what it "
-            "keeps from the state and return it in the next state."
-        )
-    for words, now in _random_states().items():
-        if now != drawn.get(words, now):
-            raise RuntimeError(
-                f"step {step.name} draws from {words}, which would be one number for all steps. "
-                "Draw with torch, as torch.rand does, or give the numbers in x."
-            )
+    return result, changes
+
+
+@contextmanager
+def _draws_of_this_thread() -> Iterator[set[str]]:
+    """The modules whose random numbers are drawn within it, but not by other threads."""
+    drawn: set[str] = set()
+    own = random.random.__self__  # type: ignore[attr-defined]
+
+    def note(_: Any, event: str, called: Any) -> None:
+        if event == "c_call" and getattr(called, "__self__", None) is own:
+            drawn.add("random")
+
+    before = sys.getprofile()  # which is one for each thread
+    sys.setprofile(note)
+    try:
+        with _numpys_draws(drawn):
+            yield drawn
+    finally:
+        sys.setprofile(before)
+
+
+@contextmanager
+def _numpys_draws(drawn: set[str]) -> Iterator[None]:
+    """NumPy's functions are none that a profile sees; but they lock their generator."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        yield
+        return
+    generator = numpy.random.get_bit_generator()
+    watched = _Watched(generator, drawn)
+    numpy.random.set_bit_generator(watched)
+    watched.thread = threading.get_ident()  # from here on: to set it takes the lock as well
+    try:
+        yield
+    finally:
+        watched.thread = None
+        numpy.random.set_bit_generator(generator)
+
+
+class _Watched:
+    """A generator of NumPy's, in the same state, and its lock: notes draws of one thread."""
+
+    def __init__(self, generator: Any, drawn: set[str]) -> None:
+        self.generator, self.drawn = generator, drawn
+        self.thread: int | None = None
+        self.lock = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.generator, name)
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == self.thread:
+            self.drawn.add("numpy.random")
+        self.generator.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.generator.lock.release()
 
 
 def _variables_of(step: Step) -> Iterator[Variables]:

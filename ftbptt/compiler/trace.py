@@ -185,8 +185,10 @@ def trace_step(
         return [*out_leaves, *tree_flatten(after)[0]]
 
     examples = [leaf for leaves in flat for leaf in leaves]
-    with own_words("step", step), without_effects(step):
-        module = trace_function(run, examples, mode, before_autograd=True)
+    with own_words("step", step):
+        module = without_effects(
+            step, lambda: trace_function(run, examples, mode, before_autograd=True)
+        )
     _forbid_input_mutation(step, module, names)
     captures = lift_captures(
         "step",
