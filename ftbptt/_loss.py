@@ -64,9 +64,11 @@ def segment_loss(
             f"loss: loss(out, y) has shape {list(value.shape)}, but mask has {list(shape)}. Return "
             "one value per step and row, as the mask has them."
         )
-    valid = mask.expand_as(value)
-    total = torch.where(valid, value, torch.zeros_like(value)).sum()
-    return total / valid.sum().clamp(min=1).to(value.dtype)
+    valid, dtype = mask.expand_as(value), value.dtype
+    # float16 ends at 65504, which a sum or a number of steps may be beyond.
+    wide = torch.promote_types(dtype, torch.float32)
+    total = torch.where(valid, value, torch.zeros_like(value)).sum(dtype=wide)
+    return (total / valid.sum().clamp(min=1).to(wide)).to(dtype)
 
 
 def behind(tree: Tree, steps: int, time_dim: int) -> Tree:

@@ -52,7 +52,7 @@ def checked(given: Problem, backend: str = "eager") -> Any:
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("padding", [None, 2, -3])
 def test_bags_of_embeddings(mode: str, padding: int | None) -> None:
     def step(params: Tree, x_t: Tree, h: Tensor) -> tuple[Tensor, Tensor]:
         bag = F.embedding_bag(x_t, params["table"], mode=mode, padding_idx=padding)

@@ -50,6 +50,14 @@ def test_mask_of_steps_where_time_is_on_axis_1() -> None:
     torch.testing.assert_close(value_of(value, mask, time_dim=1), value[mask].mean())
 
 
+def test_more_steps_than_float16_counts() -> None:
+    value = torch.full((70000,), 2.0, dtype=torch.float16, requires_grad=True)
+    found = value_of(value, torch.ones(70000, dtype=torch.bool))
+    (grad,) = torch.autograd.grad(found, value)
+    assert found == 2
+    torch.testing.assert_close(grad, torch.full_like(grad, 1 / 70000))
+
+
 def test_nothing_valid_is_zero_and_not_nan() -> None:
     value = torch.randn(K, B, requires_grad=True)
     found = value_of(value, torch.zeros(K, B, dtype=torch.bool))

@@ -31,6 +31,8 @@ def _embedding_bag(
     if input.dim() != 2 or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented
     found = F.embedding(input, weight)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
     counts = torch.ones_like(input) if padding_idx is None else (input != padding_idx).long()
     if mode == "max":
         there = counts.bool().unsqueeze(-1)
