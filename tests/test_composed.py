@@ -250,6 +250,20 @@ def test_a_state_joined_of_parts_of_other_dtypes(kind: str) -> None:
     checked(problem(step, state=Draw(1)(B, 2 * H)))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_of_parts_of_other_dtypes(transposed: bool) -> None:
+    """Such as tokens, one-hot, beside the state."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = F.one_hot(x_t[:, 0].abs().long().clamp(max=2), 3)
+        weight = torch.cat([params["w"], params["table"]])[: 3 + H]
+        weight = weight.T.contiguous().T if transposed else weight
+        h = torch.tanh(torch.cat([tokens, h], -1) @ weight)
+        return h, h
+
+    checked(problem(step))
+
+
 # -- what torch has put off -----------------------------------------------------------------------
 
 

@@ -102,6 +102,13 @@ def needed_for(targets: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
     return found
 
 
+def joins_as_they_are(join: Node) -> bool:
+    """Whether each part lies in a ``cat`` or ``stack`` as it is: not converted, no empty vector."""
+    rank = value_of(join).dim() - (join.target is aten.stack.default)
+    parts = [value_of(part) for part in join.args[0]]
+    return all((part.dtype, part.dim()) == (value_of(join).dtype, rank) for part in parts)
+
+
 def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
     """Whether two graphs that were traced in the same way are the same, constants included."""
     constants = [

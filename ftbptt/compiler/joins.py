@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import networkx as nx
 from torch import fx
 
-from .graphs import Node, aten, inputs_of, needed_for, new_node, value_of
+from .graphs import Node, aten, inputs_of, joins_as_they_are, needed_for, new_node, value_of
 
 
 def share_joins(graph: fx.Graph, carried: Iterable[Node]) -> None:
@@ -20,7 +20,8 @@ def share_joins(graph: fx.Graph, carried: Iterable[Node]) -> None:
     Changes the graph. What the loop itself reads of a single value stays as it is.
     """
     carried = list(carried)
-    joins = [n for n in graph.find_nodes(op="call_function", target=aten.cat.default) if _plain(n)]
+    joins = graph.find_nodes(op="call_function", target=aten.cat.default)
+    joins = [join for join in joins if joins_as_they_are(join)]
     joins.sort(key=lambda join: len(join.args[0]), reverse=True)
     for i, large in enumerate(joins):
         before, in_loop = needed_for([large]), needed_for(carried)
@@ -38,12 +39,6 @@ def share_joins(graph: fx.Graph, carried: Iterable[Node]) -> None:
                 users = [user for user in part.users if user not in in_loop | before]
                 _replace(graph, part, users, large, at, 1)
     _sort(graph)
-
-
-def _plain(join: Node) -> bool:
-    """Whether each part lies in it as it is: not converted, and not an empty vector."""
-    value, parts = value_of(join), [value_of(part) for part in join.args[0]]
-    return all(part.dtype == value.dtype and part.dim() == value.dim() for part in parts)
 
 
 def _dim(join: Node) -> int:

@@ -14,7 +14,7 @@ from itertools import groupby
 import networkx as nx
 from torch import fx
 
-from .graphs import Node, aten, inputs_of, new_node, value_of
+from .graphs import Node, aten, inputs_of, joins_as_they_are, new_node, value_of
 
 
 def split_products(module: fx.GraphModule, carries: int) -> fx.GraphModule:
@@ -75,7 +75,7 @@ def _joined_columns(product: Node) -> Sequence[Node]:
     width = value_of(rows).shape[-1]
     while rows.target in _RESHAPES and value_of(rows.args[0]).shape[-1:] == (width,):
         rows = rows.args[0]
-    if rows.target is not aten.cat.default:
+    if rows.target is not aten.cat.default or not joins_as_they_are(rows):
         return []
     dim = rows.args[1] if len(rows.args) > 1 else 0
     return rows.args[0] if dim % value_of(rows).dim() == value_of(rows).dim() - 1 else []

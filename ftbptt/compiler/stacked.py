@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .graphs import Node, aten, is_getitem, new_node, value_of
+from .graphs import Node, aten, is_getitem, joins_as_they_are, new_node, value_of
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,9 @@ def _move_size_one_axes(graph: fx.Graph, leaves: Sequence[Node]) -> None:
 
 
 def _packing(leaf: Node, after: Node) -> Packing:
-    parts = after.args[0] if after.target in (aten.stack.default, aten.cat.default) else []
-    rank = value_of(leaf).dim() - (after.target is aten.stack.default)
-    if any((value_of(p).dtype, value_of(p).dim()) != (value_of(leaf).dtype, rank) for p in parts):
-        return Packing()  # they are promoted: parts of the state would be of another dtype
+    is_join = after.target in (aten.stack.default, aten.cat.default)
+    if is_join and not joins_as_they_are(after):
+        return Packing()  # parts of the state would be of another dtype
     if after.target is aten.stack.default:
         dim = after.args[1] if len(after.args) > 1 else 0
         return Packing(dim % value_of(leaf).dim(), (), len(after.args[0]))
