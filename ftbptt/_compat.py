@@ -78,6 +78,7 @@ __all__ = [
     "is_view_of",
     "keystr",
     "make_fx",
+    "may_be_a_view",
     "memory_of",
     "not_traced",
     "own_buffers",
@@ -272,6 +273,13 @@ def not_traced() -> Any:
 def writes_in_place(target: Any) -> bool:
     """Whether a node's target is an operation that changes one of its arguments."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def may_be_a_view(target: Any) -> bool:
+    """Whether a node's target is an operation whose result may lie in its argument's memory."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return any(result.alias_info is not None for result in target._schema.returns)
 
 
 def without_log_of_failures() -> AbstractContextManager[None]:

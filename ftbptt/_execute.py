@@ -18,8 +18,9 @@ from ._output import EarlyGradients
 from ._programs import Programs
 from ._sliding import reverse_windows
 from .backends import Backend
+from .compiler.adjoint import Loop
 from .compiler.distribute import DistributedLoop, MapBlock, ScanBlock
-from .compiler.graphs import Node, nbytes
+from .compiler.graphs import Node, nbytes, owner_of, reachable_from
 from .compiler.plan import Plan
 from .compiler.program import run_loop
 
@@ -42,6 +43,7 @@ class Executable(Programs):
     def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
         super().__init__(plan, backend, count_compile)
         self.instead: Executable | None = None  # what runs since this one has failed
+        self.shared_outs = _in_shared_memory(plan.loops.forward, plan.loops.outs)
         per_step = max(_passing_bytes(self.forward), _passing_bytes(self.reverse), 1)
         most = _CHUNK_BYTES_RECOMPUTE if plan.recompute else _CHUNK_BYTES
         if plan.signature.x[0].device.type == "cuda":
@@ -66,6 +68,8 @@ class Executable(Programs):
         else:
             grads, carries, loss, out, d_probes = self._chunked(*inputs, graded, one_by_one)
         state = self._packed(carries)
+        if self.shared_outs:
+            out = [leaf.clone() if i in self.shared_outs else leaf for i, leaf in enumerate(out)]
         grads = self._of_params(grads) if graded else []
         if early is not None and one_by_one is None:
             for part in early.parts:
@@ -272,6 +276,22 @@ def _chunks(steps: int, chunk: int) -> list[tuple[int, int]]:
     count = max(1, round(steps / chunk))
     edges = [steps * i // count for i in range(count + 1)]
     return list(pairwise(edges))
+
+
+def _in_shared_memory(loop: Loop, outs: int) -> set[int]:
+    """The outputs that are an input, the same at every step, or in the memory of another output."""
+    varying = reachable_from([*loop.sequences, *loop.carries], loop.graph.nodes)
+    # The states before and after the steps lie in one history.
+    after = dict(zip(loop.next_carries, loop.carries, strict=True))
+    seen: set[Node] = set()
+    found = set()
+    for i, node in enumerate(loop.stacked[:outs]):
+        owner = owner_of(node, {*after, *loop.carries})
+        owner = after.get(owner, owner)
+        if node not in varying or owner_of(node) in loop.sequences or owner in seen:
+            found.add(i)
+        seen.add(owner)
+    return found
 
 
 def _passing_bytes(distributed: DistributedLoop) -> int:

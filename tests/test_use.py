@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import ftbptt
 
 from .cells import problem
 from .oracle import assert_close, check, reference
-from .problem import Problem
+from .problem import Draw, Problem
 
 Segments = Callable[..., Any]
 
@@ -108,3 +109,35 @@ def test_all_leaves_of_the_result_are_the_users_own(segments: Segments) -> None:
     for leaf in tree_leaves((found.grads, found.state)):
         leaf.zero_()
     assert_close(segment(*own), expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("fused", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_outputs_are_the_users_own(mapped: bool, backend: str) -> None:
+    """Each in its own memory, as the plain loop stacks them: whatever of the step they are."""
+
+    def step(params: Any, x_t: Tensor, state: Any) -> Any:
+        h, last = state
+        new = torch.tanh(h * params["w"] + x_t)
+        out = [x_t, x_t[..., 1:], params["w"], params["w"] * 2, h, new, new, new[..., 0], last]
+        out += [new.T.split(1)[0], torch.zeros(2)]
+        return [value.double() for value in out], (new, x_t)
+
+    def loss(out: Any, y: Tensor) -> Tensor:
+        return sum(((own - y[..., :1].mean()) ** 2).sum() for own in out)
+
+    draw = Draw(0)
+    params, state = {"w": draw(3)}, (draw(2, 3), draw(2, 3))
+    given = Problem(step, params, state, draw.sequence(2, 3), draw.sequence(2, 3), loss)
+    segment = make(given, backend=backend)
+    for steps in (4, 1):
+        arguments = given.data(steps)
+        found = check(segment, given, steps)
+        if mapped:
+            arguments = (params, *tree_map(lambda leaf: leaf.unsqueeze(0), arguments[1:]))
+            found = torch.func.vmap(segment, in_dims=(None, 0, 0, 0))(*arguments)
+        leaves = tree_leaves((found.grads, found.state, found.out))
+        memory = [leaf.untyped_storage().data_ptr() for leaf in [*leaves, *tree_leaves(arguments)]]
+        assert len(set(memory)) == len(memory)
+        for leaf in leaves:
+            leaf.add_(1)  # no two numbers of it lie in one place

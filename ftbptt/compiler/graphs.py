@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, fx
+
+from .._compat import may_be_a_view
 
 # torch types a node's arguments as a union of everything an argument can be; here they are what
 # the operation says.
@@ -64,6 +66,17 @@ def is_tuple(node: Node) -> bool:
 
 def is_getitem(node: Node) -> bool:
     return node.target is operator.getitem
+
+
+def owner_of(node: Node, stop: Container[Node] = ()) -> Node:
+    """The node in whose memory the value of this one may lie, not looking behind ``stop``."""
+    while node not in stop and (
+        node.target in VIEWS
+        or may_be_a_view(node.target)
+        or (is_getitem(node) and node.args[0].target in SPLITS)
+    ):
+        node = node.args[0]
+    return node
 
 
 def gemm_flops(node: Node) -> int:
