@@ -170,7 +170,7 @@ def lay_out(
             f"  state:         {Argument('state', state).spec}\n  initial_state: {initial.spec}"
         )
     states = Argument("state", state)
-    _check_initial(initial, states)
+    _check_initial(initial, states, state_dim)
     if state_dim is not None:
         states.leaves = [leaf.movedim(state_dim, 0) for leaf in states.leaves]
         _check_batches(shared, states, [leaf.shape[0] for leaf in states.leaves])
@@ -208,21 +208,26 @@ def lay_out(
     return call, tensors, layout
 
 
-def _check_initial(initial: Argument, states: Argument) -> None:
+def _check_initial(initial: Argument, states: Argument, state_dim: int | None) -> None:
+    """``state_dim``: the axis of a state leaf that ``initial_state`` does not have."""
     for i, (own, leaf) in enumerate(zip(initial.leaves, states.leaves, strict=False)):
         if own.dtype != leaf.dtype:
             raise TypeError(
                 f"{initial.path(i)}: is {own.dtype}, but {states.path(i)} is {leaf.dtype}. Give "
                 "both in one dtype."
             )
+        shape = list(leaf.shape)
+        if state_dim is not None and -len(shape) <= state_dim < len(shape):
+            del shape[state_dim]
         try:
-            fits = torch.broadcast_shapes(own.shape, leaf.shape) == leaf.shape
+            fits = torch.broadcast_shapes(own.shape, shape) == torch.Size(shape)
         except RuntimeError:
             fits = False
         if not fits:
+            of_one = "" if state_dim is None else f" without axis {state_dim}, the sequences"
             raise ValueError(
                 f"{initial.path(i)}: has shape {list(own.shape)}, but {states.path(i)} has "
-                f"{list(leaf.shape)}. Give the shape of the state, or one that broadcasts to it."
+                f"{shape}{of_one}. Give the shape of the state, or one that broadcasts to it."
             )
 
 

@@ -104,3 +104,21 @@ def test_in_dims_never_makes_a_gradient_per_sequence() -> None:
             for lead in ((n,), (k,), (n, k), (k, n)):
                 assert (*lead, *parameter.shape) not in made.shapes
                 assert (*lead, *parameter.shape[::-1]) not in made.shapes
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_in_dims_with_an_initial_state(axis: int) -> None:
+    """It is that of one sequence, whatever axis of the state counts them."""
+    given, calls = problem("elman_one_sequence"), sequences("elman_one_sequence", 5)
+    state, x, y = (stacked([call[i] for call in calls], dim=axis) for i in (1, 2, 3))
+    initial, reset = Draw(1)(H), torch.rand(N, 5) < 0.4
+    options = {"backend": "eager", "in_dims": (None, axis, axis, axis)}
+    segment = make_train_segment(given.step, given.loss, initial_state=initial, **options)
+    found = segment(given.params, state, x, y, reset=reset.movedim(0, axis))
+    own = [(given.params, *call[1:]) for call in calls]
+    expected = looped(given, own, reset=list(reset), initial_state=[initial] * N)
+    assert_close(found.grads, mean_over_sequences(expected).grads)
+    wrong = make_train_segment(given.step, given.loss, initial_state=state, **options)
+    words = rf"initial_state: has shape .*, but state has \[{H}\] without axis {axis}"
+    with pytest.raises(ValueError, match=words):
+        wrong(given.params, state, x, y)
