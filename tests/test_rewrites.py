@@ -78,6 +78,24 @@ def test_moments() -> None:
         assert abs(out[name].std() - deviation) < 0.05, name
 
 
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bfloat16, torch.float32,
+]  # fmt: skip
+
+
+def test_the_largest_number_is_drawn_too() -> None:
+    def draw(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tree, Tensor]:
+        return [torch.empty(8000, dtype=dtype).random_() for dtype in DTYPES], h * params["w"]
+
+    segment = make_train_segment(draw, lambda out, y: y.mean(), backend="eager")
+    x = torch.zeros(10, 1)
+    found = segment({"w": torch.ones(1)}, torch.zeros(1), x, x).out
+    assert [own.dtype for own in found] == DTYPES
+    for own, largest in zip(found, [1, 255, 127, None, None, 256, None], strict=True):
+        assert own.min() >= 0
+        assert largest is None or own.max() == largest
+
+
 def test_vmap_asks_how_noise_is_meant() -> None:
     params, *rest = problem()
     data = [leaf.expand(2, *leaf.shape) for leaf in rest]

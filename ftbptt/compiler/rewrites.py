@@ -55,9 +55,11 @@ def _random(x: Tensor, *bounds: int | None, generator: Any = None) -> Tensor:
     low = bounds[0] if len(bounds) == 2 else 0
     high = bounds[-1] if bounds else None
     if high is None and x.dtype.is_floating_point:
-        high = round(2 / torch.finfo(x.dtype).eps)
-    elif high is None:
-        high = 2 if x.dtype is torch.bool else torch.iinfo(x.dtype).max
+        high = round(2 / torch.finfo(x.dtype).eps) + 1
+    elif high is None and x.dtype is torch.bool:
+        high = 2
+    elif high is None:  # which is not drawn itself
+        high = min(torch.iinfo(x.dtype).max + 1, torch.iinfo(torch.int64).max)
     return _drawn(partial(torch.randint, low, high), x, generator)
 
 
