@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, reference_segment
 
 from .problem import B, H, mse, named
 
@@ -137,6 +137,34 @@ def test_an_operation_whose_result_depends_on_values() -> None:
     with pytest.raises(RuntimeError, match=words) as caught:
         segment({"w": torch.ones(H)}, torch.zeros(B, H), torch.ones(K, B, H), torch.ones(K, B, H))
     assert 'test_untraceable.py", line' in str(caught.value)
+
+
+def test_a_gradient_of_its_own() -> None:
+    def by_grad(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = h + x_t * params["w"]
+        (slope,) = torch.autograd.grad((h**3).sum(), h, create_graph=True)
+        return h, h - 0.1 * slope
+
+    def by_backward(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        ((h + x_t * params["w"]) ** 3).sum().backward()
+        return h, h
+
+    for step in (by_grad, by_backward):
+        words = rf"step {step.__name__} takes a gradient of its own.*\n.*test_untraceable.py"
+        with pytest.raises(RuntimeError, match=words) as caught:
+            call(step)
+        assert "torch.func.grad(f)(x)" in str(caught.value)
+
+
+def test_a_gradient_by_torch_func_and_marks_that_do_not_matter() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = (h + x_t * params["w"]).requires_grad_()
+        h = h - 0.1 * torch.func.grad(lambda h: (h**3).sum())(h)
+        return h + torch.zeros(H).requires_grad_(False), h
+
+    arguments = {"w": torch.ones(H)}, torch.zeros(B, H), torch.randn(K, B, H), torch.randn(K, B, H)
+    found = make_train_segment(step, mse, backend="eager")(*arguments)
+    torch.testing.assert_close(found.grads, reference_segment(step, mse, *arguments).grads)
 
 
 def test_a_branch_of_torch() -> None:

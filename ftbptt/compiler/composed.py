@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -194,6 +195,11 @@ class Composed(TorchFunctionMode):
             )
         if func == _REQUIRES_GRAD:  # a fake tensor has none; in the loop that is meant it would
             return torch.is_grad_enabled() and differentiable(args[0])
+        if func is Tensor.requires_grad_:
+            # Which torch.func.grad asks for, and may: else nothing depends on it.
+            with suppress(RuntimeError):
+                func(*args, **kwargs)
+            return args[0]
         target = written(func, args, kwargs)
         if target is not None:
             return self.hidden.write(self._run, func, target, args, kwargs)

@@ -276,6 +276,13 @@ _READS_VALUES = {
 }  # fmt: skip
 
 
+# What torch says of torch.autograd.grad and of backward().
+_DIFFERENTIATES = (
+    "does not require grad and does not have a grad_fn",
+    "backward() called inside a functorch transform",
+)
+
+
 @contextmanager
 def own_words(argument: str, function: Any) -> Iterator[None]:
     """Turns what tracing says of a value-dependent function into its line and a remedy."""
@@ -291,6 +298,14 @@ def own_words(argument: str, function: Any) -> Iterator[None]:
                 f"samples of Beta and Dirichlet do, whose backward cannot be traced\n  {where}\n"
                 "For a gradient of your own write soft + (hard - soft).detach(): the value of "
                 "`hard` with the gradient of `soft`."
+            ) from error
+        if any(words in str(error) for words in _DIFFERENTIATES):
+            raise RuntimeError(
+                f"{argument} {name} takes a gradient of its own by torch.autograd, which cannot be "
+                f"traced\n  {where}\n"
+                "Write it as torch.func.grad(f)(x), whose gradient is taken in turn; for the "
+                "gradient of the loss at a tensor inside the step give "
+                "make_train_segment(..., taps=)."
             ) from error
         if "mutating a non-functional tensor" in str(error):
             raise RuntimeError(
