@@ -14,7 +14,6 @@ from torch.nn.utils import get_total_norm
 from .._interrupt import uninterrupted
 from .._trees import tree_leaves, tree_map
 from ..distributed.ranks import RankFailed
-from .checkpoint import as_plain, from_plain
 from .cursor import Cursor, Place
 from .events import Events, SequenceEnd, emit
 from .measured import Measured
@@ -22,6 +21,7 @@ from .nonfinite import Guard
 from .optimizing import Learner
 from .report import Meter, Report
 from .segments import Segments
+from .standing import Standing
 from .stores import Store
 from .together import Together
 from .update import Update
@@ -29,7 +29,6 @@ from .watch import Watch
 from .window_run import WindowRunner
 
 Tree = Any
-_STANDING = ("place", "state", "behind", "cursor", "generator")
 _AS_IT_IS = nullcontext()
 
 
@@ -79,8 +78,7 @@ class Stream(Iterator[Update]):
         self._place = Place(0, 0, 0, self._initial)  # after the last window
         self._behind = self._initial  # the state after the last window's last step
         # Where the run stood before the work on the next update began; None between two updates.
-        self._stand: dict[str, Any] | None = None
-        self._stood = self._place, self._behind
+        self._stand: Standing | None = None
         self._whole = True  # the parameters are all of the same update
         self._had_windows = False  # in this epoch, on any rank
         self._saved = 0  # the index that the checkpoint has
@@ -169,7 +167,7 @@ class Stream(Iterator[Update]):
             self._cursor.begin(0)
             emit(self._events.epoch_start, 0)
         else:
-            self._go_back(self._stand)
+            self._stand.go_back(self._cursor, self._windows.segments)
         self._begun = True
         if self._goes_back:
             self._take_stand()
@@ -194,8 +192,8 @@ class Stream(Iterator[Update]):
         if self._together is not None:
             self._parted = self._together.left = False
         if self._stand is not None and self._whole:
-            self._place, self._behind = self._stood
-            self._go_back(self._stand)
+            self._place, self._behind = self._stand.place, self._stand.behind
+            self._stand.go_back(self._cursor, self._windows.segments)
 
     def _go_on(self) -> None:
         """What is kept between two updates, when the caller is done with the last one."""
@@ -215,7 +213,10 @@ class Stream(Iterator[Update]):
 
     def _take_stand(self) -> None:
         """Here the next update begins: what is left undone is saved, and done again, from here."""
-        self._stand, self._stood = self._standing(), (self._place, self._behind)
+        self._stand = self._standing()
+
+    def _standing(self) -> Standing:
+        return Standing.of(self._place, self._behind, self._cursor, self._windows.segments)
 
     def _leave(self, error: BaseException) -> None:
         """The run is left, by an error or Ctrl-C: all updates up to now are kept."""
@@ -418,24 +419,6 @@ class Stream(Iterator[Update]):
         if store.offer(index, self.state_dict, last=last):
             self._saved = self.index
 
-    def _standing(self) -> dict[str, Any]:
-        place = self._place
-        generator = self._windows.segments.generator
-        return {
-            "place": [place.epoch, place.index, place.position, place.end],
-            "state": as_plain(place.state),
-            "behind": as_plain(self._behind),
-            "cursor": self._cursor.state_dict(),
-            "generator": None if generator is None else generator.get_state(),
-        }
-
-    def _go_back(self, stand: dict[str, Any]) -> None:
-        """Reads, and draws, from where :meth:`_standing` was."""
-        self._cursor.load_state_dict(stand["cursor"], self._place)
-        generator = self._windows.segments.generator
-        if generator is not None and stand["generator"] is not None:
-            generator.set_state(stand["generator"])
-
     def state_dict(self) -> dict[str, Any]:
         """The run as it was after the last update: tensors, numbers, strings, lists and dicts."""
         return {
@@ -443,7 +426,7 @@ class Stream(Iterator[Update]):
             "windows": asdict(self._cursor.truncation),
             "index": self.index,
             "seconds": self.seconds,
-            **(self._standing() if self._stand is None else self._stand),
+            **(self._stand or self._standing()).state_dict(),
             "learner": self._learner.state_dict(),
             **self._watch.state_dict(),
             "extra": self.extra,
@@ -467,20 +450,16 @@ class Stream(Iterator[Update]):
         learner = self._learner
         learner.check(state["learner"])
         device = tree_leaves(learner.params)[0].device
-        epoch, index, position, end = state["place"]
         start = self._windows.segments.start(learner.params)
-        carried, self._behind = (
-            from_plain(state[name], self._initial, device, start) for name in ("state", "behind")
-        )
-        self._place = Place(epoch, index, position, carried, end)
+        self._stand = stand = Standing.from_state(state, self._initial, start, device)
+        self._place, self._behind = stand.place, stand.behind
         learner.load_state_dict(state["learner"])
         self._watch.load_state_dict(state, device)
         self._finished = self._watch.ended
         self.index = self._saved = state["index"]
         self.extra = state["extra"]
-        self._had_windows = index > 0
+        self._had_windows = stand.place.index > 0
         self._seconds_of_all = state.get("seconds", 0.0)
-        self._stand = {name: state.get(name) for name in _STANDING}
 
 
 def _add_note(error: BaseException, words: str) -> None:
