@@ -291,28 +291,62 @@ def test_a_form_that_is_not_known_is_refused_or_right(operation: Operation) -> N
     check({"it": operation}, x, y)
 
 
-@pytest.mark.parametrize(
-    "operation", [lambda x, y: ~x, lambda x, y: x**2, lambda x, y: torch.bitwise_not(x) + y]
-)
-def test_integers_beyond_what_is_known(operation: Operation) -> None:
-    x, y = values(torch.int64, 5)
-    if not refused(operation, x):
-        check({"it": operation}, x, y)
+def large_integers(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As ``values``: the largest ones, what a double cannot hold, and a few small ones."""
+    info = torch.iinfo(dtype)
+    large = [info.min, info.min + 1, info.max, info.max - 1, info.max // 2 + 1]
+    large += [n for n in (2**53 + 1, -(2**53) - 1, 2**31 + 1, 3037000493) if abs(n) < info.max]
+    small = [0, 1, 2, 3, 7, *(-n for n in (1, 2, 7) if info.min)]
+    column = torch.tensor([*large, *small], dtype=dtype)
+    x, y = torch.meshgrid(column, column, indexing="ij")
+    return x.reshape(1, -1, 1).expand(2, -1, 3), y.reshape(1, -1, 1).expand(2, -1, 3)
 
 
-def test_large_integers_are_exact() -> None:
-    """Beyond 2^53 a double is not: what torch does not compute in floating point must not be."""
-    x = torch.tensor([2**62 + 1, -(2**62) - 1, 2**53 + 1, 3]).reshape(1, 1, 4).expand(2, 3, 4)
+INTEGER_TYPES = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+
+
+@pytest.mark.parametrize("dtype", INTEGER_TYPES)
+def test_large_integers_are_exact_and_wrap_around(dtype: torch.dtype) -> None:
+    """What torch does not compute in floating point must not be."""
     operations: dict[str, Operation] = {
-        "floor": lambda x, y: x.floor(),
+        **INTEGER,
+        "neg": lambda x, y: -x,
+        "square": lambda x, y: x**2,
+        "pow": lambda x, y: x**y,
+        "fmod": lambda x, y: torch.fmod(x, y | 1),
+        "fmod_number": lambda x, y: torch.fmod(x, torch.iinfo(dtype).max - 56),
         "round": lambda x, y: x.round(),
         "trunc": lambda x, y: torch.trunc(x),
-        "abs": lambda x, y: x.abs(),
-        "clamp": lambda x, y: x.clamp(min=-5),
-        "sign": lambda x, y: x.sign(),
-        "where": lambda x, y: torch.where(x > 2**53, x, y),
+        "where": lambda x, y: torch.where(x > y, x, y),
+        "next_is_larger": lambda x, y: x + 1 > x,
+        "compared": lambda x, y: (x < y) | (x == y + 1),
+        "compared_with_a_number": lambda x, y: x > torch.iinfo(dtype).max - 1,
     }
-    check(operations, x, x)
+    check(operations, *large_integers(dtype))
+
+
+def test_an_integer_is_divided_by_zero_without_a_signal() -> None:
+    x = torch.ones(2, 3, 4, dtype=torch.int64)
+    scan_over({"it": torch.fmod}, x, x - 1).fused()
+
+
+@pytest.mark.parametrize("dtype", INTEGER_TYPES)
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x, y: ~x,
+        lambda x, y: torch.bitwise_not(x) + y,
+        lambda x, y: x // (y | 1),
+        lambda x, y: torch.div(x, y | 1, rounding_mode="trunc"),
+        lambda x, y: torch.remainder(x, y | 1),
+        lambda x, y: x << 3,
+        lambda x, y: x >> 3,
+    ],
+)
+def test_integers_beyond_what_is_known(operation: Operation, dtype: torch.dtype) -> None:
+    x, y = large_integers(dtype)
+    if not refused(operation, x):
+        check({"it": operation}, x, y)
 
 
 def test_nodes_without_a_kernel_are_named() -> None:

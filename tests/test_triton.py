@@ -10,6 +10,7 @@ from hypothesis import given as drawn
 
 from ftbptt.backends import EAGER, FUSED
 
+from . import test_expressions as numbers
 from . import test_fused_operations as operations
 from .cells import CELLS, NOT_BFLOAT16, WITH_ROWS, problem, slow_but
 from .oracle import check, check_low_precision
@@ -130,6 +131,14 @@ def test_mathematics() -> None:
         "where": lambda h: torch.where((h > 0) & (h < 1) | ~(h > -1), h, -0.5),
     }  # fmt: skip
     operations.check(functions, random(3, 7), 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8])
+def test_large_integers(dtype: torch.dtype) -> None:
+    """NVIDIA's functions are for floating point numbers only."""
+    x, y = numbers.large_integers(dtype)
+    numbers.check(numbers.INTEGER | {"fmod": lambda x, y: torch.fmod(x, y | 1)}, x, y)
+    assert "a power of integers" in numbers.refused(lambda x, y: x**2, x)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 37])

@@ -49,6 +49,10 @@ def apply(expr: Apply, args: list[str]) -> str:
         return f"({args[0]} {_INFIX[name]} {args[1]})"
     if name in _IN_TRITON:
         return f"tl.{name}({args[0]})"
+    if name == "fmod" and not expr.dtype.is_floating_point:
+        return f"({args[0]} % {args[1]})"
+    if name == "pow" and not expr.dtype.is_floating_point:
+        raise Unsupported("a power of integers is not known to the GPU's kernels")
     if name in _IN_LIBDEVICE:
         return f"libdevice.{_IN_LIBDEVICE[name]}({', '.join(args)})"
     if name in ("maximum", "minimum"):

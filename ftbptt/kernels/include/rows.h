@@ -187,13 +187,26 @@ inline X rounded_(X x) {
 template <typename X> inline X round_bfloat16_(X x) { return rounded_<c10::BFloat16>(x); }
 template <typename X> inline X round_float16_(X x) { return rounded_<c10::Half>(x); }
 
-template <typename X> inline X add_(X a, X b) { return a + b; }
-template <typename X> inline X sub_(X a, X b) { return a - b; }
-template <typename X> inline X mul_(X a, X b) { return a * b; }
+// Integers wrap around, as torch's do: in C++ only those without a sign may.
+template <typename X, typename F>
+inline X wrapped(X a, X b, F f) {
+  if constexpr (std::is_integral_v<X>) return static_cast<X>(f(static_cast<uint64_t>(a), static_cast<uint64_t>(b)));
+  else return f(a, b);
+}
+template <typename X> inline X add_(X a, X b) {
+  return wrapped(a, b, [](auto x, auto y) { return x + y; });
+}
+template <typename X> inline X sub_(X a, X b) {
+  return wrapped(a, b, [](auto x, auto y) { return x - y; });
+}
+template <typename X> inline X mul_(X a, X b) {
+  return wrapped(a, b, [](auto x, auto y) { return x * y; });
+}
 template <typename X> inline X div_(X a, X b) { return a / b; }
 template <typename X> inline X reciprocal_(X a) { return X(1) / a; }
 template <typename X> inline X neg_(X a) {
   if constexpr (is_vec<X>::value) return a.neg();
+  else if constexpr (std::is_integral_v<X>) return sub_(X(0), a);
   else return -a;
 }
 template <typename X> inline X conj_(X a) {
@@ -251,7 +264,6 @@ template <typename X> inline X sign_(X a) {
     if constexpr (is_vec<X>::value) return a.of_vector();   \
     else return static_cast<X>(of_number(a));               \
   }
-FTBPTT_UNARY(abs, abs, std::abs)
 FTBPTT_UNARY(exp2, exp2, std::exp2)
 FTBPTT_UNARY(expm1, expm1, std::expm1)
 FTBPTT_UNARY(log, log, std::log)
@@ -273,6 +285,11 @@ FTBPTT_UNARY(trunc, trunc, std::trunc)
 FTBPTT_UNARY(round, round, std::nearbyint)
 #undef FTBPTT_UNARY
 
+template <typename X> inline X abs_(X a) {
+  if constexpr (is_vec<X>::value) return a.abs();
+  else if constexpr (std::is_integral_v<X>) return a < 0 ? neg_(a) : a;
+  else return std::abs(a);
+}
 template <typename X> inline X exp_(X a) {
   if constexpr (std::is_same_v<X, Vec<float>>) return fast_exp(a);
   else if constexpr (is_vec<X>::value) return a.exp();
@@ -290,16 +307,27 @@ template <typename X> inline X erf_(X a) {
 }
 template <typename X> inline X sigmoid_(X a) { return X(1) / (X(1) + exp_(neg_(a))); }
 template <typename X> inline X rsqrt_(X a) { return X(1) / sqrt_(a); }
+// A negative power of a whole number is one only of 1 and -1.
+template <typename X> inline X integer_pow(X a, X b) {
+  if (b < 0) return a == 1 || a == X(-1) ? (b % 2 ? a : X(1)) : X(0);
+  X result = 1;
+  for (; b > 0; b /= 2, a = mul_(a, a))
+    if (b % 2) result = mul_(result, a);
+  return result;
+}
 template <typename X> inline X pow_(X a, X b) {
   if constexpr (is_vec<X>::value) return a.pow(b);
+  else if constexpr (std::is_integral_v<X>) return integer_pow(a, b);
   else return std::pow(a, b);
 }
 template <typename X> inline X atan2_(X a, X b) {
   if constexpr (is_vec<X>::value) return a.atan2(b);
   else return std::atan2(a, b);
 }
+// Divided by zero an integer would end the process, as would the smallest one by -1.
 template <typename X> inline X fmod_(X a, X b) {
   if constexpr (is_vec<X>::value) return a.fmod(b);
+  else if constexpr (std::is_integral_v<X>) return b == 0 || (b < 0 && b == X(-1)) ? X(0) : X(a % b);
   else return std::fmod(a, b);
 }
 
