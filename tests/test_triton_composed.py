@@ -111,6 +111,44 @@ def test_what_was_infinite_before_a_reset_is_gone() -> None:
     assert_same(found, wanted, 1e-12)
 
 
+INF = float("inf")
+# The first carry, and what happens from a step on: (step, scale, shift, whether the carry is cut).
+EXTREME: dict[str, tuple[float, list[tuple[int, float, float, bool]]]] = {
+    "grows from nothing": (0.0, [(0, 1e30, 0.0, False), (32, 1e30, 1.0, False)]),
+    "up and down": (1e-300, [(0, 3e30, 0.0, False), (12, 3e-30, 0.0, False)]),
+    "down and up": (1e200, [(0, 3e-30, 0.0, False), (12, 3e30, 0.0, False), (24, 1.0, 1.0, False)]),
+    "a zero, then down and up": (
+        1.0, [(0, 0.0, 1e200, False), (1, 3e-30, 0.0, False), (13, 3e30, 0.0, False),
+              (24, 1.0, 0.0, False)],
+    ),
+    "infinite before": (INF, [(0, 1e-30, 1.0, False)]),
+    "infinite on the way": (1.0, [(0, 1e-30, 0.0, False), (3, 1e-30, -INF, False),
+                                  (4, 1e-30, 0.0, False)]),
+    "largest, and back": (1.7e308, [(0, 1.0, -1.7e308, False), (2, 1.0, 0.0, False)]),
+    "cut": (1.0, [(0, 1e30, 1.0, False), (5, 1.0, 2.0, True), (6, 1e-30, 0.0, False),
+                  (20, INF, 0.5, True), (21, 0.5, 1.0, False)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXTREME)
+def test_as_the_loop_however_large_or_small(name: str, small_tiles: list[str]) -> None:
+    """Also where the product of many scales is infinite, or zero."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        return [torch.where(x[2], x[1], x[0] * carried[0] + x[1])], []
+
+    start, changes = EXTREME[name]
+    scale, shift, cut = (torch.full((37, 2, 3), n, dtype=torch.float64) for n in (1.0, 0.0, 0.0))
+    for first, *own in changes:
+        for sequence, number in zip((scale, shift, cut), own, strict=True):
+            sequence[first:, 1] = number  # and the other rows as usual
+    carry = torch.full((2, 3), start, dtype=torch.float64)
+    scan = Scan(step, [], [scale, shift, cut > 0], [carry])
+    assert not scan.run(EAGER)[1].isnan().any()
+    scan.check()
+    assert small_tiles == ["composed"] * 2
+
+
 def test_low_precision_is_rounded_at_every_step() -> None:
     """So its steps do not compose."""
 

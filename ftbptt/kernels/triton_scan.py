@@ -1,7 +1,8 @@
 """An affine recurrence -> Triton: a function for many steps at once, where rows are too few.
 
 A program takes some rows through the steps tile by tile, of [STEPS, ROWS]. How the carry comes from
-a tile's first step to each of the others is composed in logarithmic depth (``affine``); then the
+a tile's first step to each of the others is composed in logarithmic depth (``affine``), or, where
+its numbers are so large that products of scales might not be finite, found step by step; then the
 whole step is done for all of the tile at once, as the loop in ``triton_source`` does it for one.
 """
 
@@ -30,7 +31,21 @@ def composed_or_cut(scale, shift, cut, scale_after, shift_after, cut_after):
     return scale_after * scale, own, cut | cut_after
 
 
+@triton.jit
+def one_by_one(scale, shift, cut, carry, STEPS: tl.constexpr):
+    step, before = tl.arange(0, STEPS)[:, None], tl.zeros_like(shift)
+    for i in range(STEPS):
+        own = tl.sum(tl.where(step == i, shift, 0), 0)[None, :]
+        after = tl.sum(tl.where(step == i, scale, 0), 0)[None, :] * carry + own
+        carry = tl.where(tl.sum(tl.where(step == i, cut, 0), 0)[None, :] != 0, own, after)
+        before = tl.where(step == i, carry, before)
+    return before
+
+
 """
+# How large numbers may get in a tile that is composed: then nothing in it overflows, and what
+# underflows, be it multiplied by the largest, is far below what else there is.
+_LARGEST = {torch.float32: 2.0**60, torch.float64: 2.0**500}
 
 
 def print_scan(loop: RowLoop, history: list[bool], affine: Affine, *, reverse: bool) -> str:
@@ -95,16 +110,23 @@ class _Printer(TilePrinter):
 
     def _compose(self, affine: Affine) -> None:
         """Names ``carry0`` what the carry is before each step of the tile."""
-        shift = affine.shift or Literal(0.0, self.loop.carries[0].dtype)
-        parts = [("scale", affine.scale, 1), ("shift", shift, 0)]
-        if affine.cut is not FALSE:
-            parts.append(("cut", cast(affine.cut, torch.int32), 0))
+        dtype = self.loop.carries[0].dtype
+        shift = affine.shift or Literal(0.0, dtype)
+        cut = cast(affine.cut, torch.int32)
+        parts = [("scale", affine.scale, 1), ("shift", shift, 0), ("cut", cut, 0)]
         for name, part, neutral in parts:
             own = f"tl.where(here, {self._expression(part, Space(()))}, {neutral})"
             self.body.append(f"{name} = tl.broadcast_to({own}, {self.shape})")
-        names = ", ".join(name for name, _, _ in parts)
-        function = "composed" if affine.cut is FALSE else "composed_or_cut"
-        self.body.append(f"{names} = tl.associative_scan(({names}), 0, {function})")
-        self.body.append("carry0 = scale * carry + shift")
-        if affine.cut is not FALSE:
-            self.body.append("carry0 = tl.where(cut != 0, shift, carry0)")
+        names, function = "scale, shift, cut", "composed_or_cut"
+        if affine.cut is FALSE:
+            names, function = "scale, shift", "composed"
+        self.body += [
+            "growth = tl.where((cut == 0) & (tl.abs(scale) > 1), tl.abs(scale), 1)",
+            "largest = tl.maximum(tl.max(tl.abs(shift), 0), tl.max(tl.abs(carry), 0))",
+            "reached = tl.reduce(growth, 0, multiplied) * tl.maximum(largest, 1)",
+            f"if tl.max(reached, 0) <= {_LARGEST[dtype]}:",
+            f"    {names} = tl.associative_scan(({names}), 0, {function})",
+            "    carry0 = tl.where(cut != 0, shift, scale * carry + shift)",
+            "else:",
+            "    carry0 = one_by_one(scale, shift, cut, carry, STEPS)",
+        ]
