@@ -109,7 +109,17 @@ class SegmentGraph:
         own = {name: [tensor.clone() for tensor in group] for name, group in groups.items()}
         self.inputs = [tensor for group in own.values() for tensor in group]
         device = groups["x"][0].device
-        self.outputs, self.replay = _capture(lambda: run(own), device, own_memory)
+
+        def warm_up() -> None:
+            """Libraries choose their algorithms and allocate, which a graph may not.
+
+            Random numbers are drawn anew afterwards: a run that is resumed captures at another
+            call than the one before it, and must draw the same.
+            """
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                run(own)
+
+        self.outputs, self.replay = _capture(warm_up, lambda: run(own), device, own_memory)
 
     def __call__(self, groups: Groups) -> list[Tensor]:
         """The graph's own results, which the next call overwrites."""
@@ -141,7 +151,10 @@ def _memory_pool(device: torch.device) -> tuple[Any, torch.cuda.CUDAGraph]:
 
 
 def _capture(
-    function: Callable[[], list[Tensor]], device: torch.device, own_memory: bool
+    warm_up: Callable[[], None],
+    function: Callable[[], list[Tensor]],
+    device: torch.device,
+    own_memory: bool,
 ) -> tuple[list[Tensor], Callable[[], None]]:
     """The tensors that a function returns, and what fills them again.
 
@@ -151,7 +164,7 @@ def _capture(
         before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
         stream.wait_stream(before)
         with torch.cuda.stream(stream):
-            function()  # libraries choose their algorithms and allocate, which a graph may not
+            warm_up()
         before.wait_stream(stream)
         pool = torch.cuda.graph_pool_handle() if own_memory else _memory_pool(device)[0]
         graph = torch.cuda.CUDAGraph()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ftbptt import make_train_segment
@@ -30,9 +31,15 @@ class Captures:
         self.made = self.replayed = 0
 
     def capture(
-        self, function: Callable[[], list[Tensor]], device: torch.device, own_memory: bool
+        self,
+        warm_up: Callable[[], None],
+        function: Callable[[], list[Tensor]],
+        device: torch.device,
+        own_memory: bool,
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        outputs = [tensor.clone() for tensor in function()]
+        warm_up()
+        with torch.random.fork_rng([]):  # nothing is drawn until a replay
+            outputs = [tensor.clone() for tensor in function()]
         self.made += 1
         self.own_memory = own_memory
 
@@ -121,6 +128,27 @@ def test_resets_that_change(captures: Captures) -> None:
     assert captures.replayed == 3
 
 
+def test_noise_does_not_depend_on_when_it_is_captured(captures: Captures) -> None:
+    """As in a run that is resumed, which begins without a graph."""
+    given = problem("lstm_readout")
+
+    def step(params: Any, x_t: Tensor, state: Any) -> Any:
+        return functional_call(given.step, params, (torch.dropout(x_t, 0.5, True), state))
+
+    def segment() -> Any:
+        return make_train_segment(step, given.loss, backend="fused")
+
+    undisturbed, states, found = segment(), [], []
+    for _ in range(3):
+        states.append(torch.get_rng_state())
+        found.append(undisturbed(*given.data(7)))
+    assert (captures.made, captures.replayed) == (1, 2)
+    assert not torch.equal(found[1].loss, found[2].loss)
+    for state, wanted in zip(states, found, strict=True):
+        torch.set_rng_state(state)
+        assert_close(tuple(segment()(*given.data(7))), tuple(wanted))
+
+
 def test_two_segments_in_turns(captures: Captures) -> None:
     made = [(problem(name), make(problem(name))) for name in ("lstm_readout", "embedding_tied")]
     for steps in (7, 7, 3, 7, 3):
@@ -168,7 +196,7 @@ def test_precision_is_part_of_a_graph(captures: Captures) -> None:
 def test_what_cannot_be_captured_runs_without(
     captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(function: Callable[[], Any], device: Any, own_memory: bool) -> Any:
+    def refuse(*given: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr("ftbptt._capture._capture", refuse)
