@@ -65,12 +65,13 @@ class CapturedExecutable(Executable):
     ) -> list[Tensor]:
         if early is not None or self.failed:
             return super().run(groups, graded=graded, early=early)
-        precision = torch.backends.cuda.matmul.fp32_precision
-        key = (graded, groups["x"][0].shape[0], precision)
+        device = groups["x"][0].device
+        closed_over = tuple(_as_captured(tensor, device) for tensor in self.plan.captures)
+        key = (graded, groups["x"][0].shape[0], *_numerics(), closed_over)
         with _in_turn:
             if key in self.graphs:
                 self.graphs.move_to_end(key)
-                _wait_for_last(groups["x"][0].device)
+                _wait_for_last(device)
                 graph = self.graphs[key] or self._captured(groups, graded)
                 self.graphs[key] = graph
                 if graph is not None:
@@ -126,6 +127,27 @@ class SegmentGraph:
         copy_all(self.inputs, [tensor for group in groups.values() for tensor in group])
         self.replay()
         return list(self.outputs)
+
+
+def _as_captured(tensor: Tensor, device: torch.device) -> Any:
+    """What of a tensor that the step closes over is part of a graph, which reads it where it is."""
+    if tensor.device.type != device.type:
+        return tensor.tolist()  # a number, which becomes an argument of the graph's kernels
+    return tensor.data_ptr(), tensor.stride()
+
+
+def _numerics() -> tuple[Any, ...]:
+    """What products and convolutions depend on beside their tensors, which a graph has settled."""
+    matmul = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn  # torch's stubs do not know all of it
+    return (
+        matmul.fp32_precision, matmul.allow_fp16_accumulation,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision,
+        cudnn.enabled, cudnn.deterministic, cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
 
 
 def _wait_for_last(device: torch.device) -> None:

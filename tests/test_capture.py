@@ -6,7 +6,9 @@ others, and leaves its results where the first ones were.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +17,13 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, reference_segment
 from ftbptt.backends import CUDAGRAPH, EAGER, FUSED, fallback
 
 from .cells import REPRESENTATIVE, problem, slow_but
 from .oracle import assert_close, check
 from .problem import Problem
+from .scans import random
 from .test_parity import flags
 
 
@@ -178,19 +181,77 @@ def test_few_graphs_are_kept(captures: Captures, monkeypatch: pytest.MonkeyPatch
     assert captures.made == 1
 
 
-def test_precision_is_part_of_a_graph(captures: Captures) -> None:
+@contextmanager
+def as_set(change: Callable[[Any], None], before: Any, now: Any) -> Iterator[None]:
+    change(now)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+SETTINGS: dict[str, tuple[Callable[[Any], None], Any, Any]] = {
+    "float32": (torch.set_float32_matmul_precision, "highest", "high"),
+    "sums of bfloat16": (
+        partial(setattr, torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+        True, False,
+    ),
+    "convolutions": (partial(setattr, torch.backends.cudnn, "allow_tf32"), True, False),
+    "deterministic convolutions": (
+        partial(setattr, torch.backends.cudnn, "deterministic"), False, True,
+    ),
+    "deterministic": (torch.use_deterministic_algorithms, False, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_precision_is_part_of_a_graph(setting: str, captures: Captures) -> None:
     given = problem("lstm_readout", torch.float32)
     segment = make(given)
     for _ in range(2):
         segment(*given.data(7))
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
+    with as_set(*SETTINGS[setting]):
         for _ in range(2):
             segment(*given.data(7))
-    finally:
-        torch.set_float32_matmul_precision(before)
     assert captures.made == 2
+
+
+def test_what_a_step_closes_over_is_read_where_it_is(captures: Captures) -> None:
+    weight, x, h = torch.eye(3).double(), random(4, 2, 3), random(2, 3)
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t * params["w"] + h @ weight)
+        return h, h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (out - y).square().mean()
+
+    segment = make_train_segment(step, loss, backend="fused")
+    given = {"w": random(3)}, h, x, x
+
+    def check_twice() -> None:
+        for _ in range(2):
+            assert_close(tuple(segment(*given)), tuple(reference_segment(step, loss, *given)))
+
+    check_twice()
+    weight.data = random(3, 3)  # elsewhere
+    check_twice()
+    weight.mul_(-1)  # in its place
+    check_twice()
+    assert captures.made == 2
+    weight.data = weight.t()  # there, in another order
+    check_twice()
+    assert captures.made == 3
+
+
+def test_a_number_that_a_step_closes_over_is_part_of_a_graph() -> None:
+    """A GPU, for which "meta" stands here, has no address of it."""
+    from ftbptt._capture import _as_captured
+
+    number, device = torch.tensor(2.0), torch.device("meta")
+    before = _as_captured(number, device)
+    number.fill_(3.0)
+    assert _as_captured(number, device) != before
 
 
 def test_what_cannot_be_captured_runs_without(
