@@ -59,6 +59,8 @@ class CapturedExecutable(Executable):
         self.reuse_output = reuse_output
         self.graphs: OrderedDict[Any, SegmentGraph | None] = OrderedDict()
         self.failed = False
+        self.forgotten: set[Any] = set()
+        self.warned = False
 
     def run(
         self, groups: Groups, *, graded: bool, early: EarlyGradients | None = None
@@ -78,10 +80,24 @@ class CapturedExecutable(Executable):
                     outputs = graph(groups)
                     return outputs if self.reuse_output else [own.clone() for own in outputs]
             else:
-                self.graphs[key] = None
-                if len(self.graphs) > _MOST_GRAPHS:
-                    self.graphs.popitem(last=False)
+                self._make_room_for(key)
         return super().run(groups, graded=graded)
+
+    def _make_room_for(self, key: Any) -> None:
+        """Notes that it was seen; forgets what was seen longest ago, if that is too many."""
+        self.graphs[key] = None
+        if key in self.forgotten and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"ftbptt: more than {_MOST_GRAPHS} CUDA graphs are wanted in turns, one for each "
+                f"number of steps (now {key[1]}) with gradients or without, and no more are kept: "
+                "kernels are launched one by one, or captured anew, slower. Give segments of fewer "
+                "lengths.",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+        if len(self.graphs) > _MOST_GRAPHS:
+            self.forgotten.add(self.graphs.popitem(last=False)[0])
 
     def _captured(self, groups: Groups, graded: bool) -> SegmentGraph | None:
         run = super().run
@@ -89,7 +105,7 @@ class CapturedExecutable(Executable):
             return SegmentGraph(
                 lambda own: run(own, graded=graded), groups, own_memory=self.reuse_output
             )
-        except RuntimeError as error:
+        except RuntimeError as error:  # also for want of memory, which it takes more of
             self.failed = True
             self.graphs.clear()
             warnings.warn(

@@ -173,7 +173,11 @@ def test_few_graphs_are_kept(captures: Captures, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("ftbptt._capture._MOST_GRAPHS", 2)
     given = problem("lstm_readout")
     segment = make(given)
-    for steps in (2, 3, 4, 2, 3, 4):  # each is forgotten before it comes again
+    for steps in (2, 3, 4):
+        check(segment, given, steps)
+    with pytest.warns(RuntimeWarning, match="more than 2 CUDA graphs.*now 2.*fewer lengths"):
+        check(segment, given, 2)
+    for steps in (3, 4):  # each is forgotten before it comes again, which is said once
         check(segment, given, steps)
     assert captures.made == 0
     for steps in (4, 4):
@@ -254,11 +258,14 @@ def test_a_number_that_a_step_closes_over_is_part_of_a_graph() -> None:
     assert _as_captured(number, device) != before
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
 def test_what_cannot_be_captured_runs_without(
-    captures: Captures, monkeypatch: pytest.MonkeyPatch
+    kind: type[Exception], captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where only a graph's own memory is too much, too."""
+
     def refuse(*given: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise kind("operation not permitted when stream is capturing")
 
     monkeypatch.setattr("ftbptt._capture._capture", refuse)
     given = problem("lstm_readout")
