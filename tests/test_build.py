@@ -186,6 +186,20 @@ def test_the_cache_is_beside_inductors_own(monkeypatch: pytest.MonkeyPatch, tmp_
     assert folder.name == torch.backends.cpu.get_cpu_capability()
 
 
+def test_another_processor_has_kernels_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A folder at home may be that of many machines."""
+    found = []
+    for flags in ("fpu sse avx2", "fpu sse avx2 avx512f", "fpu sse avx2"):
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+        monkeypatch.setattr(toolchain, "Path", lambda name: tmp_path / Path(name).name)
+        toolchain._instructions.cache_clear()
+        found.append(toolchain.key_of(SOURCE))
+    toolchain._instructions.cache_clear()
+    assert found[0] == found[2] != found[1]
+
+
 # -- the compiled header --------------------------------------------------------------------------
 
 WITH_HEADER = '#include "rows.h"\n' + SOURCE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shlex
 import subprocess
 import uuid
@@ -34,8 +35,19 @@ def _headers() -> bytes:
 def key_of(source: str) -> str:
     """key_of : a source -> a name for it, and for all that its library depends on"""
     flags = cpp_command("", "", [str(INCLUDE)])
-    content = [source.encode(), _headers(), flags.encode(), torch.__version__.encode()]
-    return hashlib.sha256(b"\0".join(content)).hexdigest()[:32]
+    content = [flags, _instructions(), torch.__version__]
+    whole = b"\0".join([source.encode(), _headers(), *map(str.encode, content)])
+    return hashlib.sha256(whole).hexdigest()[:32]
+
+
+@cache
+def _instructions() -> str:
+    """What ``-march=native`` stands for: other processors may have the same folder."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.processor()
 
 
 def commands(source: Path, library: Path, folder: Path) -> list[list[str]]:
