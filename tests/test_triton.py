@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given as drawn
 
 from ftbptt.backends import EAGER, FUSED
+from ftbptt.kernels import triton_module
 
 from . import test_expressions as numbers
 from . import test_fused_operations as operations
@@ -78,6 +80,31 @@ def test_vmap(name: str) -> None:
     """Weights of their own for each model: programs of one group each."""
     check_shared(make(problem(name)), name, 3)
     check_ensemble(make(problem(name)), name, 3)
+
+
+def test_models_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first axis of a GPU's grid has room for more than 65,535 programs."""
+    grids = []
+
+    class Function:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *memory, **options: None
+
+    module = SimpleNamespace(AXES=2, GROUPED=1, OWN=[], ROW_BYTES=64, EXACT=False, run=Function())
+    monkeypatch.setattr(triton_module, "load", lambda path: module)
+    triton_module.launch("", [], [torch.empty(0)], [1, 70_000, 65])
+    assert grids == [(2 * 70_000,)]
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+def test_weights_of_each_group(rows: int) -> None:
+    """Groups of one tile, and of several."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        return [torch.tanh(x[0] + torch.bmm(carried[0], given[0]))], []
+
+    Scan(step, [random(3, 5, 5)], [random(4, 3, rows, 5, seed=1)], [random(3, rows, 5)]).check()
 
 
 @pytest.mark.parametrize("table", ["REDUCTIONS", "JOINS", "VIEWS"])

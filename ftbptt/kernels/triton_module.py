@@ -88,7 +88,8 @@ def launch(
         rows, options = at_once[1], {"STEPS": at_once[0]}
         function = module.run_composed
     with torch.cuda.device_of(outputs[0]):
-        function[-(-total // groups // rows), groups](
+        # One axis: the others of a grid have room for 65,535 programs only.
+        function[(-(-total // groups // rows) * groups,)](
             *inputs, *outputs, *own, *numbers,
             ROWS=rows,
             num_warps=warps,

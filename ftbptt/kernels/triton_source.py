@@ -104,8 +104,9 @@ class _Printer(TilePrinter):
         yield "last = tl.cast(steps, tl.int64)  # so are all numbers of elements behind it"
         yield f"total = {' * '.join(axes) or '1'}"
         yield f"rows = total // ({groups})"
-        yield "group = tl.program_id(1).to(tl.int64)"
-        yield "own = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]"
+        yield "tiles = tl.cdiv(rows, ROWS)"
+        yield "group = (tl.program_id(0) // tiles).to(tl.int64)"
+        yield "own = (tl.program_id(0) % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]"
         yield "inside = own < rows"
         yield "row = group * rows + own"
 
