@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, reference_segment
 
 from .cells import CELLS, REPRESENTATIVE, WITH_ROWS, problem, slow_but
 from .oracle import assert_close, assert_form, check, reference
 from .problem import Problem
+from .scans import random
 
 STEPS = (7, 1, 2, 3, 63)  # 7 first: what is compiled for it must do for the others
 Segments = Callable[..., Any]
@@ -171,6 +172,26 @@ def test_learned_initial_state(backend: str, segments: Segments) -> None:
     found = segment(params, None, x, y)
     first = torch.arange(7) == 0
     assert_close(found, reference(given, 7, reset=first, initial_state=start_from_params))
+
+
+@pytest.mark.parametrize("backend", ["eager", "compile"])
+def test_state_and_parameters_of_no_elements(backend: str) -> None:
+    """They are no part of a loop, of which Inductor could not make one."""
+
+    def step(params: Any, x_t: Tensor, state: tuple[Tensor, Tensor]) -> Any:
+        h, none = state
+        h = torch.tanh(x_t + h + torch.cat([h, none], -1) @ params["w"] + none @ params["of none"])
+        return h, (h, h @ params["to none"])
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (out - y).square().mean()
+
+    params = {"w": random(4, 4), "of none": random(0, 4), "to none": random(4, 0)}
+    given = params, (random(3, 4), random(3, 0)), random(5, 3, 4), random(5, 3, 4, seed=1)
+    segment = make_train_segment(step, loss, backend=backend)
+    reset = flags(5, 3)
+    expected = reference_segment(step, loss, *given, reset=reset)
+    assert_close(tuple(segment(*given, reset=reset)), tuple(expected))
 
 
 def test_initial_state_that_closes_over_tensors(segments: Segments) -> None:

@@ -17,6 +17,7 @@ from .._compat import FakeTensorMode
 from .._trees import TreeSpec, tree_unflatten
 from .adjoint import Loop, LoopPair, make_loops
 from .distribute import DistributedLoop, distribute
+from .empty import without_empty_values
 from .graphs import VIEWS, Node, aten
 from .loss import LossTracer
 from .prepare import Preparation, make_preparation, split_invariants
@@ -102,6 +103,7 @@ def make_plan(
     graph = module
     if stepped is not module or any(packing.dim is not None for packing in packings):
         graph = trace_function(stepped, examples, mode, before_autograd=True)
+    graph = without_empty_values(graph)
     more = lift_captures(
         "initial_state", graph, after=n_fixed, remedy="Take it from params, or detach it."
     )
