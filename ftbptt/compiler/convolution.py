@@ -50,13 +50,13 @@ def convolution_over_time(
 ) -> tuple[Tensor, int]:
     """vmap's rule for ``aten.convolution``."""
     if dims[1] is None and dims[2] is None:
-        rows = _in_front(steps, dims[0], x)
+        rows = in_front(steps, dims[0], x)
         value = aten.convolution.default(rows.flatten(0, 1), weight, bias, *options)
         return value.unflatten(0, (steps, rows.shape[1])), 0
     value = aten.convolution.default(
         _as_channels(steps, dims[0], x),
-        _in_front(steps, dims[1], weight).flatten(0, 1),
-        None if bias is None else _in_front(steps, dims[2], bias).flatten(),
+        in_front(steps, dims[1], weight).flatten(0, 1),
+        None if bias is None else in_front(steps, dims[2], bias).flatten(),
         *_in_groups(steps, options),
     )
     return value.unflatten(1, (steps, -1)), 1
@@ -66,13 +66,13 @@ def input_gradient_over_time(
     steps: Any, dims: Any, grad: Tensor, x: Tensor, weight: Tensor, *options: Any
 ) -> tuple[Tensor, int]:
     if dims[2] is None:
-        grad, x = _in_front(steps, dims[0], grad), _in_front(steps, dims[1], x)
+        grad, x = in_front(steps, dims[0], grad), in_front(steps, dims[1], x)
         value = input_gradient(grad.flatten(0, 1), x.flatten(0, 1), weight, *options)
         return value.unflatten(0, (steps, x.shape[1])), 0
     value = input_gradient(
         _as_channels(steps, dims[0], grad),
         _as_channels(steps, dims[1], x),
-        _in_front(steps, dims[2], weight).flatten(0, 1),
+        in_front(steps, dims[2], weight).flatten(0, 1),
         *_in_groups(steps, options),
     )
     return value.unflatten(1, (steps, -1)), 1
@@ -84,19 +84,22 @@ def weight_gradient_over_time(
     value = weight_gradient(
         _as_channels(steps, dims[0], grad),
         _as_channels(steps, dims[1], x),
-        _in_front(steps, dims[2], weight).flatten(0, 1),
+        in_front(steps, dims[2], weight).flatten(0, 1),
         *_in_groups(steps, options),
     )
     return value.unflatten(0, (steps, -1)), 0
 
 
-def _in_front(steps: Any, dim: int | None, x: Tensor) -> Tensor:
+def in_front(steps: Any, dim: int | None, x: Any) -> Any:
+    """The steps as axis 0; what is no tensor as it is."""
+    if not isinstance(x, Tensor):
+        return x
     return x.expand(steps, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 def _as_channels(steps: Any, dim: int | None, x: Tensor) -> Tensor:
     """``[rows, steps * channels, ...]``: where each step has a weight of its own."""
-    return _in_front(steps, dim, x).movedim(0, 1).flatten(1, 2)
+    return in_front(steps, dim, x).movedim(0, 1).flatten(1, 2)
 
 
 def _in_groups(steps: Any, options: Any) -> tuple[Any, ...]:

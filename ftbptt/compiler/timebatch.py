@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from .convolution import (
     convolution_over_time,
+    in_front,
     input_gradient,
     input_gradient_over_time,
     weight_gradient,
@@ -49,18 +50,11 @@ def _with_rule(run: Callable[..., Tensor], rule: Callable[..., Any]) -> Callable
     return batched
 
 
-def _in_front(steps: Any, dim: int | None, x: Any) -> Any:
-    """The steps as axis 0; what is no tensor as it is."""
-    if not isinstance(x, Tensor):
-        return x
-    return x.expand(steps, *x.shape) if dim is None else x.movedim(dim, 0)
-
-
 def _along(operation: Callable[..., Tensor], *axes: int) -> Callable[..., Tensor]:
     """An operation that broadcasts nothing and finds its axes in ``args[i] for i in axes``."""
 
     def rule(steps: Any, dims: Any, options: Any, *args: Any) -> tuple[Tensor, int]:
-        moved = [_in_front(steps, d, arg) for d, arg in zip(dims[1:], args, strict=True)]
+        moved = [in_front(steps, d, arg) for d, arg in zip(dims[1:], args, strict=True)]
         for i in axes:
             moved[i] += 1
         return apply(options, *moved), 0  # by this rule again, if there is another vmap
@@ -81,7 +75,7 @@ def _along(operation: Callable[..., Tensor], *axes: int) -> Callable[..., Tensor
 def _join_over_time(
     steps: Any, dims: Any, join: Any, dim: int, *tensors: Tensor
 ) -> tuple[Tensor, int]:
-    moved = [_in_front(steps, d, t) for d, t in zip(dims[2:], tensors, strict=True)]
+    moved = [in_front(steps, d, t) for d, t in zip(dims[2:], tensors, strict=True)]
     return _join(join, dim + 1, *moved), 0
 
 

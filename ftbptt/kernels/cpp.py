@@ -272,7 +272,7 @@ class _Printer:
         yield (
             f"Gemm<{t}>::run(rows, {op.k}, {op.n}, {self._pointer_to(a, offset)}, {lda}, "
             f"packed{op.weight}.data(){group}, {self._pointer_to(value.memory, value.offset)}, "
-            f"{value.memory.size}, false);"
+            f"{value.memory.size});"
         )
 
     def _rows(self, nests: list[Nest]) -> Iterator[str]:
@@ -293,8 +293,7 @@ class _Printer:
             name = f"row_{memory_name(memory)}"
             yield (f"{constant}{c_type(dtype)}* const {name} = {self._row_pointer(memory, 'r')};")
         for nest in nests:
-            for line in NestPrinter(nest, self.schedule.kept).lines():
-                yield "" + line
+            yield from NestPrinter(nest, self.schedule.kept).lines()
         yield "}"
 
 

@@ -120,8 +120,7 @@ class NestPrinter:
                 fold = f"{op.kind}_of(total_{op.value.name}, {value}"
                 yield f"total_{op.value.name} = {fold}{left});"
                 continue
-            kind = "const auto"
-            yield f"{kind} {name} = {self._as_vector(op, value)};"
+            yield f"const auto {name} = {self._as_vector(op, value)};"
             if op.value in self.kept:
                 at = _at(op.value.offset, op.value.strides, len(self.nest.shape))
                 assert op.value.memory is not None

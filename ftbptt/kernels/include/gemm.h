@@ -1,4 +1,4 @@
-// Single-thread GEMM for the K-step loops: c[rows, n] (+)= a[rows, k] @ b[k, n], where b is packed once and then
+// Single-thread GEMM for the K-step loops: c[rows, n] = a[rows, k] @ b[k, n], where b is packed once and then
 // multiplied at every step. a and c are row-major and may be unaligned; packed must be 64-byte aligned. n > 0; rows and
 // k may be 0. NaN and inf propagate as in a plain loop.
 //
@@ -45,8 +45,7 @@ struct __attribute__((visibility("hidden"))) Gemm {
     }
   }
 
-  static void run(int64_t rows, int64_t k, int64_t n, const T* a, int64_t lda, const T* packed, T* c, int64_t ldc,
-                  bool accumulate) {
+  static void run(int64_t rows, int64_t k, int64_t n, const T* a, int64_t lda, const T* packed, T* c, int64_t ldc) {
     const int64_t count = panels(k, n), base = vectors(n) / count, wider = vectors(n) % count;
     Ahead ahead = kLines;
     if (bytes(k, n) <= kSmall) ahead = kNothing;
@@ -57,7 +56,7 @@ struct __attribute__((visibility("hidden"))) Gemm {
       const int64_t size = base + (p < wider), tail = last ? n - (vectors(n) - 1) * kLanes : kLanes;
       const T* end = b + size * kLanes * k;
       panel(std::make_integer_sequence<int, kMaxWidth>(), size, rows, k, a, lda, b, last ? packed : end, ahead, c, ldc,
-            tail, accumulate);
+            tail);
       b = end;
       c += size * kLanes;
     }
@@ -99,7 +98,7 @@ struct __attribute__((visibility("hidden"))) Gemm {
   // which hides the L3 under the arithmetic of all of them; with one block there is nothing to hide it under.
   enum Ahead { kNothing, kLines, kNextPanel };
 
-  using Block = void (*)(int64_t, const T*, int64_t, const T*, const T*, int64_t, T*, int64_t, int64_t, bool);
+  using Block = void (*)(int64_t, const T*, int64_t, const T*, const T*, int64_t, T*, int64_t, int64_t);
 
   // Prefetching pays from 3 rows on: below, the loads of b take all the load slots.
   template <int W, Ahead A, int... R>
@@ -114,7 +113,7 @@ struct __attribute__((visibility("hidden"))) Gemm {
 
   template <int W>
   static void panel(int64_t rows, int64_t k, const T* a, int64_t lda, const T* b, const T* next, Ahead ahead, T* c,
-                    int64_t ldc, int64_t tail, bool accumulate) {
+                    int64_t ldc, int64_t tail) {
     constexpr int kRows = max_rows(W);
     using Rows = std::make_integer_sequence<int, kRows>;
     static constexpr std::array<Block, kRows> blocks[] = {table<W, kNothing>(Rows()), table<W, kLines>(Rows()),
@@ -124,7 +123,7 @@ struct __attribute__((visibility("hidden"))) Gemm {
     const int64_t next_stride = left > 0 ? (W * kLanes + left - 1) / left : 0;
     for (; left > 0; --left) {
       const int size = (static_cast<int>(rows) + left - 1) / left;
-      blocks[ahead][size - 1](k, a, lda, b, next, next_stride, c, ldc, tail, accumulate);
+      blocks[ahead][size - 1](k, a, lda, b, next, next_stride, c, ldc, tail);
       next += next_stride * k;
       a += size * lda;
       c += size * ldc;
@@ -136,16 +135,9 @@ struct __attribute__((visibility("hidden"))) Gemm {
   // turns the arrays into registers. The last bits of an element depend on U, hence on the block that it falls in.
   template <int R, int W, Ahead A>
   static void block(int64_t k, const T* a, int64_t lda, const T* b, const T* next, int64_t next_stride, T* c,
-                    int64_t ldc, int64_t tail, bool accumulate) {
+                    int64_t ldc, int64_t tail) {
     constexpr int U = partial_sums(R * W, W);
     Vec sum[U][R][W];
-    if (accumulate) {
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int w = 0; w < W; ++w)
-          sum[0][r][w] = Vec::loadu(c + r * ldc + w * kLanes, w + 1 < W ? kLanes : tail);
-    }
     int64_t i = 0;
     for (; i + U <= k; i += U) {
 #pragma GCC unroll 8
