@@ -342,6 +342,27 @@ def while_loop(
     return while_loop_op(again, body, carried, read)
 
 
+_INDUCTOR_OPTIONS = {
+    # It turns a product plus a bias into addmm, which is slower in a loop than fused addition.
+    "pattern_matcher": False,
+    # Both take a buffer for dead that a loop has filled or will still read: wrong numbers.
+    "inplace_buffers": False,
+    "allow_buffer_reuse": False,
+    # Random numbers by torch's own kernels: the pass for others is one of those before.
+    "fallback_random": True,
+    # For a convolution it copies every tensor of four axes after it to another layout: also
+    # a sequence that a loop writes into, whose values it then loses.
+    "layout_optimization": False,
+    "triton.cudagraphs": False,  # a segment is one graph
+    # A loop of fewer elements costs more to share between threads than to run: in the body of
+    # a recurrence that is paid at every step.
+    "cpp.min_chunk_size": 16384,
+    # Half of a cold start goes into test programs for vector instructions that the processor
+    # reports anyway: believe it, and ask only if the compiler then fails.
+    "cpp.vec_isa_ok": True,
+}
+
+
 def inductor_compile(
     graph: torch.fx.GraphModule,
     examples: Sequence[Tensor],
@@ -362,26 +383,7 @@ def inductor_compile(
     from torch._inductor.compile_fx import compile_fx_inner
 
     in_cpp = not calls_python and all(e.device.type == "cpu" for e in examples)
-    options = {
-        "cpp_wrapper": in_cpp,
-        # It turns a product plus a bias into addmm, which is slower in a loop than fused addition.
-        "pattern_matcher": False,
-        # Both take a buffer for dead that a loop has filled or will still read: wrong numbers.
-        "inplace_buffers": False,
-        "allow_buffer_reuse": False,
-        # Random numbers by torch's own kernels: the pass for others is one of those before.
-        "fallback_random": True,
-        # For a convolution it copies every tensor of four axes after it to another layout: also
-        # a sequence that a loop writes into, whose values it then loses.
-        "layout_optimization": False,
-        "triton.cudagraphs": False,  # a segment is one graph
-        # A loop of fewer elements costs more to share between threads than to run: in the body of
-        # a recurrence that is paid at every step.
-        "cpp.min_chunk_size": 16384,
-        # Half of a cold start goes into test programs for vector instructions that the processor
-        # reports anyway: believe it, and ask only if the compiler then fails.
-        "cpp.vec_isa_ok": True,
-    }
+    options = {"cpp_wrapper": in_cpp, **_INDUCTOR_OPTIONS}
 
     def compiled_with(options: dict[str, Any]) -> Any:
         with (

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .._compat import FakeTensorMode
+from .._step import Step
 from .._trees import TreeSpec, tree_unflatten
 from .adjoint import Loop, LoopPair, make_loops
 from .distribute import DistributedLoop, distribute
@@ -52,6 +53,24 @@ class Plan:
     sliding: Sliding | None
 
 
+@dataclass
+class _Traced:
+    """One step as ``graph``: ``(*given, *sequences, *parts of the state) -> [*outs, *parts]``.
+
+    With resets and masks, and the axis that all rows share; without the levels of vmap.
+    """
+
+    graph: fx.GraphModule
+    given: list[Leaf]  # parameters, buffers, captures, initial state
+    sequences: list[Leaf]
+    examples: list[Tensor]  # like the given
+    captures: list[Tensor]
+    copied: list[tuple[Tensor, Tensor]]
+    packings: list[Packing]
+    out_spec: TreeSpec
+    outs: int
+
+
 def make_plan(
     recipe: Recipe, signature: Signature, buffer_names: Sequence[str], steps: int
 ) -> Plan:
@@ -60,41 +79,64 @@ def make_plan(
     Calls the caller's step once, the loss a few times, all on fake tensors. The plan holds for
     every K.
     """
-    s, step = signature, recipe.step
+    s = signature
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        params, buffers, state, inputs = (
-            [leaf.example() for leaf in group] for group in (s.params, s.buffers, s.state, s.x)
-        )
-    base = trace_step(
-        step,
-        mode,
-        tree_unflatten(params, s.specs[0]),
-        dict(zip(buffer_names, buffers, strict=True)),
-        tree_unflatten(inputs, s.specs[2]),
-        tree_unflatten(state, s.specs[1]),
-        s.autocast,
+    traced = _trace(recipe, s, buffer_names, mode)
+    prepare, graph = split_invariants(traced.graph, len(traced.given))
+    trained = [i for i in range(len(s.params)) if differentiable(traced.examples[i])]
+    preparation = None
+    if prepare is not None:
+        flags = _batched(s, traced.given)
+        preparation = make_preparation(prepare, s.levels, flags, traced.examples, trained, mode)
+    outs = [node.meta["val"] for node in graph.graph.output_node().args[0]][: traced.outs]
+    loss = LossTracer(recipe, s, traced.out_spec, outs, steps)
+    loops = _loops(recipe, s, traced, graph, preparation, trained, loss.graded, mode)
+    full = loops.forward
+    evaluate = Loop(
+        full.graph, full.invariants, full.sequences, full.carries, full.next_carries,
+        full.stacked[: traced.outs], [], reverse=False,
+    )  # fmt: skip
+    return Plan(
+        signature=s,
+        captures=traced.captures,
+        copied=traced.copied,
+        out_spec=traced.out_spec,
+        packings=traced.packings,
+        preparation=preparation,
+        loops=loops,
+        forward=distribute(full),
+        evaluate=distribute(evaluate),
+        reverse=distribute(loops.reverse),
+        loss=loss,
+        recompute=recipe.recompute,
+        sliding=None if recipe.window is None else Sliding(recipe.window, recipe.stride),
     )
-    row_axes = [step.row_axis(leaf) for leaf in state]
-    n_fixed = len(params) + len(buffers) + len(base.captures)
+
+
+def _trace(
+    recipe: Recipe, s: Signature, buffer_names: Sequence[str], mode: FakeTensorMode
+) -> _Traced:
+    """The caller's step, the state in its parts, and around it what else is done at every step."""
+    with mode:
+        state = [leaf.example() for leaf in s.state]
+    base = _trace_alone(recipe.step, s, buffer_names, state, mode)
+    row_axes = [recipe.step.row_axis(leaf) for leaf in state]
+    n_own = len(s.params) + len(s.buffers)
+    n_fixed = n_own + len(base.captures)
     by_row = any(leaf is not None and leaf.shape for leaf in (s.reset, s.mask))
     never = row_axes if by_row else [-1] * len(row_axes)
-    module, packings = split_stacked_state(base.module, n_fixed + len(inputs), never)
+    module, packings = split_stacked_state(base.module, n_fixed + len(s.x), never)
     module = split_products(module, sum(packing.count for packing in packings))
+    with mode:
+        parts = [p for leaf, how in zip(state, packings, strict=True) for p in how.unpack(leaf)]
 
-    unbatched = (False,) * len(s.levels)
-    captures = _on_device(base, s.x[0].device, len(params) + len(buffers))
-
-    def leaf_of(capture: Tensor) -> Leaf:
-        return Leaf(tuple(capture.shape), capture.dtype, capture.device, unbatched)
-
-    given = [*s.params, *s.buffers, *map(leaf_of, captures), *s.initial]
+    captures = _on_device(base, s.x[0].device, n_own)
+    given = [*s.params, *s.buffers, *_leaves_of(captures, s), *s.initial]
     sequences = [*s.x, *(leaf for leaf in (s.reset, s.mask) if leaf is not None)]
     stepped: Any = module
     if s.initial or s.reset is not None or s.mask is not None:
         stepped = with_reset_and_mask(recipe, s, module, packings, row_axes, n_fixed)
     with mode:
-        parts = [p for leaf, how in zip(state, packings, strict=True) for p in how.unpack(leaf)]
         examples = [*(leaf.example() for leaf in (*given, *sequences)), *parts]
         if s.shared is not None:
             flags = [leaf.shared for leaf in (*given, *sequences)] + [True] * len(parts)
@@ -108,60 +150,82 @@ def make_plan(
         "initial_state", graph, after=n_fixed, remedy="Take it from params, or detach it."
     )
     captures += [_in_memory(capture) for capture in more]
-    closed_over = [*base.captures, *more]
-    given[n_fixed:n_fixed] = map(leaf_of, more)
+    given[n_fixed:n_fixed] = _leaves_of(more, s)
     with mode:
-        examples[n_fixed:n_fixed] = [leaf_of(capture).example() for capture in more]
-    prepare, graph = split_invariants(graph, len(given))
+        examples[n_fixed:n_fixed] = [leaf.example() for leaf in _leaves_of(more, s)]
+    closed_over = [*base.captures, *more]
+    return _Traced(
+        graph=graph,
+        given=given,
+        sequences=sequences,
+        examples=examples[: len(given)],
+        captures=captures,
+        copied=[(a, b) for a, b in zip(closed_over, captures, strict=True) if a is not b],
+        packings=packings,
+        out_spec=base.out_spec,
+        outs=base.outs,
+    )
 
-    levels = range(len(s.levels))
-    batched = [[leaf.batched[i] for leaf in given] for i in levels]
-    trained = [i for i in range(len(params)) if differentiable(params[i])]
-    trained_invariants = list(trained)
-    preparation = None
-    if prepare is not None:
-        preparation = make_preparation(
-            prepare, s.levels, batched, examples[: len(given)], trained, mode
+
+def _trace_alone(
+    step: Step, s: Signature, buffer_names: Sequence[str], state: list[Tensor], mode: FakeTensorMode
+) -> StepGraph:
+    """The caller's step as it is written."""
+    with mode:
+        params, buffers, inputs = (
+            [leaf.example() for leaf in group] for group in (s.params, s.buffers, s.x)
         )
-        trained_invariants += [len(given) + i for i in preparation.graded]
+    return trace_step(
+        step,
+        mode,
+        tree_unflatten(params, s.specs[0]),
+        dict(zip(buffer_names, buffers, strict=True)),
+        tree_unflatten(inputs, s.specs[2]),
+        tree_unflatten(state, s.specs[1]),
+        s.autocast,
+    )
+
+
+def _loops(
+    recipe: Recipe,
+    s: Signature,
+    traced: _Traced,
+    graph: fx.GraphModule,
+    preparation: Preparation | None,
+    trained: list[int],
+    graded: Sequence[bool],
+    mode: FakeTensorMode,
+) -> LoopPair:
+    """The loops of a step of which the preparation has been taken out, under the levels of vmap."""
+    trained_invariants, batched = list(trained), _batched(s, traced.given)
+    if preparation is not None:
+        trained_invariants += [len(traced.given) + i for i in preparation.graded]
         batched = [[*a, *b] for a, b in zip(batched, preparation.batched, strict=True)]
-    outs = [node.meta["val"] for node in graph.graph.output_node().args[0]][: base.outs]
-    loss = LossTracer(recipe, s, base.out_spec, outs, steps)
-    n_invariants = len(graph.graph.find_nodes(op="placeholder")) - len(sequences) - len(parts)
-    loops = make_loops(
+    n_parts, n_sequences = sum(how.count for how in traced.packings), len(traced.sequences)
+    n_invariants = len(graph.graph.find_nodes(op="placeholder")) - n_sequences - n_parts
+    of_sequences = _batched(s, traced.sequences)
+    return make_loops(
         graph,
-        (n_invariants, len(sequences), len(parts)),
-        loss.graded,
+        (n_invariants, n_sequences, n_parts),
+        graded,
         trained_invariants,
         range(len(s.x) - recipe.probes, len(s.x)),
         s.levels,
-        [
-            [*batched[i], *(leaf.batched[i] for leaf in sequences), *([True] * len(parts))]
-            for i in levels
-        ],
+        [[*a, *b, *([True] * n_parts)] for a, b in zip(batched, of_sequences, strict=True)],
         mode,
         recompute=recipe.recompute,
     )
-    full = loops.forward
-    evaluate = Loop(
-        full.graph, full.invariants, full.sequences, full.carries, full.next_carries,
-        full.stacked[: base.outs], [], reverse=False,
-    )  # fmt: skip
-    return Plan(
-        signature=s,
-        captures=captures,
-        copied=[(a, b) for a, b in zip(closed_over, captures, strict=True) if a is not b],
-        out_spec=base.out_spec,
-        packings=packings,
-        preparation=preparation,
-        loops=loops,
-        forward=distribute(full),
-        evaluate=distribute(evaluate),
-        reverse=distribute(loops.reverse),
-        loss=loss,
-        recompute=recipe.recompute,
-        sliding=None if recipe.window is None else Sliding(recipe.window, recipe.stride),
-    )
+
+
+def _batched(s: Signature, leaves: Sequence[Leaf]) -> list[list[bool]]:
+    """For each level of vmap, which of the leaves have its axis."""
+    return [[leaf.batched[i] for leaf in leaves] for i in range(len(s.levels))]
+
+
+def _leaves_of(captures: Sequence[Tensor], s: Signature) -> list[Leaf]:
+    """What a step closes over has the axis of no level."""
+    unbatched = (False,) * len(s.levels)
+    return [Leaf(tuple(t.shape), t.dtype, t.device, unbatched) for t in captures]
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
