@@ -14,6 +14,7 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from ._compat import compile_cache_dir, forget_compile_paths
+from ._words import first_line
 
 Result = TypeVar("Result")
 _NAME = "TORCHINDUCTOR_CACHE_DIR"  # which torch and the kernels' own cache follow
@@ -57,11 +58,10 @@ def built_somewhere(build: Callable[[], Result]) -> Result:
 
 
 def _warn(folder: str, error: Exception) -> None:
-    reason = next(iter(str(error).strip().splitlines()), "")
     warnings.warn(
         f"ftbptt: the cache of compiled code in {folder} cannot be used ({type(error).__name__}: "
-        f"{reason}). This process compiles in a temporary folder. Make room there, delete what is "
-        f"damaged, or name another folder in {_NAME}.",
+        f"{first_line(error)}). This process compiles in a temporary folder. Make room there, "
+        f"delete what is damaged, or name another folder in {_NAME}.",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -23,6 +23,7 @@ from ._probes import find_taps, taps_of, with_probes
 from ._recall import Known, Recall, Trees, like
 from ._trees import tree_unflatten
 from ._vmap import Found, SegmentFunction
+from ._words import first_line
 from .backends import Backend, choose, fallback
 from .compiler.plan import Plan, make_plan
 from .compiler.signature import Recipe, as_traced
@@ -351,8 +352,9 @@ class TrainSegment:
                 other = fallback(failed, tensors[0].device.type)
                 warnings.warn(
                     f"ftbptt: the {failed.name} backend failed for {self.recipe.step.name} "
-                    f"({_first_line(error)}); this segment runs on the {other.name} backend "
-                    f"instead, slower. backend={failed.name!r} shows the whole error.",
+                    f"({type(error).__name__}: {first_line(error)}); this segment runs on the "
+                    f"{other.name} backend instead, slower. backend={failed.name!r} shows the "
+                    "whole error.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -392,8 +394,3 @@ def _noting(early: EarlyGradients, errors: list[BaseException]) -> EarlyGradient
             raise
 
     return early._replace(ready=ready)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -235,7 +235,7 @@ def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPat
 
 # The order of the data's way; a module imports only from those before it.
 ORDER = [
-    "_arguments", "_interrupt", "_compat", "_trees", "_straight",
+    "_arguments", "_words", "_interrupt", "_compat", "_trees", "_straight",
     "_taps", "_output", "_step", "_layout", "_loss", "_reference",
     "compiler.graphs", "compiler.decompositions", "compiler.convolution", "compiler.rnn",
     "compiler.signature", "compiler.hidden", "compiler.composed", "compiler.effects",

@@ -20,6 +20,7 @@ from torch.amp import GradScaler
 from .._make_segment import make_train_segment
 from .._step import Step, as_step
 from .._trees import tree_flatten, tree_leaves, tree_map
+from .._words import first_line
 from ..training.chunk import Chunk
 from ..training.segments import Segments
 from .agreement import Outcome, can_be_judged, disagreement
@@ -112,7 +113,7 @@ class Chunks:
             try:
                 self._around = Surroundings(self.model, self.loss)
             except Exception as error:
-                return f"what its functions refer to cannot be read ({_first_line(error)})"
+                return f"what its functions refer to cannot be read ({first_line(error)})"
         hindrance = self._around.hindrance()
         if hindrance is not None:
             return hindrance
@@ -122,7 +123,7 @@ class Chunks:
         try:
             marks = self._around.read()
         except Exception as error:  # of the caller's objects
-            return f"what its functions refer to cannot be read ({_first_line(error)})"
+            return f"what its functions refer to cannot be read ({first_line(error)})"
         if marks == self._marks:
             return None
         if self._marks is not None:
@@ -153,7 +154,7 @@ class Chunks:
                 autocast=self._autocast,
             )
         except (TypeError, ValueError) as error:
-            return _first_line(error)
+            return first_line(error)
         return None
 
     def _kind(self, chunk: Chunk, state: Tree, keep: int | None) -> Any:
@@ -269,7 +270,7 @@ class Chunks:
             if can_be_judged(expected):
                 reason = self._judge(key, chunk, state, keep, expected, effects.drew)
         except Exception as error:
-            reason = _first_line(error)
+            reason = first_line(error)
         if reason is not None:
             self._give_up(reason)
         return output
@@ -360,7 +361,3 @@ def _random_numbers_kept() -> Any:
     """What is drawn within is as if it had not been."""
     initialized = torch.cuda.is_available() and torch.cuda.is_initialized()
     return torch.random.fork_rng(range(torch.cuda.device_count()) if initialized else [])
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

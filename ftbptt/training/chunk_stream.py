@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._compat import has_workers, with_workers
+from .._words import first_line
 from .checkpoint import random_state, set_random_state
 from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, naming
 
@@ -178,7 +179,7 @@ class ChunkStream:
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"data: chunks {self.pulled - len(self._held) + 1} to {self.pulled} do not fit "
-                f"together ({_first_line(error)}). All must have the same structure, rows and "
+                f"together ({first_line(error)}). All must have the same structure, rows and "
                 "features; only their number of steps may differ."
             ) from error
 
@@ -213,7 +214,3 @@ class ChunkStream:
             self._held.popleft()
             if number:  # samplers draw the whole order with the first
                 del self._random[number]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
