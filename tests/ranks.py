@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,7 @@ _TIME_OUT = 60.0  # seconds, for any one call
 def _work(rank: int, size: int, meeting: str, pipe: Any) -> None:
     """A rank: calls what it is sent, sends back what that returns or how it failed."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts aside has none
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size,
         timeout=timedelta(seconds=_TIME_OUT / 2),
