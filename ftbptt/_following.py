@@ -29,25 +29,22 @@ class Following:
         self._known: Known | None = None
         self._params: list[Tensor] = []
         self._state: list[Tensor] = []  # that was returned last
-        self._form: list[Any] = []  # and its structure
+        self._form: list[Any] = []  # its structure
+        self._fixed: Tree = None  # itself, if nobody can change it
         self._looks: tuple[Any, ...] = ()
 
     def __call__(self, params: Tree, state: Tree, x: Tree, y: Tree) -> SegmentOutput:
-        own: list[Tensor] = []
-        form: list[Any] = []
         known = self._known
         if (
             known is not None
             and type(params) is dict
             and type(x) is type(y) is Tensor
-            and flatten(state, own, form)
-            and form == self._form
-            and all(map(is_, own, self._state))
+            and self._is_the_returned(state)
             and len(params) == len(self._params)
             and all(map(is_, params.values(), self._params))
             and self._looks_of(params, x, y) == self._looks
         ):
-            result = self.segment.again(known, [self._params, own, [x], [y]], params, state)
+            result = self.segment.again(known, [self._params, self._state, [x], [y]], params, state)
         else:
             result = self.segment(params, state, x, y)
             self._known = None
@@ -56,9 +53,22 @@ class Following:
                 self._known = self.segment.known(params, state, x, y)
                 self._params = list(params.values())
                 self._looks = self._looks_of(params, x, y)
-        self._state, self._form = [], []
-        flatten(result.state, self._state, self._form)
+        self._note(result.state)
         return result
+
+    def _note(self, state: Tree) -> None:
+        self._state, self._form, self._fixed = [], [], state
+        if not _flatten_tuples(state, self._state):
+            self._state, self._fixed = [], None
+            flatten(state, self._state, self._form)
+
+    def _is_the_returned(self, state: Tree) -> bool:
+        if self._fixed is not None:
+            return state is self._fixed
+        own: list[Tensor] = []
+        form: list[Any] = []
+        is_plain = flatten(state, own, form)
+        return is_plain and form == self._form and all(map(is_, own, self._state))
 
     def _looks_of(self, params: dict[str, Any], x: Tensor, y: Tensor) -> tuple[Any, ...]:
         """Of parameters that are the same tensors: a name or a dtype may have changed."""
@@ -68,3 +78,13 @@ class Following:
             *[(p.shape, p.dtype) for p in self._params],
             *self.segment.surroundings(device.type),
         )
+
+
+def _flatten_tuples(tree: Tree, leaves: list[Tensor]) -> bool:
+    """Appends the tensors of a tensor or of tuples of them; whether it is that."""
+    if type(tree) is Tensor:
+        leaves.append(tree)
+        return True
+    if type(tree) is not tuple:
+        return False
+    return all(_flatten_tuples(part, leaves) for part in tree)

@@ -89,6 +89,7 @@ class LossTracer:
         self.leaves = [*self.outs, *signature.y, *mask]
         self.graphs: dict[int | None, LossGraphs] = {}
         self.tried = False  # whether they hold for more than one K
+        self.fits: dict[int, bool] = {}  # whether those do for a K that was asked for
         self._for_any: Values | None = None
         # torch cannot trace everything with a symbol, and a loss may be written for one K; what
         # is wrong in itself fails again.
@@ -113,7 +114,9 @@ class LossTracer:
                         if not is_pinned(graphs.steps):
                             self.graphs[None] = graphs
                 self.tried = True
-        if self._is_for_any(steps):
+        if steps not in self.fits:
+            self.fits[steps] = self._fits(steps)
+        if self.fits[steps]:
             return None, self.graphs[None]
         if steps not in self.graphs:
             with TRACING:
@@ -128,7 +131,8 @@ class LossTracer:
                 )
         return steps, self.graphs[steps]
 
-    def _is_for_any(self, steps: int) -> bool:
+    def _fits(self, steps: int) -> bool:
+        """Whether the graphs for more than one K are right for this one."""
         if None not in self.graphs or not self.graphs[None].holds_for(steps):
             return False
         return steps > 1 or self._is_same_for_one

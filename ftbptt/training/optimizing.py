@@ -101,7 +101,7 @@ class Learner:
         """Which leaves of the parameters the optimizer holds."""
         _check_owned(optimizer, self.params)
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._held = _held(optimizer)
+        self._groups = len(optimizer.param_groups)
         leaves = tree_leaves(self.params)
         self.trained_places = [
             i for i, p in enumerate(leaves) if id(p) in owned and differentiable(p)
@@ -112,7 +112,7 @@ class Learner:
     def begin_update(self) -> None:
         """To be called before an update's first window: a group may have been added since."""
         own = self.optimizer
-        if isinstance(own, Optimizer) and _held(own) != self._held:
+        if isinstance(own, Optimizer) and len(own.param_groups) != self._groups:
             self._take_up(own)
 
     @property
@@ -320,10 +320,6 @@ def _state_of(optimizer: Optimizer) -> dict[str, Any] | None:
         optimizer.consolidate_state_dict(to=0)
         return optimizer.state_dict() if optimizer.rank == 0 else None
     return optimizer.state_dict()
-
-
-def _held(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _names(tree: Tree) -> list[str]:

@@ -79,6 +79,10 @@ class Stream(Iterator[Update]):
         self._behind = self._initial  # the state after the last window's last step
         # Where the run stood before the work on the next update began; None between two updates.
         self._stand: Standing | None = None
+        # Whether an update that is left undone is begun anew, with all of its windows. That costs
+        # as much as a small window: for a run that is saved, and for ranks, which have not all run
+        # the same ones.
+        self._goes_back = store is not None or together is not None
         self._whole = True  # the parameters are all of the same update
         self._had_windows = False  # in this epoch, on any rank
         self._saved = 0  # the index that the checkpoint has
@@ -176,15 +180,6 @@ class Stream(Iterator[Update]):
                 with self._undisturbed():
                     if not self._ends_on_a_rank():
                         self._store.offer(self.index, self.state_dict, last=False)
-
-    @property
-    def _goes_back(self) -> bool:
-        """Whether an update that is left undone is begun anew, with all of its windows.
-
-        That costs as much as a small window: only for a run that is saved, or of many ranks, which
-        have not all run the same ones.
-        """
-        return self._store is not None or self._together is not None
 
     def _join_again(self) -> None:
         """A run that was left goes on, on all ranks; an update that was not made begins anew."""
