@@ -93,6 +93,7 @@ __all__ = [
     "uncompiled",
     "unvalidated_distributions",
     "version_of",
+    "versions_of",
     "while_loop",
     "with_workers",
     "without_log",
@@ -193,6 +194,14 @@ def memory_of(tensor: Tensor) -> int:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written in place, as autograd counts it."""
     return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """The same of many, quicker."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # one of inference mode has none
+        return [version_of(tensor) for tensor in tensors]
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -82,9 +82,9 @@ class Following:
 
 def _flatten_tuples(tree: Tree, leaves: list[Tensor]) -> bool:
     """Appends the tensors of a tensor or of tuples of them; whether it is that."""
-    if type(tree) is Tensor:
-        leaves.append(tree)
-        return True
-    if type(tree) is not tuple:
-        return False
-    return all(_flatten_tuples(part, leaves) for part in tree)
+    for part in tree if type(tree) is tuple else (tree,):
+        if type(part) is Tensor:
+            leaves.append(part)
+        elif type(part) is not tuple or not _flatten_tuples(part, leaves):
+            return False
+    return True

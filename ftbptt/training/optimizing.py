@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from .._compat import forget_unscaled, version_of
+from .._compat import forget_unscaled, versions_of
 from .._trees import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 from .measured import share
 
@@ -194,7 +194,7 @@ class Learner:
 
     def step(self, grads: list[Tensor]) -> bool:
         """The update; false if a scaler left it out. ``grads`` are those of :meth:`ready`."""
-        stepped, versions = True, [version_of(grad) for grad in grads]
+        stepped, versions = True, versions_of(grads)
         if not isinstance(self.optimizer, Optimizer):
             leaves, spec = tree_flatten(self.params)
             whole = [torch.zeros_like(leaf) for leaf in leaves]
@@ -211,7 +211,7 @@ class Learner:
             self.scaler.update()
             # It makes no step with infinite gradients, and is smaller after that.
             stepped = self.scheduler is None or self.scaler.get_scale() >= before
-        self.changes_gradients = versions != [version_of(grad) for grad in grads]
+        self.changes_gradients = versions != versions_of(grads)
         if self._average is not None and self.ema is not None:
             self._average(self.ema, self._averaged(), 0)
         return stepped

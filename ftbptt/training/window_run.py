@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._output import SegmentOutput
@@ -45,7 +46,7 @@ class WindowRunner:
         self.initial, self.guard, self.events = initial, guard, events
         self.micro_batches = micro_batches
         self.together = together if micro_batches == 1 else None
-        self._shape: list[int] | None = None  # of x in the window before, but for its steps
+        self._before: torch.Size | None = None  # the shape of x in the window before
 
     def run(self, span: Span, place: Place, update: int) -> Ran | None:
         """A window of that update, the state at ``place``; None if the run is to stop."""
@@ -61,19 +62,14 @@ class WindowRunner:
         within = keep - window.start if window.start < keep < window.end else None
         gathered = self.learner.gathered
         run = self._run_part if self.micro_batches == 1 else self._run_parts
-        shape = list(tree_leaves(chunk.x)[0].shape)
-        del shape[segments.axes(chunk.x).x]
+        shape = tree_leaves(chunk.x)[0].shape
         try:
             ran = run(window, chunk, state, within, update)
         except Exception as error:
-            if self._shape not in (None, shape) and not self.truncation.fresh:
-                error.add_note(
-                    f"ftbptt: apart from its steps, x has shape {shape} in this window and "
-                    f"{self._shape} in the one before, from which the state is carried. All need "
-                    "the same rows; the last batch of a DataLoader may have fewer: drop_last=True."
-                )
+            if self._before is not None and not self.truncation.fresh:
+                self._add_note(error, shape, self._before, segments.axes(chunk.x).x)
             raise
-        self._shape = shape
+        self._before = shape
         if ran is None:
             return None
         measured, after, own_kept = ran
@@ -90,6 +86,16 @@ class WindowRunner:
             kept = segments.restarted(kept, start, rows)
         after_it = Place(place.epoch, window.index + 1, position, kept, window.end)
         return measured, after, after_it
+
+    def _add_note(self, error: Exception, now: torch.Size, before: torch.Size, axis: int) -> None:
+        """Says it if the shape of x has changed otherwise than in its steps."""
+        a, b = ([size for i, size in enumerate(shape) if i != axis] for shape in (now, before))
+        if a != b:
+            error.add_note(
+                f"ftbptt: apart from its steps, x has shape {a} in this window and {b} in the one "
+                "before, from which the state is carried. All need the same rows; the last batch "
+                "of a DataLoader may have fewer: drop_last=True."
+            )
 
     def _run_part(
         self,
