@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ftbptt import make_train_segment, reference_segment
 from ftbptt.backends import CUDAGRAPH, EAGER, FUSED, fallback
+from ftbptt.training import train_stream
 
 from .cells import REPRESENTATIVE, problem, slow_but
 from .oracle import assert_close, check
@@ -326,3 +327,20 @@ def test_steps_compiled(name: str) -> None:
     loops = [b for b in segment.explain(*given.data(7)).blocks if "scan" in b.kind]
     assert bool(loops) == (name != "delay_line")
     assert all("its step compiled once, and called K times" in b.runs for b in loops)
+
+
+def test_a_stream_on_output_that_may_be_overwritten(captures: Captures) -> None:
+    """Losses are read, and gradients gathered, after the next window has run."""
+    given, found = problem("lstm_readout"), []
+    for reuse_output in (False, True):
+        params = {name: p.detach().clone() for name, p in given.params.items()}
+        x, y = given.x(24), given.y(24)
+        run = train_stream(
+            make(given, reuse_output=reuse_output), params, given.state, (x, y),
+            torch.optim.SGD(params.values(), lr=0.1), k1=4, accumulate=2,
+            progress=False,
+        )  # fmt: skip
+        updates = list(run)
+        found.append(([update.loss for update in updates], params))
+    assert captures.replayed
+    assert_close(*found)
