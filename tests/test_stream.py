@@ -580,13 +580,13 @@ def test_numbers_of_numpy(segment: Segments) -> None:
 def test_workers_end_with_the_run(segment: Segments) -> None:
     """Whoever keeps the run, for its history, does not keep them."""
     train_segment, params = segment()
-    pieces = [stream(4, seed=seed) for seed in range(3)]
+    pieces, others = [stream(4, seed=seed) for seed in range(3)], multiprocessing.active_children()
     loader = torch.utils.data.DataLoader(pieces, batch_size=None, num_workers=1)  # type: ignore[arg-type]
     updates = train_stream(
         train_segment, params, zeros(), loader, sgd(params), k1=4, progress=False
     )
     assert sum(1 for _ in updates) == 3
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= set(others)
 
 
 def test_an_optimizer_of_other_tensors(segment: Segments) -> None:
