@@ -327,7 +327,8 @@ def test_large_integers_are_exact_and_wrap_around(dtype: torch.dtype) -> None:
 
 def test_an_integer_is_divided_by_zero_without_a_signal() -> None:
     x = torch.ones(2, 3, 4, dtype=torch.int64)
-    scan_over({"it": torch.fmod}, x, x - 1).fused()
+    (found,) = scan_over({"it": torch.fmod}, x, x - 1).fused()[2:]
+    assert not found.any()
 
 
 @pytest.mark.parametrize("dtype", INTEGER_TYPES)
