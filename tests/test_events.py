@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +170,38 @@ def test_a_report_comes_before_the_update_is_told() -> None:
     list(run)
     assert log.names() == [*3 * ["after_update"], "report"]
     assert log.args("report") == run.history
+
+
+def test_an_end_of_an_epoch_is_told_once(tmp_path: Path) -> None:
+    """Also by a run that goes on from a checkpoint of its end; the parameters are the same then."""
+    whole = train(stream(10), epochs=3)
+    expected = [update.loss for update in whole]
+    log, losses = Log("epoch_start", "epoch_end", "sequence_end"), []
+    for epochs in (1, 1, 2, 3):
+        options = {"epochs": epochs, "checkpoint": tmp_path / "run.pt", "resume": True}
+        losses += [update.loss for update in train(stream(10), events=log.events, **options)]
+    assert log.args("epoch_start") == log.args("epoch_end") == [0, 1, 2]
+    assert len(log.args("sequence_end")) == 3
+    torch.testing.assert_close(losses, expected, rtol=0, atol=0)
+
+
+def test_an_error_where_an_epoch_starts(tmp_path: Path) -> None:
+    """The run goes on behind the epoch before, whose end is not told again."""
+    log = Log("epoch_end")
+    starts = []
+
+    def start(epoch: int) -> None:
+        starts.append(epoch)
+        if starts == [0, 1]:
+            raise ZeroDivisionError
+
+    log.events.epoch_start = (start,)
+    run = train(stream(10), events=log.events, epochs=2, checkpoint=tmp_path / "run.pt")
+    with pytest.raises(ZeroDivisionError):
+        list(run)
+    assert [update.index for update in run] == [3, 4, 5]
+    assert starts == [0, 1, 1]
+    assert log.args("epoch_end") == [0, 1]
 
 
 def test_several_functions_are_called_in_order() -> None:

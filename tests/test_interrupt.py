@@ -300,3 +300,21 @@ def test_an_iterator_that_is_read_ahead_goes_on(n: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of the caller's"):
         run.go()
     assert_same(run.go().seen, whole_run.seen)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_an_error_in_the_next_window_comes_after_the_update(aside: bool, tmp_path: Path) -> None:
+    """Also where that is read while the device is at work: no update is lost by it."""
+    failing = [False, True]
+
+    def prepare(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if failing and failing.pop(0):
+            raise OSError("the disk is gone")
+        return x, y
+
+    run = Run("plain", 0, tmp_path / "run.pt", prepare=prepare)
+    run.updates._cursor.mover.aside = aside
+    with pytest.raises(OSError, match="the disk is gone"):
+        run.go()
+    assert len(run.seen) == 1
+    assert_same(run.go().seen, whole("plain")[0])

@@ -98,7 +98,7 @@ def test_a_scaler_goes_on_after_an_error(tmp_path: Path) -> None:
             scaler=torch.amp.GradScaler("cpu"), checkpoint=tmp_path / f"{wrong}.pt",
             events=Events(before_update=before_update),
         )  # fmt: skip
-        while not run._finished:
+        while not run._trainer.ended:
             try:
                 for _ in run:
                     pass

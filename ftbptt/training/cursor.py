@@ -56,7 +56,7 @@ class Cursor:
         self.source, self.truncation, self.axes_of = source, truncation, axes_of
         self.axes: TimeAxes | None = None  # known once there is data
         self.prepares, self.mover = prepares, mover
-        self._ahead: Span | None = None
+        self._ahead: Span | Exception | None = None
         # Where reading stood before that, if it is the first window of an update.
         self._before_ahead: dict[str, Any] | None = None
 
@@ -72,6 +72,8 @@ class Cursor:
     def take(self, place: Place) -> Span | None:
         """The next window that has a loss; None where the epoch ends."""
         span, self._ahead, self._before_ahead = self._ahead, None, None
+        if isinstance(span, Exception):
+            raise span
         if span is None:
             span = self._read(place)
         if span is not None and span.moved is not None:
@@ -82,7 +84,13 @@ class Cursor:
         """Reads the window behind the one at work, if it is to be sent to a GPU."""
         if self.mover.aside:
             self._before_ahead = self._reading() if of_next_update else None
+            self._read_ahead(place)
+
+    def _read_ahead(self, place: Place) -> None:
+        try:
             self._ahead = self._read(place)
+        except Exception as error:  # of the next window: the one at work comes first
+            self._ahead = error
 
     def _read(self, place: Place) -> Span | None:
         index, total = place.index, self.source.total
@@ -144,5 +152,6 @@ class Cursor:
             self.source.begin(place.epoch)
         if state["ahead"]:
             set_random_state(reading["random"])
-            self._before_ahead, self._ahead = reading, self._read(place)
+            self._before_ahead = reading
+            self._read_ahead(place)
         set_random_state(state["random"])

@@ -16,19 +16,23 @@ Tree = Any
 class Standing(NamedTuple):
     """``place`` in the data with its state, and the state ``behind`` the last window's last step.
 
-    ``reading`` is what the :class:`Cursor` knows, ``generator`` the state of the segment's own.
+    ``had_windows``: the epoch had some, on any rank. ``reading`` is what the :class:`Cursor` knows,
+    ``generator`` the state of the segment's own.
     """
 
     place: Place
     behind: Tree
+    had_windows: bool
     reading: dict[str, Any]
     generator: torch.Tensor | None
 
     @classmethod
-    def of(cls, place: Place, behind: Tree, cursor: Cursor, segments: Segments) -> Standing:
+    def of(
+        cls, place: Place, behind: Tree, had_windows: bool, cursor: Cursor, segments: Segments
+    ) -> Standing:
         own = segments.generator
         drawn = None if own is None else own.get_state()
-        return cls(place, behind, cursor.state_dict(), drawn)
+        return cls(place, behind, had_windows, cursor.state_dict(), drawn)
 
     def go_back(self, cursor: Cursor, segments: Segments) -> None:
         """Reads and draws from here on what comes next."""
@@ -43,6 +47,7 @@ class Standing(NamedTuple):
             "place": [place.epoch, place.index, place.position, place.end],
             "state": as_plain(place.state),
             "behind": as_plain(self.behind),
+            "had_windows": self.had_windows,
             "cursor": self.reading,
             "generator": self.generator,
         }
@@ -57,4 +62,5 @@ class Standing(NamedTuple):
         )
         epoch, index, position, end = state["place"]
         place = Place(epoch, index, position, carried, end)
-        return cls(place, behind, state["cursor"], state.get("generator"))
+        had_windows = state.get("had_windows", index > 0)
+        return cls(place, behind, had_windows, state["cursor"], state.get("generator"))

@@ -13,7 +13,10 @@ from .checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from .shared_checkpoint import Parts, SharedCheckpoints
 
 Content = dict[str, Any]
-_OF_ALL = ("format", "windows", "index", "seconds", "learner", "stop", "stopped")
+_OF_ALL = (
+    "format", "windows", "index", "seconds", "told_epochs", "had_windows", "learner", "stop",
+    "stopped",
+)  # fmt: skip
 _BY_ROW = ("state", "behind")
 
 

@@ -26,8 +26,9 @@ from .report import Meter
 from .segments import Segments
 from .source import Shareable, as_source
 from .stores import FileStore, SharedStore, Store
-from .stream import Limits, Stream
+from .stream import Stream
 from .together import Together
+from .trainer import Limits
 from .windows import Truncation
 
 Tree = Any
