@@ -14,7 +14,7 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from ._compat import compile_cache_dir, forget_compile_paths
-from ._words import first_line
+from ._messages import first_line
 
 Result = TypeVar("Result")
 _NAME = "TORCHINDUCTOR_CACHE_DIR"  # which torch and the kernels' own cache follow

@@ -13,10 +13,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ._early import can_hand_over, reverse_in_parts
+from ._early_gradients import can_hand_over, reverse_in_parts
 from ._output import EarlyGradients
 from ._programs import Programs
-from ._sliding import reverse_windows
+from ._sliding_window import reverse_windows
 from .backends import Backend
 from .compiler.adjoint import Loop
 from .compiler.distribute import DistributedLoop, MapBlock, ScanBlock

@@ -13,7 +13,7 @@ from ._compat import FakeTensorMode, unvalidated_distributions
 from ._step import Step
 from ._taps import Tap
 from ._trees import tree_flatten, tree_unflatten
-from .compiler.composed import Composed
+from .compiler.function_overrides import Composed
 from .compiler.trace import TRACING, own_words
 
 

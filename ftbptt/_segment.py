@@ -12,18 +12,18 @@ from torch import Tensor
 
 from ._cache import use_a_folder_that_works
 from ._call import Call, InDims, context_of, lay_out, layout_of
+from ._call_cache import Known, Recall, Trees, like
 from ._capture import make_executable
 from ._compat import inside_derivative, inside_functorch
 from ._execute import Executable
 from ._explain import Explanation, explain
 from ._layout import Layout, SharedLayout
 from ._loss import Loss, of_first
+from ._messages import first_line
 from ._output import EarlyGradients, SegmentOutput, TappedOutput
 from ._probes import find_taps, taps_of, with_probes
-from ._recall import Known, Recall, Trees, like
 from ._trees import tree_unflatten
 from ._vmap import Found, SegmentFunction
-from ._words import first_line
 from .backends import Backend, choose, fallback
 from .compiler.plan import Plan, make_plan
 from .compiler.signature import Recipe, as_traced

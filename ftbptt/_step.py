@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ._compat import COMPILED_PREFIX, uncompiled
-from ._straight import with_gradient_of
+from ._straight_through import with_gradient_of
 from ._taps import Collector, collecting, owners
 from ._trees import tree_map
 

@@ -30,9 +30,9 @@ from ftbptt.training import (
     write_scalars,
 )
 from ftbptt.training import report as report_module
-from ftbptt.training.measured import Measured
 from ftbptt.training.nonfinite import Guard
 from ftbptt.training.report import Meter, ProgressBar
+from ftbptt.training.window_stats import WindowStats
 
 from .streams import Tagger, cross_entropy, stream, tagger, zeros
 
@@ -55,8 +55,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def measured(
     loss: float | list[float], weight: Any = 1, steps: int = 4, tokens: int = 8
-) -> Measured:
-    return Measured(torch.tensor(loss), weight, steps, tokens)
+) -> WindowStats:
+    return WindowStats(torch.tensor(loss), weight, steps, tokens)
 
 
 def update(index: int = 0, norm: float = 0.5) -> Update:

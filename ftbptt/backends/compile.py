@@ -21,8 +21,8 @@ from .._interrupt import uninterrupted
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import gemm_flops
 from .base import Backend, Function
-from .defects import work_around_defects
-from .products import products_in_cpp, share_products
+from .inductor_workarounds import work_around_defects
+from .parallel_matmul import products_in_cpp, share_products
 
 
 def run_scan(

@@ -26,8 +26,8 @@ from .graphs import (
     value_of,
     vjp_by,
 )
-from .joins import share_joins
-from .saving import values_to_save
+from .min_cut import values_to_save
+from .shared_cat import share_joins
 from .signature import Level, differentiable, vmapped, with_level_axes
 from .trace import trace_function
 

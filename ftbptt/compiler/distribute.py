@@ -31,8 +31,8 @@ from .graphs import (
     reachable_from,
     value_of,
 )
-from .timebatch import for_any_length
-from .timesum import Term, time_sum
+from .time_batching import for_any_length
+from .time_reduction import Term, time_sum
 
 
 @dataclass

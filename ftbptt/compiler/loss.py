@@ -22,10 +22,10 @@ from .._compat import FakeTensorMode, holds_for, is_pinned, symbolic_steps
 from .._layout import Layout
 from .._loss import segment_loss
 from .._trees import TreeSpec, tree_unflatten
-from .composed import Composed
+from .function_overrides import Composed
 from .graphs import is_same_graph, reachable_from, value_of, vjp_by
 from .signature import Leaf, Level, Recipe, Signature, differentiable, under, vmapped
-from .timebatch import for_any_length
+from .time_batching import for_any_length
 from .trace import TRACING, forbid_trained_captures, own_words, trace_function
 
 

@@ -20,12 +20,12 @@ from .adjoint import Loop, LoopPair, make_loops
 from .distribute import DistributedLoop, distribute
 from .empty import without_empty_values
 from .graphs import VIEWS, Node, aten
+from .hoist_parameters import Preparation, make_preparation, split_invariants
 from .loss import LossTracer
-from .prepare import Preparation, make_preparation, split_invariants
-from .restart import with_reset_and_mask
+from .reset_mask import with_reset_and_mask
 from .signature import Leaf, Recipe, Signature, differentiable, vmapped, with_level_axes
-from .split import split_products
-from .stacked import Packing, split_stacked_state
+from .split_matmul import split_products
+from .split_state import Packing, split_stacked_state
 from .trace import StepGraph, lift_captures, trace_function, trace_step
 from .windows import Sliding
 

@@ -39,12 +39,12 @@ from .._trees import (
     tree_flatten_with_path,
     tree_unflatten,
 )
-from .composed import Composed
 from .decompositions import BEFORE_AUTOGRAD, past_autograd
 from .effects import without_effects
+from .function_overrides import Composed
 from .graphs import aten
-from .rewrites import REWRITES
 from .signature import Autocast, under
+from .vmap_rewrites import REWRITES
 
 Tree = Any
 # torch traces by patching itself, for all threads: one at a time.

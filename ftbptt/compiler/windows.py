@@ -20,7 +20,7 @@ from .adjoint import Loop
 from .distribute import DistributedLoop, ScanBlock, ShiftBlock, distribute
 from .graphs import Node, needed_for, value_of
 from .program import RunScan
-from .timebatch import for_any_length
+from .time_batching import for_any_length
 from .trace import trace_function
 
 

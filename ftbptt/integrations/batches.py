@@ -14,8 +14,8 @@ from .._step import as_step
 from .._trees import tree_leaves, tree_map
 from ..training.chunk import Chunk, TimeAxes
 from ..training.cursor import Span
-from ..training.measured import Measured
 from ..training.segments import Segments
+from ..training.window_stats import WindowStats
 from ..training.windows import Truncation, Window
 
 Tree = Any
@@ -132,7 +132,7 @@ class Batches:
 
     def evaluate(
         self, params: Tree, state: Tree, chunk: Chunk, k: int
-    ) -> Iterator[tuple[Tree, Chunk, Measured, Tree]]:
+    ) -> Iterator[tuple[Tree, Chunk, WindowStats, Tree]]:
         """``(out, chunk, measured, state)`` of each ``k`` steps, without a gradient."""
         yield from self._forward(self.segments(0, False), params, state, chunk, k)
 
@@ -147,7 +147,7 @@ class Batches:
 
     def _forward(
         self, segments: Segments, params: Tree, state: Tree, chunk: Chunk, k: int
-    ) -> Iterator[tuple[Tree, Chunk, Measured, Tree]]:
+    ) -> Iterator[tuple[Tree, Chunk, WindowStats, Tree]]:
         axes = TimeAxes()
         steps = axes.steps(chunk)
         for start in range(0, steps, k):
@@ -155,7 +155,7 @@ class Batches:
             result = segments.evaluate(params, state, part)
             state = result.state
             weight, tokens = segments.weigh(part, state, 0)
-            measured = Measured(result.loss, weight, axes.steps(part), tokens)
+            measured = WindowStats(result.loss, weight, axes.steps(part), tokens)
             yield result.out, part, measured, state
 
 
@@ -163,7 +163,7 @@ class Trained(NamedTuple):
     """What a window gave. ``chunk`` has the steps that ``out`` is of, time in front."""
 
     grads: Tree
-    measured: Measured
+    measured: WindowStats
     out: Tree
     chunk: Chunk
 
@@ -213,7 +213,7 @@ class Windows:
             self.state = result.state
             weight, tokens = segments.weigh(part, result.state, segments.context)
             loss = result.loss if factor is None else result.loss / factor
-            measured = Measured(loss, weight, window.end - window.start, tokens)
+            measured = WindowStats(loss, weight, window.end - window.start, tokens)
             yield Trained(result.grads, measured, result.out, part)
         if done < total:  # steps after the last window with a loss: the state goes over them
             rest = Span(Window(index, total, total, total), position,

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from .._make_segment import make_train_segment
+from .._messages import first_line
 from .._step import Step, as_step
 from .._trees import tree_flatten, tree_leaves, tree_map
-from .._words import first_line
 from ..training.chunk import Chunk
 from ..training.segments import Segments
 from .agreement import Outcome, can_be_judged, disagreement

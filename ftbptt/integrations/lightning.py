@@ -12,7 +12,7 @@ from torch import Tensor
 from .._arguments import whole
 from .._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ..training.chunk import Chunk
-from ..training.measured import Measured
+from ..training.window_stats import WindowStats
 from ..training.windows import Truncation
 from .batches import Batches, Windows, zero_state
 from .lightning_run import TBPTTRun
@@ -174,7 +174,7 @@ class TBPTTModule(LightningModule):
         state = run.carried(self._start(batches, chunk), self.current_epoch)
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         windows = Windows(batches, self._truncation, params, state, chunk, scaled=scaled)
-        done: list[Measured] = []
+        done: list[WindowStats] = []
         is_last = trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
         for trained in windows.run(run.scale):
             learner.add(trained.grads, trained.measured.weight)
@@ -193,7 +193,7 @@ class TBPTTModule(LightningModule):
         if is_last and run.waiting:
             run.update()
         run.keep(windows.state, self.current_epoch)
-        measured = Measured.joined(done)
+        measured = WindowStats.joined(done)
         self.log(
             "train_loss_epoch", measured.loss, on_step=False, on_epoch=True,
             batch_size=int(measured.weight),
@@ -270,7 +270,7 @@ class TBPTTModule(LightningModule):
             found.append(measured)
             self._tell(batches, stage, out, part.y)
         self._run.stages[stage, dataloader_idx] = state
-        whole = Measured.joined(found)
+        whole = WindowStats.joined(found)
         self.log(
             f"{stage}_loss", whole.loss, on_step=False, on_epoch=True, prog_bar=True,
             batch_size=int(whole.weight),

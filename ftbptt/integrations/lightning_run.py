@@ -14,8 +14,8 @@ from torch.optim import LBFGS, Optimizer
 
 from .._trees import keystr, tree_flatten_with_path, tree_leaves
 from ..training.checkpoint import as_plain, from_plain
-from ..training.measured import Measured
-from ..training.optimizing import Learner
+from ..training.learner import Learner
+from ..training.window_stats import WindowStats
 
 Tree = Any
 
@@ -39,7 +39,7 @@ class TBPTTRun(Callback):
         self._saved: dict[str, Any] | None = None  # of the carried state, from a checkpoint
         self._behind: tuple[int, Tree] | None = None  # epoch, the state after its last batch
         self.stages: dict[tuple[str, int], Tree] = {}  # the same for (stage, loader)
-        self.waiting: list[Measured] = []  # windows since the last update
+        self.waiting: list[WindowStats] = []  # windows since the last update
         self._norm: Tensor | None = None
         self._last: dict[str, Tensor] | None = None  # of the last update
 
@@ -96,7 +96,7 @@ class TBPTTRun(Callback):
         module, learner = self._module, self._learner
         trainer = module.trainer
         assert learner is not None
-        measured = Measured.joined(self.waiting)
+        measured = WindowStats.joined(self.waiting)
         self.waiting.clear()
         learner.ready()
         optimizer = module.optimizers()
@@ -166,7 +166,7 @@ class TBPTTRun(Callback):
         self._step_schedulers("epoch", trainer.current_epoch + 1, None, plateau=True)
 
     def _step_schedulers(
-        self, interval: str, count: int, measured: Measured | None, plateau: bool | None = None
+        self, interval: str, count: int, measured: WindowStats | None, plateau: bool | None = None
     ) -> None:
         """Those of an interval; ``plateau`` says whether those that want a metric, or all."""
         trainer = self._module.trainer
@@ -193,7 +193,7 @@ class TBPTTRun(Callback):
 
     # -- what is seen of it ---------------------------------------------------------------------
 
-    def _show(self, measured: Measured) -> None:
+    def _show(self, measured: WindowStats) -> None:
         """The update in the loggers and the bar, if one is due."""
         trainer = self._module.trainer
         norm = measured.loss.new_tensor(float("nan")) if self._norm is None else self._norm

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._compat import has_workers, with_workers
-from .._words import first_line
+from .._messages import first_line
 from .checkpoint import random_state, set_random_state
 from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, naming
 

@@ -13,7 +13,7 @@ from .._layout import Layout
 from .._output import SegmentOutput
 from .._trees import keystr, tree_flatten_with_path, tree_leaves
 from .chunk import Chunk
-from .optimizing import Learner
+from .learner import Learner
 
 Tree = Any
 

@@ -14,7 +14,7 @@ from .._output import SegmentOutput
 from .._segment import TrainSegment
 from .._trees import tree_leaves, tree_map
 from .chunk import Chunk
-from .optimizing import differentiable
+from .learner import differentiable
 from .segments import Segments
 
 Tree = Any

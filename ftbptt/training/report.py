@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .measured import Measured
 from .update import Update
+from .window_stats import WindowStats
 
 _KEPT = 1024  # losses noted one by one: a long interval must not fill the memory
 _MOST_REPORTS = 8192  # beyond them every second one is dropped: a checkpoint has them all
@@ -67,7 +67,7 @@ class Meter:
         """Since the run began, all its parts together."""
         return self.before + time.perf_counter() - self._began
 
-    def add(self, measured: Measured) -> bool:
+    def add(self, measured: WindowStats) -> bool:
         """Notes an update; whether a report is due."""
         self._losses.append(measured.loss)
         self._weights.append(measured.weight)

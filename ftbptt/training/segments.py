@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .._following import Following
+from .._consecutive_calls import Following
 from .._layout import Layout, broadcast_rows
 from .._loss import Loss
 from .._output import EarlyGradients, SegmentOutput

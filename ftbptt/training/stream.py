@@ -13,15 +13,15 @@ from .._trees import tree_map
 from ..distributed.ranks import RankFailed
 from .cursor import Cursor
 from .events import Events
+from .learner import Learner
+from .monitor import Monitor
 from .nonfinite import Guard
-from .optimizing import Learner
+from .rank_sync import RankSync
 from .report import Meter, Report
 from .segments import Segments
 from .stores import Store
-from .together import Together
 from .trainer import Limits, Trainer
 from .update import Update
-from .watch import Watch
 from .window_run import WindowRunner
 
 Tree = Any
@@ -54,11 +54,11 @@ class Stream(Iterator[Update]):
         store: Store | None,
         checkpoint_every: int,
         progress: bool,
-        together: Together | None,
+        together: RankSync | None,
     ) -> None:
         initial = state if state is None else tree_map(Tensor.detach, state)
         self._guard = guard = Guard(limits.on_nonfinite, learner)
-        self._watch = Watch(meter, events, guard, learner, limits.stop, progress)
+        self._watch = Monitor(meter, events, guard, learner, limits.stop, progress)
         windows = WindowRunner(
             segments, learner, cursor.truncation, initial, guard, events, limits.micro_batches,
             together if limits.accumulate == 1 else None,

@@ -20,14 +20,14 @@ from .checkpoint import has_checkpoint, previous
 from .chunk_stream import ChunkStream
 from .cursor import Cursor
 from .events import Events
-from .optimizing import FunctionalOptimizer, Learner
+from .learner import FunctionalOptimizer, Learner
 from .prefetch import Mover
+from .rank_sync import RankSync
 from .report import Meter
 from .segments import Segments
 from .source import Shareable, as_source
 from .stores import FileStore, SharedStore, Store
 from .stream import Stream
-from .together import Together
 from .trainer import Limits
 from .windows import Truncation
 
@@ -238,7 +238,7 @@ def train_stream(
         store=store,
         checkpoint_every=checkpoint_every,
         progress=progress and (ranks is None or ranks.rank == 0),
-        together=None if ranks is None else Together(ranks, learner, reduce_dtype),
+        together=None if ranks is None else RankSync(ranks, learner, reduce_dtype),
     )
     found = store.load() if resume and store is not None else None
     if found is not None:

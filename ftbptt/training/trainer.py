@@ -13,13 +13,13 @@ from .._interrupt import uninterrupted
 from .._trees import tree_leaves
 from .cursor import Cursor, Place
 from .events import SequenceEnd, emit
-from .measured import Measured
+from .monitor import Monitor
+from .rank_sync import RankSync
 from .report import Report
-from .standing import Standing
-from .together import Together
+from .resume_point import ResumePoint
 from .update import Update
-from .watch import Watch
 from .window_run import WindowRunner
+from .window_stats import WindowStats
 
 Tree = Any
 _AS_IT_IS = nullcontext()
@@ -49,9 +49,9 @@ class Trainer:
         self,
         windows: WindowRunner,
         cursor: Cursor,
-        watch: Watch,
+        watch: Monitor,
         limits: Limits,
-        together: Together | None,
+        together: RankSync | None,
         keeps_standing: bool,
     ) -> None:
         self.windows, self.cursor, self.watch = windows, cursor, watch
@@ -60,7 +60,7 @@ class Trainer:
         self.place = Place(0, 0, 0, windows.initial)  # after the last window
         self.behind = windows.initial  # the state after the last window's last step
         # Where the run stood before the work on the next update began; None between two updates.
-        self.standing: Standing | None = None
+        self.standing: ResumePoint | None = None
         self.index = 0  # how many updates were made
         self.ended = False  # no update comes any more
         self.is_whole = True  # the parameters are all of the same update
@@ -88,7 +88,7 @@ class Trainer:
             self._stand_at(self.standing)
             self.standing.go_back(self.cursor, self.windows.segments)
 
-    def _stand_at(self, standing: Standing) -> None:
+    def _stand_at(self, standing: ResumePoint) -> None:
         self.place, self.behind = standing.place, standing.behind
         self._had_windows = standing.had_windows
 
@@ -130,13 +130,13 @@ class Trainer:
                 return None
         return None
 
-    def _gather(self) -> tuple[Measured | None, bool]:
+    def _gather(self) -> tuple[WindowStats | None, bool]:
         """The windows of an update, fewer at the end of an epoch; whether there were any.
 
         One that does not count is made up for by the next, but not where others would wait.
         """
         self.learner.begin_update()
-        windows: list[Measured] = []
+        windows: list[WindowStats] = []
         wanted, more = self.limits.accumulate, False
         while wanted:
             span = self.cursor.take(self.place)
@@ -155,10 +155,10 @@ class Trainer:
             self.cursor.prefetch(self.place, of_next_update=not wanted)
         if len(windows) == 1:
             return windows[0], True
-        return Measured.joined(windows) if windows else None, more
+        return WindowStats.joined(windows) if windows else None, more
 
     def _update_of_all(
-        self, measured: Measured | None, more: bool, together: Together
+        self, measured: WindowStats | None, more: bool, together: RankSync
     ) -> tuple[Update | None, bool]:
         """What was made of the windows of all ranks, and whether any of them had one."""
         meter = self.watch.meter
@@ -171,7 +171,7 @@ class Trainer:
             return None, joined.more
         return self._update(joined.measured, joined.due), joined.more
 
-    def _update(self, measured: Measured, due: bool | None = None) -> Update | None:
+    def _update(self, measured: WindowStats, due: bool | None = None) -> Update | None:
         """The optimizer's step; None if it was not made.
 
         ``due``: whether losses are to be read then, if that is not for this process to say.
@@ -244,8 +244,8 @@ class Trainer:
 
     # -- stopping and going on ------------------------------------------------------------------
 
-    def _where(self) -> Standing:
-        return Standing.of(
+    def _where(self) -> ResumePoint:
+        return ResumePoint.of(
             self.place, self.behind, self._had_windows, self.cursor, self.windows.segments
         )
 
@@ -272,7 +272,7 @@ class Trainer:
         learner.check(state["learner"])
         device = tree_leaves(learner.params)[0].device
         start = self.windows.segments.start(learner.params)
-        self.standing = Standing.from_state(state, self.windows.initial, start, device)
+        self.standing = ResumePoint.from_state(state, self.windows.initial, start, device)
         self._stand_at(self.standing)
         learner.load_state_dict(state["learner"])
         self.watch.load_state_dict(state, device)

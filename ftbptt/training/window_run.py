@@ -12,11 +12,11 @@ from .._trees import tree_leaves
 from .chunk import Chunk
 from .cursor import Place, Span
 from .events import Events, emit, tell_sequence_ends
-from .measured import Measured
+from .learner import Learner
 from .nonfinite import Guard, nonfinite_window
-from .optimizing import Learner
+from .rank_sync import RankSync
 from .segments import Segments
-from .together import Together
+from .window_stats import WindowStats
 from .windows import Truncation, Window
 
 Tree = Any
@@ -24,7 +24,7 @@ Tree = Any
 
 # What was measured (None: it does not count), the state after a window, and the next place. A
 # tuple, since one is made for every update.
-Ran = tuple[Measured | None, Tree, Place]
+Ran = tuple[WindowStats | None, Tree, Place]
 
 
 class WindowRunner:
@@ -39,7 +39,7 @@ class WindowRunner:
         guard: Guard,
         events: Events,
         micro_batches: int,
-        together: Together | None,
+        together: RankSync | None,
     ) -> None:
         """``together``: of a run whose windows are updates of their own, with those of others."""
         self.segments, self.learner, self.truncation = segments, learner, truncation
@@ -105,7 +105,7 @@ class WindowRunner:
         within: int | None,
         update: int,
         first: int = 0,
-    ) -> tuple[Measured | None, Tree, Tree] | None:
+    ) -> tuple[WindowStats | None, Tree, Tree] | None:
         """Rows of a window, from row ``first`` on: what was measured, the state after, that kept.
 
         Nothing was measured if the loss is not finite; None if the run is to stop then.
@@ -124,7 +124,7 @@ class WindowRunner:
         loss = result.loss if scale is None else result.loss / scale
         if self.guard.is_sound(loss):
             learner.add(result.grads, weight)
-            return Measured(loss, weight, steps, tokens), result.state, kept
+            return WindowStats(loss, weight, steps, tokens), result.state, kept
         row = None if rows is None else first
         if self._stops(update, loss, window.start, chunk, result, row):
             return None
@@ -137,7 +137,7 @@ class WindowRunner:
         state: Tree,
         within: int | None,
         update: int,
-    ) -> tuple[Measured | None, Tree, Tree] | None:
+    ) -> tuple[WindowStats | None, Tree, Tree] | None:
         """The same in micro-batches."""
         segments, first = self.segments, 0
         parts = []
@@ -150,7 +150,7 @@ class WindowRunner:
         measured, behind, kept = zip(*parts, strict=True)
         joined = None
         if all(own is not None for own in measured):
-            joined = Measured.joined(measured, window.end - window.start)
+            joined = WindowStats.joined(measured, window.end - window.start)
         return joined, segments.joined(list(behind)), segments.joined(list(kept))
 
     def _stops(

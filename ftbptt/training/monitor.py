@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from .events import Events, emit
+from .learner import Learner
 from .nonfinite import Guard, nonfinite_parameter
-from .optimizing import Learner
 from .report import Meter, ProgressBar, Report
 from .update import Update
 
 
-class Watch:
+class Monitor:
     """Reads losses now and then: a bar, the caller's events, schedulers and ``stop`` learn them.
 
     ``ended``: the run is to end, by what was read.

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ftbptt import make_train_segment
 from ftbptt.training import Events, Stream, train_stream
-from ftbptt.training.measured import Measured
-from ftbptt.training.optimizing import Learner
+from ftbptt.training.learner import Learner
+from ftbptt.training.window_stats import WindowStats
 
 from .streams import (
     Tagger,
@@ -77,8 +77,8 @@ def test_many_steps_in_half_precision() -> None:
         learner.add({"w": torch.full((2,), value, dtype=torch.float16)}, weight)
     grads, _ = learner.ready()
     assert grads[0].tolist() == [1.5, 1.5]
-    measured = [Measured(torch.tensor(v, dtype=torch.float16), n, 1, 1) for v, n in parts]
-    joined = Measured.joined(measured)
+    measured = [WindowStats(torch.tensor(v, dtype=torch.float16), n, 1, 1) for v, n in parts]
+    joined = WindowStats.joined(measured)
     assert (float(joined.loss), int(joined.weight)) == (1.5, 80_000)
 
 

@@ -13,7 +13,7 @@ from .segments import Segments
 Tree = Any
 
 
-class Standing(NamedTuple):
+class ResumePoint(NamedTuple):
     """``place`` in the data with its state, and the state ``behind`` the last window's last step.
 
     ``had_windows``: the epoch had some, on any rank. ``reading`` is what the :class:`Cursor` knows,
@@ -29,7 +29,7 @@ class Standing(NamedTuple):
     @classmethod
     def of(
         cls, place: Place, behind: Tree, had_windows: bool, cursor: Cursor, segments: Segments
-    ) -> Standing:
+    ) -> ResumePoint:
         own = segments.generator
         drawn = None if own is None else own.get_state()
         return cls(place, behind, had_windows, cursor.state_dict(), drawn)
@@ -55,7 +55,7 @@ class Standing(NamedTuple):
     @classmethod
     def from_state(
         cls, state: dict[str, Any], like: Tree, start: Tree, device: torch.device
-    ) -> Standing:
+    ) -> ResumePoint:
         """What :meth:`state_dict` gave; ``like`` and ``start`` are as for :func:`from_plain`."""
         carried, behind = (
             from_plain(state[name], like, device, start) for name in ("state", "behind")

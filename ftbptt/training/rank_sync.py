@@ -18,8 +18,8 @@ from .._interrupt import uninterrupted
 from .._output import EarlyGradients
 from ..distributed.ranks import RankFailed, Ranks
 from ..distributed.reduction import Reduction
-from .measured import Measured
-from .optimizing import Learner
+from .learner import Learner
+from .window_stats import WindowStats
 
 _STOPS, _FAILED = 1, 2  # what a rank can say of itself
 _TOLD = 8  # numbers that a rank tells, besides one for each of them
@@ -33,7 +33,7 @@ class Joined(NamedTuple):
     run took, by the first rank's clock. ``stopping`` and ``failed`` are the ranks that said so.
     """
 
-    measured: Measured | None
+    measured: WindowStats | None
     more: bool
     grads: list[Tensor]
     due: bool
@@ -42,7 +42,7 @@ class Joined(NamedTuple):
     failed: list[int]
 
 
-class Together:
+class RankSync:
     """A learner's share in the updates of all ranks."""
 
     def __init__(self, ranks: Ranks, learner: Learner, dtype: torch.dtype | None) -> None:
@@ -76,7 +76,7 @@ class Together:
 
     def update(
         self,
-        measured: Measured | None,
+        measured: WindowStats | None,
         more: bool,
         index: int,
         due: bool,
@@ -137,7 +137,7 @@ class Together:
     def join(
         self,
         grads: list[Tensor] | None,
-        measured: Measured | None,
+        measured: WindowStats | None,
         *,
         more: bool = False,
         due: bool = False,
@@ -177,7 +177,7 @@ class Together:
         if windows:
             mean = torch.tensor(weighted / all_steps, dtype=like[0].dtype.to_real())
             steps = 0 if measured is None else measured.steps
-            joined = Measured(mean, int(total), steps, int(all_tokens))
+            joined = WindowStats(mean, int(total), steps, int(all_tokens))
         return Joined(
             joined,
             bool(had_one),

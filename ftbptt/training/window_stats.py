@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Measured(NamedTuple):
+class WindowStats(NamedTuple):
     """The mean loss over ``weight`` valid steps, all rows together; both stay on the device.
 
     ``steps`` are those of time, ``tokens`` those of all rows, valid or not.
@@ -20,7 +20,7 @@ class Measured(NamedTuple):
     tokens: int
 
     @staticmethod
-    def joined(parts: Sequence[Measured], steps: int | None = None) -> Measured:
+    def joined(parts: Sequence[WindowStats], steps: int | None = None) -> WindowStats:
         """That of several windows, or of a window of so many ``steps`` from its micro-batches."""
         if len(parts) == 1:
             return parts[0]
@@ -29,7 +29,7 @@ class Measured(NamedTuple):
             weight = weight + part.weight
             loss = loss + (part.loss - loss) * share(part.weight, weight)
         steps = sum(part.steps for part in parts) if steps is None else steps
-        return Measured(loss, weight, steps, sum(part.tokens for part in parts))
+        return WindowStats(loss, weight, steps, sum(part.tokens for part in parts))
 
 
 def share(own: int | Tensor, total: int | Tensor) -> float | Tensor:

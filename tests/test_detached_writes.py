@@ -153,7 +153,7 @@ def test_what_autograd_does_not_see_is_refused(change: Callable[[Tensor], Tensor
     words = r"writes through \.data.*write h \+ \(new - h\)\.detach\(\)"
     with pytest.raises(RuntimeError, match="step " + words) as caught:
         checked(problem(change))
-    assert "test_hidden.py" in "".join(caught.value.__notes__)
+    assert "test_detached_writes.py" in "".join(caught.value.__notes__)
     with pytest.raises(RuntimeError, match="loss " + words):
         checked(problem(lambda h: h, lambda out, y: change(out - y).square().mean()))
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ftbptt import TrainSegment, make_train_segment
+from ftbptt._consecutive_calls import Following
 from ftbptt._execute import Executable
-from ftbptt._following import Following
 from ftbptt.backends import EAGER
 
 from .cells import CELLS, problem

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ._call_cache import Known, flatten
 from ._output import SegmentOutput
-from ._recall import Known, flatten
 from ._segment import TrainSegment
 
 Tree = Any

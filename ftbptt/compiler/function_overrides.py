@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._straight import with_gradient_of
+from .._straight_through import with_gradient_of
 from .._trees import tree_map
-from .hidden import DATA, Hidden, written
+from .detached_writes import DATA, Hidden, written
 from .rnn import RECURRENT
 from .signature import differentiable
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from .._layout import broadcast_rows
 from .._trees import in_order_of, tree_flatten, tree_unflatten
 from .signature import Recipe, Signature, under
-from .stacked import Packing
+from .split_state import Packing
 
 
 def _always(axis: int) -> Callable[[Tensor], int]:

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from .._compat import forget_unscaled, versions_of
 from .._trees import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
-from .measured import share
+from .window_stats import share
 
 Tree = Any
 

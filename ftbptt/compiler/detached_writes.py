@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._compat import memory_of
-from .._straight import with_gradient_of
+from .._straight_through import with_gradient_of
 from .._trees import tree_leaves, tree_map
 from .signature import differentiable
 

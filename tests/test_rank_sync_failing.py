@@ -18,8 +18,8 @@ from ftbptt import _execute
 from ftbptt.distributed import RankFailed, ranks, reduction
 from ftbptt.distributed.reduction import Reduction
 from ftbptt.training import Events
+from ftbptt.training.rank_sync import RankSync
 from ftbptt.training.shared_checkpoint import SharedCheckpoints
-from ftbptt.training.together import Together
 
 from .rank_runs import ROWS, STEPS, new_run, segment_of, train
 from .ranks import Ranks
@@ -185,7 +185,7 @@ def test_a_rank_that_stops_where_all_would_save(two: Ranks, tmp_path: Path) -> N
 
 
 PLACES: dict[str, tuple[type, str, int]] = {
-    "before a save": (Together, "check", 1),
+    "before a save": (RankSync, "check", 1),
     "in a save": (ranks.Ranks, "gather", 4),
     "while a save is waited for": (SharedCheckpoints, "wait", 3),
     "in an update": (Reduction, "finish", 3),
