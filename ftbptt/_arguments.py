@@ -5,6 +5,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from torch import Tensor
+
+from ._trees import keystr, tree_flatten_with_path
+
 
 def whole(name: str, value: Any, least: int | None) -> int:
     """whole : name of the argument, what was given, the least allowed if any -> int
@@ -29,6 +33,19 @@ def check_time_dim(time_dim: Any) -> None:
         raise ValueError(
             f"time_dim: expected 0 or 1, or None for the step's own, found {time_dim!r}."
         )
+
+
+def check_initial_state(initial_state: Any) -> None:
+    """Raises ValueError for a state that asks for a gradient, which only a function of it gets."""
+    if callable(initial_state):
+        return
+    for path, leaf in tree_flatten_with_path(initial_state)[0]:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise ValueError(
+                f"initial_state{keystr(path)}: requires a gradient, but a state given as tensors "
+                "gets none. To learn it, give a function of the parameters, such as "
+                "initial_state=lambda params: params['h0'], with 'h0' among params; else detach it."
+            )
 
 
 def check_positive(name: str, value: Any) -> None:

@@ -100,14 +100,17 @@ class Argument:
         self.name, self.tree = name, tree
         if isinstance(tree, Tensor):  # the most frequent tree, and the slowest to ask pytree for
             self.leaves, self.spec = [tree], _LEAF
+        elif type(tree) is tuple and not tree:
+            self.leaves, self.spec = [], _EMPTY
         else:
-            self.leaves, self.spec = tree_flatten(tree) if tree != () else ([], _EMPTY)
+            self.leaves, self.spec = tree_flatten(tree)
         for i, leaf in enumerate(self.leaves):
             if not isinstance(leaf, Tensor):
                 raise TypeError(
                     f"{self.path(i)}: expected a tensor, found {type(leaf).__name__}. Every leaf "
-                    f"of {name} must be a tensor: torch.as_tensor(value), or keep what is not data "
-                    "out of it."
+                    f"of {name} must be a tensor: "
+                    + ("dict(value)" if hasattr(leaf, "keys") else "torch.as_tensor(value)")
+                    + ", or keep what is not data out of it."
                 )
 
     def path(self, i: int) -> str:
@@ -134,8 +137,8 @@ def lay_out(
         if rows_of is not None and not isinstance(rows_of, Tensor):
             kind = type(rows_of).__name__
             raise TypeError(f"{name}: expected a bool tensor [K] or [K, B], found {kind}.")
-    given = Argument("params", params)
     _check_parameter_names(recipe, params)
+    given = Argument("params", params)
     xs, ys = Argument("x", x), Argument("y", () if y is None else y)
     state_dim, x_dim, y_dim = in_dims[1:] if in_dims is not None else (None, None, None)
     layout = layout_of(step, time_dim, in_dims, x)
@@ -170,6 +173,9 @@ def lay_out(
             f"  state:         {Argument('state', state).spec}\n  initial_state: {initial.spec}"
         )
     states = Argument("state", state)
+    if state_dim is not None:
+        for i in range(len(states.leaves)):
+            _check_axis(states, i, state_dim)
     _check_initial(initial, states, state_dim)
     if state_dim is not None:
         states.leaves = [leaf.movedim(state_dim, 0) for leaf in states.leaves]
@@ -203,7 +209,7 @@ def lay_out(
         shared=shared,
         shared_flags=tuple(flags_of),
         time_dim=layout.time_dim,
-        context=context_of(step, x_leaves[0].device.type),
+        context=context_of(recipe, x_leaves[0].device.type),
     )
     return call, tensors, layout
 
@@ -217,7 +223,7 @@ def _check_initial(initial: Argument, states: Argument, state_dim: int | None) -
                 "both in one dtype."
             )
         shape = list(leaf.shape)
-        if state_dim is not None and -len(shape) <= state_dim < len(shape):
+        if state_dim is not None:
             del shape[state_dim]
         try:
             fits = torch.broadcast_shapes(own.shape, shape) == torch.Size(shape)
@@ -229,6 +235,16 @@ def _check_initial(initial: Argument, states: Argument, state_dim: int | None) -
                 f"{initial.path(i)}: has shape {list(own.shape)}, but {states.path(i)} has "
                 f"{shape}{of_one}. Give the shape of the state, or one that broadcasts to it."
             )
+
+
+def _check_axis(argument: Argument, i: int, axis: int) -> None:
+    """``in_dims`` names an axis that each leaf of the argument must have."""
+    shape = list(argument.leaves[i].shape)
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"{argument.path(i)}: has shape {shape}, but in_dims names axis {axis} of "
+            f"{argument.name}. Name one that every leaf has."
+        )
 
 
 def _check_batches(shared: Level | None, argument: Argument, sizes: Sequence[int]) -> None:
@@ -291,7 +307,8 @@ def _check_lengths(
     for argument, dim in ((xs, x_dim), (ys, y_dim)):
         for i, leaf in enumerate(argument.leaves):
             shape = list(leaf.shape)
-            if dim is not None and -len(shape) <= dim < len(shape):
+            if dim is not None:
+                _check_axis(argument, i, dim)
                 del shape[dim]
             if len(shape) <= time_dim:
                 raise ValueError(
@@ -302,7 +319,8 @@ def _check_lengths(
             if steps is not None and own != steps:
                 raise ValueError(
                     f"{argument.path(i)}: has {own} steps on axis {time_dim}, but {xs.path(0)} has "
-                    f"{steps}. x and y must have the same length; nothing is cut silently."
+                    f"{steps}. x and y must have the same length; nothing is cut silently. "
+                    "Where only some steps have a target, fill up y and give mask=."
                 )
             steps = own
         if steps is None:
@@ -360,9 +378,9 @@ def _check_devices(arguments: Sequence[Argument]) -> None:
                 )
 
 
-def context_of(step: Step, device_type: str) -> tuple[Any, ...]:
+def context_of(recipe: Recipe, device_type: str) -> tuple[Any, ...]:
     """What else a trace depends on: modes of modules, the default dtype, autocast for the data."""
     autocast = None
     if torch.is_autocast_enabled(device_type):
         autocast = device_type, torch.get_autocast_dtype(device_type)
-    return step.modes(), torch.get_default_dtype(), autocast
+    return recipe.modes(), torch.get_default_dtype(), autocast

@@ -148,7 +148,8 @@ class SegmentGraph:
 def _as_captured(tensor: Tensor, device: torch.device) -> Any:
     """What of a tensor that the step closes over is part of a graph, which reads it where it is."""
     if tensor.device.type != device.type:
-        return tensor.tolist()  # a number, which becomes an argument of the graph's kernels
+        # Numbers, which become arguments of the graph's kernels.
+        return tensor.shape, tuple(tensor.flatten().tolist())
     return tensor.data_ptr(), tensor.stride()
 
 

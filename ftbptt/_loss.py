@@ -73,6 +73,8 @@ def segment_loss(
 
 def behind(tree: Tree, steps: int, time_dim: int) -> Tree:
     """The sequences of a tree without their first steps."""
+    if tree is None:  # no target
+        return None
     return tree_map(lambda leaf: leaf[(slice(None),) * time_dim + (slice(steps, None),)], tree)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ._arguments import check_time_dim, whole
+from ._arguments import check_initial_state, check_time_dim, whole
 from ._call import InDims
 from ._loss import Loss, of_first
 from ._segment import TrainSegment
@@ -115,6 +115,9 @@ def make_train_segment(
     check_time_dim(time_dim)
     if in_dims is not None:
         _check_in_dims(in_dims)
+    check_initial_state(initial_state)
+    if not isinstance(recompute, bool):
+        raise TypeError(f"recompute: expected True or False, found {recompute!r}.")
     context = whole("context", context, 0)
     window, stride = _window(window, stride)
     step, tapped = as_step(step), taps is not False
@@ -166,6 +169,12 @@ def _check_in_dims(in_dims: Any) -> None:
         )
     if in_dims[2] is None:
         raise ValueError("in_dims: x must have a batch axis, found None for it.")
+    for name, axis in zip(("state", "x", "y"), in_dims[1:], strict=True):
+        if isinstance(axis, bool) or not isinstance(axis, int | None):
+            raise TypeError(
+                f"in_dims: expected an axis for {name}, the same in each of its leaves, or None, "
+                f"found {axis!r}."
+            )
 
 
 def check_made(train_segment: Any) -> None:

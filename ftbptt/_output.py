@@ -13,8 +13,9 @@ from ._taps import Tap
 class SegmentOutput(NamedTuple):
     """SegmentOutput(grads, state, loss, out), everything detached.
 
-    - ``grads``: d loss / d params, in the structure of ``params``; None from ``evaluate``. A
-      parameter that the step never reads, or of an integer dtype, has a gradient of zeros.
+    - ``grads``: d loss / d params, in the structure of ``params``. A parameter that the step never
+      reads, or of an integer dtype, has a gradient of zeros. None from ``evaluate``, ``()`` from
+      it under vmap.
     - ``state``: the state after the segment, in the structure of the state that went in.
     - ``loss``: a scalar.
     - ``out``: the outputs of all K steps, time where it is in ``x``.

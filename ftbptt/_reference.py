@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._arguments import check_time_dim, whole
+from ._arguments import check_initial_state, check_time_dim, whole
 from ._layout import Layout, broadcast_rows
 from ._loss import Loss, segment_loss
 from ._output import SegmentOutput
@@ -49,6 +49,7 @@ def reference_segment(
     torch.Size([2, 5])
     """
     check_time_dim(time_dim)
+    check_initial_state(initial_state)
     context = whole("context", context, 0)
     step = as_step(step)
     layout = Layout.of(step, time_dim, x)

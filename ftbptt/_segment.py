@@ -111,7 +111,8 @@ class TrainSegment:
     ) -> SegmentOutput:
         """evaluate : params, state, x[K, ...], y[K, ...] -> SegmentOutput with ``grads=None``
 
-        As the segment itself, in the same compiled form, without gradients.
+        As the segment itself, in the same compiled form, without gradients. Under
+        ``torch.func.vmap``, which returns nothing but tensors, ``grads`` is an empty tuple.
         """
         return self._segment(params, state, x, y, reset, mask, graded=False)
 
@@ -219,6 +220,8 @@ class TrainSegment:
         graded: bool,
         early: EarlyGradients | None = None,
     ) -> SegmentOutput:
+        if torch.compiler.is_compiling():  # around the caller's code: a segment is compiled already
+            return _outside_of_dynamo(self, params, state, x, y, reset, mask, graded, early)
         mapped = inside_functorch()
         key = trees = None
         if not mapped and self._in_dims is None and state is not None and not self.tapped:
@@ -244,7 +247,9 @@ class TrainSegment:
                 executable = self._executable(call, tensors)
                 self._recall.keep(key, Known(call, executable, initial))
         flat = list(flat)
-        grads = tree_unflatten(flat[: call.counts[0]], call.specs[0]) if graded else None
+        grads: Tree = () if mapped else None  # vmap returns nothing but tensors
+        if graded:
+            grads = tree_unflatten(flat[: call.counts[0]], call.specs[0])
         rest = flat[call.counts[0] :] if graded else flat
         n_state = call.counts[3]
         after, value, out = rest[:n_state], rest[n_state], rest[n_state + 1 :]
@@ -278,9 +283,11 @@ class TrainSegment:
 
     def surroundings(self, device_type: str) -> tuple[Any, ...]:
         """What a call depends on besides its arguments."""
-        step = self.recipe.step
-        buffers = tuple((n, b.shape, b.dtype) for n, b in step.buffers().items())
-        return (buffers, *context_of(step, device_type))
+        buffers = self.recipe.step.buffers().items()
+        return (
+            tuple((name, b.shape, b.dtype, b.device) for name, b in buffers),
+            *context_of(self.recipe, device_type),
+        )
 
     def known(self, params: Tree, state: Tree, x: Tree, y: Tree) -> Known | None:
         """What a call like this one runs, if there was one and it can be run again as it is."""
@@ -381,6 +388,12 @@ class TrainSegment:
 
     def _count_compile(self) -> None:
         self.compile_count += 1
+
+
+@torch.compiler.disable
+def _outside_of_dynamo(segment: TrainSegment, *arguments: Any) -> SegmentOutput:
+    *trees, graded, early = arguments
+    return segment._segment(*trees, graded=graded, early=early)
 
 
 def _noting(early: EarlyGradients, errors: list[BaseException]) -> EarlyGradients:

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ._compat import COMPILED_PREFIX, uncompiled
-from ._straight_through import with_gradient_of
+from ._modules import modules_read_by
 from ._taps import Collector, collecting, owners
 from ._trees import tree_map
 
 Tree = Any
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+StateCall = Callable[[Tree, Tree], tuple[Tree, Tree]]  # (x_t, state) -> (out_t, state)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Step:
     batch_first: bool = False  # batched data is [B, K, ...] unless time_dim says otherwise
     state_batch_dim: int | None = None  # the axis of the rows in the state leaves, if told
     zero_state: Callable[[Tree], Tree] | None = None
+    has_gradient_factors: bool = False  # x is (x, factor), see with_gradient_factors
     # Read at every call, so looked up once: walking a module takes longer than a small segment.
     _parameter_names: list[str] | None = field(init=False, repr=False)
     _buffer_owners: list[tuple[str, nn.Module, str]] = field(init=False, repr=False)
@@ -55,7 +57,7 @@ class Step:
         object.__setattr__(self, "_parameter_names", names)
         object.__setattr__(self, "_buffer_owners", owners)
         object.__setattr__(self, "_tied", [] if self.module is None else _tied(self.module))
-        modules = [] if self.module is None else list(self.module.modules())
+        modules = modules_read_by(self.function if self.module is None else self.module)
         object.__setattr__(self, "_modules", modules)
         layers = [] if self.module is None else _layers(self.module)
         object.__setattr__(self, "_layers", layers)
@@ -102,7 +104,7 @@ class Step:
         return self._parameter_names
 
     def modes(self) -> tuple[bool, ...]:
-        """Which of the modules are in train mode: it changes what the step does."""
+        """Which of the modules that the step reads are in train mode: it changes what it does."""
         return tuple(module.training for module in self._modules)
 
     def buffers(self) -> dict[str, Tensor]:
@@ -115,16 +117,11 @@ class Step:
         ``tapped``: what it taps stays beside the two.
         """
 
-        def and_state(result: tuple[Tree, Tree], state: Tree) -> tuple[Tree, Tree]:
-            out, after = result
+        def and_state(call: StateCall, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+            out, after = call(x_t, state)
             return ((out[0], state), out[1]) if tapped else (out, state), after
 
-        if self.module is None:
-            function = self.function
-            assert function is not None
-            return replace(self, function=lambda p, x, s: and_state(function(p, x, s), s))
-        call = self.call_module or _call_module
-        return replace(self, call_module=lambda m, x, s: and_state(call(m, x, s), s))
+        return self._wrapped(lambda params, call, x_t, state: and_state(call, x_t, state))
 
     def with_taps(self, wanted: Sequence[str] | None) -> Step:
         """The same step on ``(x_t, probes)``, its output ``(out_t, tapped tensors by name)``.
@@ -132,48 +129,38 @@ class Step:
         ``probes`` are added to the tensors that it taps, see :class:`Collector`.
         """
 
-        def run(call: Any, params: Tree, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+        def run(params: Tree, call: StateCall, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
             x_t, probes = x_t
             with collecting(Collector(wanted, probes or None, owners(params))) as collector:
                 out, after = call(x_t, state)
             collector.check()
             return (out, collector.values), after
 
-        if self.module is None:
-            function = self.function
-            assert function is not None
-            return replace(self, function=lambda p, x, s: run(partial(function, p), p, x, s))
-        call = self.call_module or _call_module
-        return replace(
-            self,
-            call_module=lambda m, x, s: run(partial(call, m), dict(m.named_parameters()), x, s),
-        )
+        return self._wrapped(run)
 
     def with_gradient_factors(self) -> Step:
-        """The same step on ``(x_t, factor)``, which the gradient at the state is multiplied by."""
+        """The same step on ``(x_t, factor)``.
 
-        def scaled(factor: Tensor, state: Tree) -> Tree:
-            factor = factor.reshape(())  # axes of size 1 stand before the axis of time
-
-            def scale(leaf: Tensor) -> Tensor:
-                if not (leaf.is_floating_point() or leaf.is_complex()):
-                    return leaf
-                return with_gradient_of(leaf, leaf, factor.to(leaf.dtype))
-
-            return tree_map(scale, state)
-
+        The gradient at the state that the step before returned is multiplied by the factor; that
+        of a state that a reset puts in its place is not. So it is done where the reset is.
+        """
         zeros = self.zero_state
         start = None if zeros is None else lambda x: zeros(x[0])
+        step = self._wrapped(lambda params, call, x, state: call(x[0], state))
+        return replace(step, zero_state=start, has_gradient_factors=True)
+
+    def _wrapped(self, around: Callable[[Tree, StateCall, Tree, Tree], tuple[Tree, Tree]]) -> Step:
+        """The step as ``around(params, call, x_t, state)``; ``call(x_t, state)`` is the step."""
         if self.module is None:
             function = self.function
             assert function is not None
-            return replace(
-                self, function=lambda p, x, s: function(p, x[0], scaled(x[1], s)), zero_state=start
-            )
+            return replace(self, function=lambda p, x, s: around(p, partial(function, p), x, s))
         call = self.call_module or _call_module
-        return replace(
-            self, call_module=lambda m, x, s: call(m, x[0], scaled(x[1], s)), zero_state=start
-        )
+
+        def call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+            return around(dict(module.named_parameters()), partial(call, module), x_t, state)
+
+        return replace(self, call_module=call_module)
 
     def own_names(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
         """``params`` by the names of the module; torch.compile puts a prefix before them."""
@@ -231,7 +218,8 @@ def as_step(
     ``mask`` of shape ``[K, B]`` need (default: 1 for leaves like the ``[L, B, H]`` of a torch
     recurrent layer inside, else 0).
 
-    Raises TypeError for what is none of these and ValueError for a bidirectional layer.
+    Raises TypeError for what is none of these, such as a module of TorchScript, and ValueError for
+    a bidirectional layer.
 
     >>> as_step(nn.LSTMCell(3, 5)).name
     'LSTMCell'
@@ -250,6 +238,11 @@ def as_step(
                 "one step yourself: step(params, x_t, state)."
             )
         return Step(step, state_batch_dim=state_batch_dim)
+    if isinstance(step, torch.jit.ScriptModule):
+        raise TypeError(
+            "step: a module of torch.jit.script or torch.jit.trace cannot be run with other "
+            "parameters than its own. Pass the module that it was made from."
+        )
     step = uncompiled(step)  # what torch.compile wraps is compiled here, as part of the segment
     layers = _layers(step)
     for layer in layers:

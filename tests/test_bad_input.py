@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, reference_segment
 
 from .cells import problem
 from .oracle import assert_close, reference
@@ -97,6 +97,20 @@ def test_params_with_a_number() -> None:
     refused(TypeError, r"params\['u'\]: expected a tensor, found float", params=params)
 
 
+@pytest.mark.parametrize("wrong", [lambda cell: cell, lambda cell: cell.named_parameters()])
+def test_params_of_a_module_as_something_else(wrong: Any) -> None:
+    cell = nn.GRUCell(D, H)
+    refused(TypeError, r"params: expected a dict of GRUCell's parameters by name", cell,
+            params=wrong(cell), state=torch.zeros(B, H))  # fmt: skip
+
+
+def test_params_in_a_parameter_dict() -> None:
+    params = nn.ParameterDict(arguments()["params"])
+    refused(
+        TypeError, r"params: expected a tensor, found ParameterDict.*dict\(value\)", params=params
+    )
+
+
 def test_params_of_a_wrong_shape() -> None:
     """The step itself fails on it; the error says where."""
     params = arguments()["params"] | {"u": torch.zeros(H + 1, H)}
@@ -150,6 +164,26 @@ def test_initial_state_of_another_shape_or_dtype() -> None:
         )
         with pytest.raises(kind, match=r"initial_state\['h'\]"):
             segment(**given, reset=reset)
+
+
+def test_initial_state_that_returns_another_shape() -> None:
+    segment = make_train_segment(
+        dict_step,
+        per_row,
+        backend="eager",
+        initial_state=lambda params: {"h": torch.zeros(B + 1, H)},
+    )
+    words = r"initial_state: returned a leaf of shape \[4, 7\] where the state has \[3, 7\]"
+    with pytest.raises(ValueError, match=words):
+        segment(**arguments(), reset=torch.zeros(K, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("of", [make_train_segment, reference_segment])
+def test_initial_state_that_asks_for_a_gradient(of: Any) -> None:
+    words = r"initial_state\['h'\]: requires a gradient, but .* give a function of the parameters"
+    given = () if of is make_train_segment else arguments().values()
+    with pytest.raises(ValueError, match=words):
+        of(dict_step, per_row, *given, initial_state={"h": nn.Parameter(torch.zeros(H))})
 
 
 def test_initial_state_that_closes_over_a_parameter() -> None:
@@ -291,6 +325,11 @@ def test_loss_and_y_that_do_not_fit() -> None:
     assert "while loss cross_entropy was traced" in "".join(getattr(caught.value, "__notes__", []))
 
 
+def test_recompute_that_is_no_bool() -> None:
+    with pytest.raises(TypeError, match="recompute: expected True or False, found 'no'"):
+        make_train_segment(dict_step, mse, recompute="no")  # type: ignore[arg-type]
+
+
 def test_an_unknown_backend() -> None:
     with pytest.raises(ValueError, match=r"backend: expected one of auto, eager, .*found 'cuda'"):
         make_train_segment(dict_step, mse, backend="cuda")
@@ -303,11 +342,26 @@ def test_an_unknown_backend() -> None:
         ((None, 0, 0), TypeError, r"in_dims: expected \(None, state, x, y\)"),
         ((0, 0, 0, 0), ValueError, r"in_dims: the parameters are shared.*torch.func.vmap"),
         ((None, 0, None, 0), ValueError, r"in_dims: x must have a batch axis"),
+        ((None, 0, "a", 0), TypeError, r"in_dims: expected an axis for x, .*found 'a'"),
+        ((None, (0, 0), 0, 0), TypeError, r"in_dims: expected an axis for state, .*\(0, 0\)"),
     ],
 )
 def test_in_dims(wrong: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         make_train_segment(dict_step, mse, backend="eager", in_dims=wrong)
+
+
+@pytest.mark.parametrize(("name", "i"), [("state", 1), ("x", 2), ("y", 3)])
+def test_in_dims_of_an_axis_that_is_not_there(name: str, i: int) -> None:
+    given = problem("elman_one_sequence")
+    dims = [None, 0, 0, 0]
+    dims[i] = 5
+    segment = make_train_segment(given.step, given.loss, backend="eager", in_dims=tuple(dims))  # type: ignore[arg-type]
+    x, y, h = (torch.zeros(shape).double() for shape in ((3, K, D), (3, K, 4), (3, H)))
+    with pytest.raises(
+        ValueError, match=rf"{name}: has shape .* but in_dims names axis 5 of {name}"
+    ):
+        segment(given.params, h, x, y)
 
 
 def test_in_dims_of_batches_that_differ() -> None:
@@ -318,7 +372,22 @@ def test_in_dims_of_batches_that_differ() -> None:
         segment(given.params, torch.zeros(3, H).double(), x, y)
 
 
+def test_arrays_of_numpy() -> None:
+    for name in ("x", "y"):
+        array = arguments()[name].numpy()
+        refused(TypeError, f"{name}: expected a tensor, found ndarray.*as_tensor", **{name: array})
+
+
 # -- what is allowed ----------------------------------------------------------------------------
+
+
+def test_context_without_a_target() -> None:
+    def loss(out: Tensor, y: None) -> Tensor:
+        return out.square().mean()
+
+    given = arguments() | {"y": None}
+    found = make_train_segment(dict_step, loss, backend="eager", context=2)(**given)
+    assert_close(found, reference_segment(dict_step, loss, *given.values(), context=2), 1e-6)
 
 
 def test_nan_is_returned_as_it_is() -> None:

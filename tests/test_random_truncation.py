@@ -106,6 +106,28 @@ def test_with_resets_and_padding(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close(found, segment(*arguments, reset=reset, mask=mask))
 
 
+@pytest.mark.parametrize("rows", [(), (3,)])
+def test_with_resets_to_a_learned_state(
+    rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient does not cross from one step to the next, so it is not to be made larger."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t + h * params["w"])
+        return h, h
+
+    draw, generator = Draw(0), torch.Generator().manual_seed(1)
+    params = {"w": draw(4), "h0": draw(4)}
+    arguments = (params, draw(3, 4), draw(6, 3, 4), draw(6, 3, 4))
+    segment = make_train_segment(
+        step, mse, backend="eager", initial_state=lambda params: params["h0"].expand(3, 4)
+    )
+    reset = torch.rand(6, *rows, generator=generator) < 0.4
+    assert reset[1:].any()
+    found = expected(random_truncation(segment, 2.5), arguments, 6, monkeypatch, reset=reset)
+    assert_close(found, segment(*arguments, reset=reset))
+
+
 @pytest.mark.parametrize("kind", ["batch_first", "in_dims", "zeros"])
 def test_where_time_and_rows_lie(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

@@ -250,3 +250,8 @@ def test_what_is_no_step(wrong: Any) -> None:
 def test_sequence_needs_a_module() -> None:
     with pytest.raises(TypeError, match=r"as_step\(sequence=True\) needs an nn.Module"):
         as_step(step_function, sequence=True)
+
+
+def test_a_scripted_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"step: a module of torch.jit.script .* made from"):
+        as_step(torch.jit.script(nn.GRUCell(3, 3)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import ftbptt
+from ftbptt import make_train_segment
 
 from .cells import problem
 from .oracle import assert_close, check, reference
@@ -141,3 +142,23 @@ def test_outputs_are_the_users_own(mapped: bool, backend: str) -> None:
         assert len(set(memory)) == len(memory)
         for leaf in leaves:
             leaf.add_(1)  # no two numbers of it lie in one place
+
+
+@pytest.mark.filterwarnings("ignore:.*lru_cache.*:UserWarning")
+def test_torch_compile_around_the_callers_code() -> None:
+    """The segment is compiled by itself; the rest is Dynamo's."""
+    given = problem("gru_cell")
+    segment = make_train_segment(given.step, given.loss, backend="eager")
+    arguments = given.data(4)
+    expected = segment(*arguments)
+
+    @torch.compile(backend="eager")
+    def update(params: Any, *rest: Any) -> Any:
+        grads, state, loss, _ = segment(params, *rest)
+        return {name: p - 0.1 * grads[name] for name, p in params.items()}, state, loss * 2
+
+    for _ in range(2):
+        params, state, loss = update(*arguments)
+        assert_close((state, loss), (expected.state, expected.loss * 2))
+        for name, p in arguments[0].items():
+            assert_close(params[name], p - 0.1 * expected.grads[name])

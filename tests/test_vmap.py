@@ -244,6 +244,18 @@ def test_evaluate(segments: Segments) -> None:
     assert_close(found, tuple(expected)[1:])
 
 
+def test_evaluate_as_it_is(segments: Segments) -> None:
+    """Without gradients, for which there is no tensor that vmap could return."""
+    given, calls = problem("lstm"), sequences("lstm", 5)
+    state, x, y = (stacked([call[i] for call in calls]) for i in (1, 2, 3))
+    found = vmap(segments("lstm", "eager").evaluate, in_dims=(None, 0, 0, 0))(
+        given.params, state, x, y
+    )
+    assert found.grads == ()
+    expected = looped(given, [(given.params, *call[1:]) for call in calls])
+    assert_close(tuple(found)[1:], tuple(expected)[1:])
+
+
 def test_one_trace_for_all_calls() -> None:
     given, calls = problem("lstm_cell"), sequences("lstm_cell", 5)
     segment = make_train_segment(given.step, given.loss, backend="eager")

@@ -134,7 +134,8 @@ def _trace(
     given = [*s.params, *s.buffers, *_leaves_of(captures, s), *s.initial]
     sequences = [*s.x, *(leaf for leaf in (s.reset, s.mask) if leaf is not None)]
     stepped: Any = module
-    if s.initial or s.reset is not None or s.mask is not None:
+    changes_state = s.initial or s.reset is not None or s.mask is not None
+    if changes_state or recipe.step.has_gradient_factors:
         stepped = with_reset_and_mask(recipe, s, module, packings, row_axes, n_fixed)
     with mode:
         examples = [*(leaf.example() for leaf in (*given, *sequences)), *parts]

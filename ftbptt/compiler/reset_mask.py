@@ -12,9 +12,22 @@ import torch
 from torch import Tensor, fx
 
 from .._layout import broadcast_rows
+from .._straight_through import with_gradient_of
 from .._trees import in_order_of, tree_flatten, tree_unflatten
-from .signature import Recipe, Signature, under
+from .signature import Recipe, Signature, differentiable, under
 from .split_state import Packing
+
+
+def _broadcasts(shape: Sequence[int], other: Sequence[int]) -> bool:
+    pairs = zip(reversed(shape), reversed(other), strict=False)
+    return all(size in (1, wanted) for size, wanted in pairs)
+
+
+def _with_factor(part: Tensor, factor: Tensor) -> Tensor:
+    """The same value; the gradient that goes back from it is multiplied."""
+    if not differentiable(part):
+        return part
+    return with_gradient_of(part, part, factor.reshape(()).to(part.dtype))
 
 
 def _always(axis: int) -> Callable[[Tensor], int]:
@@ -54,6 +67,11 @@ def with_reset_and_mask(
             return [torch.zeros_like(part) for part in parts]
         found = []
         for leaf, own, packing in zip(leaves, s.state, packings, strict=True):
+            if leaf.dim() > len(own.shape) or not _broadcasts(leaf.shape, own.shape):
+                raise ValueError(
+                    f"initial_state: returned a leaf of shape {list(leaf.shape)} where the state "
+                    f"has {list(own.shape)}. Return that shape, or one that broadcasts to it."
+                )
             found += packing.unpack(leaf.expand(own.shape))
         return found
 
@@ -72,6 +90,8 @@ def with_reset_and_mask(
         reset = rest.pop(0) if s.reset is not None else None
         mask = rest.pop(0) if s.mask is not None else None
         parts: list[Tensor] = rest
+        if recipe.step.has_gradient_factors:
+            parts = [_with_factor(part, x[-1]) for part in parts]
         if reset is not None:
             parts = choose(reset, initial_parts(fixed[:n_params], initial, parts), parts)
         result = module(*fixed, *x, *parts)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._loss import Loss
+from .._modules import modules_read_by
 from .._step import Step
 from .._trees import TreeSpec
 
@@ -86,6 +88,14 @@ class Recipe:
     window: int | None = None  # how far each step's loss reaches back, and
     stride: int = 1  # how many steps do so together
     probes: int = 0  # the last leaves of x, by which there is a gradient at every step
+
+    @cached_property
+    def _modules_of_loss(self) -> list[nn.Module]:
+        return modules_read_by(self.loss)
+
+    def modes(self) -> tuple[bool, ...]:
+        """Which modules of the step and of the loss are in train mode."""
+        return (*self.step.modes(), *[module.training for module in self._modules_of_loss])
 
 
 def vmapped(
