@@ -63,25 +63,25 @@ class CapturedExecutable(Executable):
         self.warned = False
 
     def run(
-        self, groups: Groups, *, graded: bool, early: EarlyGradients | None = None
+        self, groups: Groups, *, with_grad: bool, early: EarlyGradients | None = None
     ) -> list[Tensor]:
         if early is not None or self.failed:
-            return super().run(groups, graded=graded, early=early)
+            return super().run(groups, with_grad=with_grad, early=early)
         device = groups["x"][0].device
         closed_over = tuple(_as_captured(tensor, device) for tensor in self.plan.captures)
-        key = (graded, groups["x"][0].shape[0], *_numerics(), closed_over)
+        key = (with_grad, groups["x"][0].shape[0], *_numerics(), closed_over)
         with _in_turn:
             if key in self.graphs:
                 self.graphs.move_to_end(key)
                 _wait_for_last(device)
-                graph = self.graphs[key] or self._captured(groups, graded)
+                graph = self.graphs[key] or self._captured(groups, with_grad)
                 self.graphs[key] = graph
                 if graph is not None:
                     outputs = graph(groups)
                     return outputs if self.reuse_output else [own.clone() for own in outputs]
             else:
                 self._make_room_for(key)
-        return super().run(groups, graded=graded)
+        return super().run(groups, with_grad=with_grad)
 
     def _make_room_for(self, key: Any) -> None:
         """Notes that it was seen; forgets what was seen longest ago, if that is too many."""
@@ -99,11 +99,11 @@ class CapturedExecutable(Executable):
         if len(self.graphs) > _MOST_GRAPHS:
             self.forgotten.add(self.graphs.popitem(last=False)[0])
 
-    def _captured(self, groups: Groups, graded: bool) -> SegmentGraph | None:
+    def _captured(self, groups: Groups, with_grad: bool) -> SegmentGraph | None:
         run = super().run
         try:
             return SegmentGraph(
-                lambda own: run(own, graded=graded), groups, own_memory=self.reuse_output
+                lambda own: run(own, with_grad=with_grad), groups, own_memory=self.reuse_output
             )
         except RuntimeError as error:  # also for want of memory, which it takes more of
             self.failed = True

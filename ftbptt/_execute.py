@@ -57,20 +57,20 @@ class Executable(Programs):
         self,
         groups: dict[str, list[Tensor]],
         *,
-        graded: bool,
+        with_grad: bool,
         early: EarlyGradients | None = None,
     ) -> list[Tensor]:
-        """``[*grads, *state, loss, *out, *d_probes]``, without gradients if not ``graded``."""
+        """``[*grads, *state, loss, *out, *d_probes]``, without gradients if not ``with_grad``."""
         inputs = self.inputs(groups)
         one_by_one = None if self.uncut or not can_hand_over(self.plan) else early
         if self.uncut:
-            grads, carries, loss, out, d_probes = self._whole(*inputs, graded)
+            grads, carries, loss, out, d_probes = self._whole(*inputs, with_grad)
         else:
-            grads, carries, loss, out, d_probes = self._chunked(*inputs, graded, one_by_one)
+            grads, carries, loss, out, d_probes = self._chunked(*inputs, with_grad, one_by_one)
         state = self._packed(carries)
         if self.shared_outs:
             out = [leaf.clone() if i in self.shared_outs else leaf for i, leaf in enumerate(out)]
-        grads = self._of_params(grads) if graded else []
+        grads = self._of_params(grads) if with_grad else []
         if early is not None and one_by_one is None:
             for part in early.parts:
                 early.ready(loss, [grads[i] for i in part])
@@ -91,12 +91,12 @@ class Executable(Programs):
         x: list[Tensor],
         rest: list[Tensor],
         carries: list[Tensor],
-        graded: bool,
+        with_grad: bool,
     ) -> Result:
         """The segment as one program."""
         plan = self.plan
         key, graphs = plan.loss.graphs_for(x[0].shape[0])
-        loss_graph = graphs.joint if graded else graphs.value
+        loss_graph = graphs.joint if with_grad else graphs.value
         n_given, n_x, n_rest, n_outs = len(given), len(x), len(rest), plan.loops.outs
 
         def function(*args: Tensor) -> list[Tensor]:
@@ -105,12 +105,12 @@ class Executable(Programs):
             steps = x[0].shape[0]
             prepared = plan.preparation.prepare(*given) if plan.preparation is not None else []
             invariants = [*given, *prepared]
-            loop = self.forward if graded else self.evaluate
+            loop = self.forward if with_grad else self.evaluate
             finals, stacked, _ = run_loop(
                 loop, self.backend.run_scan, invariants, x, carries, steps
             )
             out, saved = stacked[:n_outs], stacked[n_outs:]
-            if not graded:
+            if not with_grad:
                 return [*finals, *loss_graph(*out, *rest), *out]
             loss, *d_outs = loss_graph(*out, *rest)
             _, d_probes, sums = run_loop(
@@ -128,12 +128,12 @@ class Executable(Programs):
             more = finish(*given, *d_prepared) if finish is not None else []
             return [*sums, *more, *finals, loss, *out, *d_probes]
 
-        name = ("segment" if graded else "evaluate", key)
+        name = ("segment" if with_grad else "evaluate", key)
         if name not in self.functions:
             last = n_given + n_x + n_rest if key is None else n_given
             self.build_once(name, function, [*given, *x, *rest, *carries], n_given, last)
         result = self.functions[name](*given, *x, *rest, *carries)
-        n_probes = len(self.reverse.loop.stacked) if graded else 0
+        n_probes = len(self.reverse.loop.stacked) if with_grad else 0
         result, d_probes = result[: len(result) - n_probes], result[len(result) - n_probes :]
         n_grads = len(result) - len(carries) - 1 - n_outs
         grads, result = result[:n_grads], result[n_grads:]
@@ -146,7 +146,7 @@ class Executable(Programs):
         x: list[Tensor],
         rest: list[Tensor],
         carries: list[Tensor],
-        graded: bool,
+        with_grad: bool,
         early: EarlyGradients | None,
     ) -> Result:
         """The segment in chunks of steps: all forward, the loss, all in reverse."""
@@ -159,23 +159,23 @@ class Executable(Programs):
         # The windows of a sliding gradient read from all steps.
         bounds = _chunks(steps, self.chunk if plan.sliding is None else steps)
 
-        loop = self.forward if graded else self.evaluate
+        loop = self.forward if with_grad else self.evaluate
         outs: list[list[Tensor]] = []
         saved: list[list[Tensor]] = []
         for a, b in bounds:
             own = [t[a:b] for t in x] if len(bounds) > 1 else x
             result = self.run_chunk(
-                "forward" if graded else "evaluate", loop, invariants, own, carries
+                "forward" if with_grad else "evaluate", loop, invariants, own, carries
             )
             carries = result[: len(carries)]
             outs.append(result[len(carries) : len(carries) + plan.loops.outs])
             saved.append(result[len(carries) + plan.loops.outs :])
         out = [torch.cat(own) if len(own) > 1 else own[0] for own in zip(*outs, strict=True)]
         key, graphs = plan.loss.graphs_for(steps)
-        graph = graphs.joint if graded else graphs.value
-        name = ("loss", graded, key)
+        graph = graphs.joint if with_grad else graphs.value
+        name = ("loss", with_grad, key)
         loss, *d_outs = self.call(name, graph, [*out, *rest], time=True)
-        if not graded:
+        if not with_grad:
             return [], carries, loss, out, []
         if plan.sliding is not None:
             sequences = [*x, *saved[0]]

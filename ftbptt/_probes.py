@@ -29,10 +29,10 @@ def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Te
     validated = unvalidated_distributions()
     with TRACING, mode, validated, Composed("step"), own_words("step", step):
         (_, tapped), _ = step.apply(
-            tree_unflatten(params, call.specs[0]),
+            tree_unflatten(params, call.specs.params),
             dict(zip(call.buffer_names, buffers, strict=True)),
-            (tree_unflatten(x, call.specs[2]), {}),
-            tree_unflatten(state, call.specs[1]),
+            (tree_unflatten(x, call.specs.x), {}),
+            tree_unflatten(state, call.specs.state),
         )
     return tapped
 
@@ -40,21 +40,22 @@ def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Te
 def with_probes(
     call: Call, tensors: Sequence[Tensor], tapped: dict[str, Tensor]
 ) -> tuple[Call, list[Tensor]]:
-    """A call of a step that taps, with the probes behind its inputs: ``x`` is ``(x, probes)``."""
-    first = sum(call.counts[:5])  # behind the leaves of x
+    """A call of a step that taps, with the probes after its inputs: ``x`` is ``(x, probes)``."""
+    counts = call.counts
+    first = sum(counts[: counts._fields.index("y")])  # the place after the leaves of x
     steps, device = tensors[first - 1].shape[0], tensors[first - 1].device
     shared = [] if call.shared is None else [call.shared.size]  # each sequence has its own
     zeros = [
         torch.zeros((), dtype=t.dtype, device=device).expand(steps, *shared, *t.shape)
         for t in tapped.values()
     ]
-    x_tree = tree_unflatten([0] * call.counts[4], call.specs[2])
+    x_tree = tree_unflatten([0] * counts.x, call.specs.x)
     spec = tree_flatten((x_tree, dict.fromkeys(tapped, 0)))[1]
     n = len(zeros)
     call = replace(
         call,
-        specs=(call.specs[0], call.specs[1], spec, call.specs[3]),
-        counts=(*call.counts[:4], call.counts[4] + n, *call.counts[5:]),
+        specs=call.specs._replace(x=spec),
+        counts=counts._replace(x=counts.x + n),
         shapes=(*call.shapes[:first], *(t.shape for t in tapped.values()), *call.shapes[first:]),
         shared_flags=(*call.shared_flags[:first], *[bool(shared)] * n, *call.shared_flags[first:]),
         probes=n,
@@ -64,7 +65,8 @@ def with_probes(
 
 def taps_of(values: dict[str, Tensor], grads: Sequence[Tensor]) -> dict[str, Tap]:
     """What was tapped, by name; ``grads`` is empty where no gradient was asked for."""
-    given: Sequence[Tensor | None] = grads or [None] * len(values)
+    all_grads: Sequence[Tensor | None] = grads or [None] * len(values)
     return {
-        name: Tap(value, grad) for (name, value), grad in zip(values.items(), given, strict=True)
+        name: Tap(value, grad)
+        for (name, value), grad in zip(values.items(), all_grads, strict=True)
     }

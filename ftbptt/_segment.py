@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ._cache import use_a_folder_that_works
-from ._call import Call, InDims, context_of, lay_out, layout_of
+from ._call import Call, InDims, Results, context_of, layout_of
 from ._call_cache import Known, Recall, Trees, like
 from ._capture import make_executable
 from ._compat import inside_derivative, inside_functorch
 from ._execute import Executable
 from ._explain import Explanation, explain
+from ._lay_out import lay_out
 from ._layout import Layout, SharedLayout
 from ._loss import Loss, of_first
 from ._messages import first_line
@@ -79,7 +80,7 @@ class TrainSegment:
         reset: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> SegmentOutput:
-        return self._segment(params, state, x, y, reset, mask, graded=True)
+        return self._segment(params, state, x, y, reset, mask, with_grad=True)
 
     def with_early_gradients(
         self,
@@ -97,7 +98,7 @@ class TrainSegment:
         All are returned as well. Not under ``torch.func.vmap``; and where ``backend="auto"`` falls
         back to another, what was not handed over by then is only returned.
         """
-        return self._segment(params, state, x, y, reset, mask, graded=True, early=early)
+        return self._segment(params, state, x, y, reset, mask, with_grad=True, early=early)
 
     def evaluate(
         self,
@@ -114,7 +115,7 @@ class TrainSegment:
         As the segment itself, in the same compiled form, without gradients. Under
         ``torch.func.vmap``, which returns nothing but tensors, ``grads`` is an empty tuple.
         """
-        return self._segment(params, state, x, y, reset, mask, graded=False)
+        return self._segment(params, state, x, y, reset, mask, with_grad=False)
 
     def explain(
         self,
@@ -182,16 +183,16 @@ class TrainSegment:
         one to use. ``context``, ``time_dim``: as in :func:`make_train_segment`, if not as before.
         What it returns is the caller's for good, whatever ``reuse_output`` was.
         """
-        step, own = self.recipe.step, self.recipe.loss
+        step, new_loss = self.recipe.step, self.recipe.loss
         if factors:
             step = step.with_gradient_factors()
         if states:
-            step, own = step.with_states(self.tapped), of_first(own)
+            step, new_loss = step.with_states(self.tapped), of_first(new_loss)
         if loss is not None:
-            own = loss(own)
+            new_loss = loss(new_loss)
         context = self.recipe.context if context is None else context
         return TrainSegment(
-            replace(self.recipe, step=step, loss=own, context=context),
+            replace(self.recipe, step=step, loss=new_loss, context=context),
             self._backend,
             self._time_dim if time_dim is None else time_dim,
             self._in_dims,
@@ -217,20 +218,20 @@ class TrainSegment:
         reset: Tensor | None,
         mask: Tensor | None,
         *,
-        graded: bool,
+        with_grad: bool,
         early: EarlyGradients | None = None,
     ) -> SegmentOutput:
         if torch.compiler.is_compiling():  # around the caller's code: a segment is compiled already
-            return _outside_of_dynamo(self, params, state, x, y, reset, mask, graded, early)
+            return _outside_of_dynamo(self, params, state, x, y, reset, mask, with_grad, early)
         mapped = inside_functorch()
         key = trees = None
         if not mapped and self._in_dims is None and state is not None and not self.tapped:
             trees = Trees.of((params, state, x, y, reset, mask))
         if trees is not None:
-            key = (trees.key, graded, *self.surroundings(trees.device_type))
+            key = (trees.key, with_grad, *self.surroundings(trees.device_type))
             known = self._recall.find(key)
             if known is not None:
-                return self.again(known, trees.leaves, params, state, graded, early)
+                return self.again(known, trees.leaves, params, state, with_grad, early)
         call, tensors, layout = self._laid_out(params, state, x, y, reset, mask)
         found = Found()
         if mapped:
@@ -239,33 +240,38 @@ class TrainSegment:
                     "a segment is not differentiable: it returns the gradients itself, as .grads, "
                     "and everything detached. Call it outside of torch.func.grad, vjp and jvp."
                 )
-            flat = SegmentFunction.apply(self, call, graded, found, *tensors)
+            flat = SegmentFunction.apply(self, call, with_grad, found, *tensors)
         else:
-            flat = tuple(self._run(call, graded, found, tensors, early=early))
+            flat = tuple(self._run(call, with_grad, found, tensors, early=early))
             if key is not None and layout.time_dim == 0:
                 initial = call.groups(tensors)["initial_state"]
                 executable = self._executable(call, tensors)
                 self._recall.keep(key, Known(call, executable, initial))
-        flat = list(flat)
+        return self._output(call, layout, call.results(flat, with_grad), found, with_grad, mapped)
+
+    def _output(
+        self, call: Call, layout: Layout, results: Results[Tensor], found: Found, with_grad: bool,
+        mapped: bool,
+    ) -> SegmentOutput:  # fmt: skip
+        """What the caller gets: in the structure and the layout of the arguments."""
         grads: Tree = () if mapped else None  # vmap returns nothing but tensors
-        if graded:
-            grads = tree_unflatten(flat[: call.counts[0]], call.specs[0])
-        rest = flat[call.counts[0] :] if graded else flat
-        n_state = call.counts[3]
-        after, value, out = rest[:n_state], rest[n_state], rest[n_state + 1 :]
+        if with_grad:
+            grads = tree_unflatten(results.grads, call.specs.params)
+        leaves, out_leaves = results.state, results.out
         if isinstance(layout, SharedLayout):
-            after = [layout.state_back(leaf) for leaf in after]
-            out = [layout.sequence_back(leaf) for leaf in out]
+            leaves = [layout.state_back(leaf) for leaf in leaves]
+            out_leaves = [layout.sequence_back(leaf) for leaf in out_leaves]
         else:
-            out = layout.time_back(out)
-        after = tree_unflatten(after, call.specs[1])
+            out_leaves = layout.time_back(out_leaves)
+        state = tree_unflatten(leaves, call.specs.state)
         n_out = found.out_spec.num_leaves
-        tree = tree_unflatten(out[:n_out], found.out_spec)
+        out = tree_unflatten(out_leaves[:n_out], found.out_spec)
         if self.tapped:
-            own, values = tree
-            tapped: Any = TappedOutput(grads, after, value, own, taps_of(values, out[n_out:]))
+            out, values = out
+            taps = taps_of(values, out_leaves[n_out:])
+            tapped: Any = TappedOutput(grads, state, results.loss, out, taps)
             return tapped  # a fifth part, for those who asked for it
-        return SegmentOutput(grads, after, value, tree)
+        return SegmentOutput(grads, state, results.loss, out)
 
     def _laid_out(
         self, params: Tree, state: Tree, x: Tree, y: Tree, reset: Any, mask: Any
@@ -302,28 +308,27 @@ class TrainSegment:
         leaves: list[list[Tensor]],
         params: Tree,
         state: Tree,
-        graded: bool = True,
+        with_grad: bool = True,
         early: EarlyGradients | None = None,
     ) -> SegmentOutput:
         """A call like one before. ``leaves`` are those of all arguments, as they lie."""
-        own_params, *others = leaves
-        before = [*own_params, *self.recipe.step.buffers().values(), *known.initial]
-        tensors = [leaf.detach() for leaf in (*before, *(t for own in others for t in own))]
+        param_leaves, *others = leaves
+        before = [*param_leaves, *self.recipe.step.buffers().values(), *known.initial]
+        tensors = [leaf.detach() for leaf in (*before, *(t for group in others for t in group))]
         found = Found()
-        flat = self._run(known.call, graded, found, tensors, known.executable, early)
-        n_params = len(own_params) if graded else 0
-        n_state = n_params + known.call.counts[3]
+        flat = self._run(known.call, with_grad, found, tensors, known.executable, early)
+        results = known.call.results(flat, with_grad)
         return SegmentOutput(
-            like(params, flat[:n_params]) if graded else None,
-            like(state, flat[n_params:n_state]),
-            flat[n_state],
-            tree_unflatten(flat[n_state + 1 :], found.out_spec),
+            like(params, results.grads) if with_grad else None,
+            like(state, results.state),
+            results.loss,
+            tree_unflatten(results.out, found.out_spec),
         )
 
     def _run(
         self,
         call: Call,
-        graded: bool,
+        with_grad: bool,
         found: Found,
         tensors: Sequence[Tensor],
         executable: Executable | None = None,
@@ -345,11 +350,11 @@ class TrainSegment:
                 copy.copy_(source)
             groups = call.groups(tensors)
             if self._backend != "auto" or executable.backend.name == "eager":
-                return executable.run(groups, graded=graded, early=early)
+                return executable.run(groups, with_grad=with_grad, early=early)
             callers: list[BaseException] = []
             try:
-                given = None if early is None else _noting(early, callers)
-                return executable.run(groups, graded=graded, early=given)
+                noted = None if early is None else early.noting(callers)
+                return executable.run(groups, with_grad=with_grad, early=noted)
             except torch.OutOfMemoryError:
                 raise  # another backend needs more
             except Exception as error:
@@ -367,7 +372,7 @@ class TrainSegment:
                 )
                 executable.instead = self._on(executable.plan, other)
                 self._executables[call.key(tensors)] = executable.instead
-                return self._run(call, graded, found, tensors, executable)
+                return self._run(call, with_grad, found, tensors, executable)
 
     def _executable(self, call: Call, tensors: Sequence[Tensor]) -> Executable:
         key = call.key(tensors)
@@ -392,18 +397,5 @@ class TrainSegment:
 
 @torch.compiler.disable
 def _outside_of_dynamo(segment: TrainSegment, *arguments: Any) -> SegmentOutput:
-    *trees, graded, early = arguments
-    return segment._segment(*trees, graded=graded, early=early)
-
-
-def _noting(early: EarlyGradients, errors: list[BaseException]) -> EarlyGradients:
-    """``early``, whose own errors are noted: they are none of the backend's."""
-
-    def ready(loss: Tensor, grads: list[Tensor]) -> None:
-        try:
-            early.ready(loss, grads)
-        except BaseException as error:
-            errors.append(error)
-            raise
-
-    return early._replace(ready=ready)
+    *trees, with_grad, early = arguments
+    return segment._segment(*trees, with_grad=with_grad, early=early)

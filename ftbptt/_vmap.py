@@ -14,7 +14,7 @@ from .compiler.signature import Level
 class Runs(Protocol):
     """A segment, as far as vmap is concerned."""
 
-    def _run(self, call: Call, graded: bool, found: Found, tensors: Any) -> list[Tensor]: ...
+    def _run(self, call: Call, with_grad: bool, found: Found, tensors: Any) -> list[Tensor]: ...
 
 
 class Found:
@@ -29,8 +29,8 @@ class SegmentFunction(torch.autograd.Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(segment: Runs, call: Call, graded: bool, found: Found, *tensors: Tensor) -> Any:
-        return tuple(segment._run(call, graded, found, tensors))
+    def forward(segment: Runs, call: Call, with_grad: bool, found: Found, *tensors: Tensor) -> Any:
+        return tuple(segment._run(call, with_grad, found, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -46,7 +46,7 @@ class SegmentFunction(torch.autograd.Function):
         in_dims: Any,
         segment: Runs,
         call: Call,
-        graded: bool,
+        with_grad: bool,
         found: Found,
         *tensors: Tensor,
     ) -> Any:
@@ -57,6 +57,6 @@ class SegmentFunction(torch.autograd.Function):
         ]
         level = Level(info.batch_size, info.randomness)
         call = call.under_vmap(level, [d is not None for d in dims])
-        flat = SegmentFunction.apply(segment, call, graded, found, *moved)
-        before_out = (call.counts[0] if graded else 0) + call.counts[3] + 1
+        flat = SegmentFunction.apply(segment, call, with_grad, found, *moved)
+        before_out = len(flat) - len(call.results(flat, with_grad).out)  # what has no axis of time
         return flat, tuple(0 if i < before_out else 1 for i in range(len(flat)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +57,20 @@ class Leaf:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
+class Specs(NamedTuple):
+    """The structure of the arguments that are trees."""
+
+    params: TreeSpec
+    state: TreeSpec
+    x: TreeSpec
+    y: TreeSpec | None  # None without targets
+
+
 @dataclass(frozen=True)
 class Signature:
     """What a plan depends on: leaves and structure of the arguments. K is not in it."""
 
-    specs: tuple[TreeSpec, TreeSpec, TreeSpec, TreeSpec | None]  # params, state, x, y (or no y)
+    specs: Specs
     params: tuple[Leaf, ...]
     buffers: tuple[Leaf, ...]
     initial: tuple[Leaf, ...]  # a given initial state, not one computed from the parameters

@@ -101,6 +101,6 @@ def gradients_by_reach(plan: Plan, groups: Groups, reaches: Sequence[int]) -> li
     found = []
     for reach in reaches:
         sliding = replace(plan, sliding=Sliding(reach, 1))
-        result = Executable(sliding, EAGER, lambda: None).run(groups, graded=True)
+        result = Executable(sliding, EAGER, lambda: None).run(groups, with_grad=True)
         found.append(result[: len(groups["params"])])
     return found
