@@ -1,11 +1,11 @@
-"""A step that does something besides returning: refused, and undone."""
+"""A step with side effects is refused, and the effects are undone."""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,12 @@ def call(step: Any) -> Any:
     return segment(params, torch.zeros(B, H), torch.randn(K, B, H), torch.randn(K, B, H))
 
 
-def refused(step: Any, words: str) -> None:
-    with pytest.raises(RuntimeError, match=words):
+def refused(step: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
         call(step)
 
 
-def test_a_variable_around_the_step() -> None:
+def test_a_captured_variable() -> None:
     calls = 0
 
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def test_a_variable_around_the_step() -> None:
         calls += 1
         return h + calls * params["w"], h + x_t
 
-    refused(step, "step step changes the variable 'calls' outside of it.*from the state")
+    refused(step, "step step changes the captured variable 'calls'.*from the state")
     assert calls == 0
 
 
@@ -67,7 +67,7 @@ def test_a_global_list() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, dict, set, deque])
-def test_a_container_around_the_step(kind: Any) -> None:
+def test_a_captured_container(kind: Any) -> None:
     kept = kind([("a", 1)])
 
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,11 +79,11 @@ def test_a_container_around_the_step(kind: Any) -> None:
             kept.append(h)
         return h * params["w"], h + x_t
 
-    refused(step, "changes the variable 'kept' outside of it")
+    refused(step, "changes the captured variable 'kept'")
     assert kept == kind([("a", 1)])
 
 
-def test_a_container_of_a_module() -> None:
+def test_a_container_in_a_module() -> None:
     class Logs(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -96,11 +96,11 @@ def test_a_container_of_a_module() -> None:
             return h, h
 
     module = Logs()
-    refused(module, "changes its own attribute 'inner.stats'")
+    refused(module, "changes its attribute 'inner.stats'")
     assert module.inner.stats == {"calls": 0}
 
 
-def test_an_object_that_is_called() -> None:
+def test_a_callable_object() -> None:
     class Counts:
         def __init__(self) -> None:
             self.calls = 0
@@ -114,25 +114,45 @@ def test_an_object_that_is_called() -> None:
 
     counts = Counts()
     for step in (counts, counts.step):
-        refused(step, "changes its own attribute 'calls'")
+        refused(step, "changes its attribute 'calls'")
     assert counts.calls == 0
 
 
 @pytest.mark.parametrize("kind", ["random", "numpy.random"])
-def test_random_numbers_that_are_not_torchs(kind: str) -> None:
-    """Scheduled sampling by Python's own would be one choice for all steps and calls."""
+def test_random_numbers_of_python_and_numpy(kind: str) -> None:
+    """Scheduled sampling with them would be one choice for all steps and calls."""
 
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         keep = random.random() if kind == "random" else float(np.random.rand())
         h = torch.tanh(h * params["w"] + keep * x_t)
         return h, h
 
-    refused(step, f"step step draws from {kind}, which would be one number.*torch.rand does")
+    refused(step, f"step step draws from {kind}, so that all steps would use the same.*torch.rand")
+
+
+@pytest.fixture
+def pcg64() -> Iterator[None]:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64())
+    yield
+    np.random.set_bit_generator(before)
+
+
+@pytest.mark.usefixtures("pcg64")
+def test_another_bit_generator_of_numpy() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h * params["w"], h + x_t
+
+    def drawing(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h * params["w"], h + float(np.random.rand()) * x_t
+
+    assert call(step).loss.isfinite()
+    refused(drawing, "step drawing draws from numpy.random")
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: np.random.shuffle([1, 2])])
 def test_random_numbers_of_another_thread(draw: Callable[..., Any]) -> None:
-    """As of one that augments data while the first call traces."""
+    """Such as one that augments data while the first call traces."""
 
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         other = threading.Thread(target=draw)
@@ -145,14 +165,14 @@ def test_random_numbers_of_another_thread(draw: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("draw", [random.randrange, np.random.randint])
-def test_drawing_by_way_of_others(draw: Callable[..., Any]) -> None:
+def test_drawing_through_other_functions(draw: Callable[..., Any]) -> None:
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         return h * params["w"], h + draw(5) * x_t
 
     refused(step, "step step draws from")
 
 
-def test_what_another_thread_changes_stays_changed() -> None:
+def test_changes_by_another_thread_stay() -> None:
     changed, kept = threading.Event(), [1]
 
     def change() -> None:
@@ -173,22 +193,24 @@ def test_what_another_thread_changes_stays_changed() -> None:
     assert kept == [1, 2]
 
 
-def test_a_generator_of_ones_own() -> None:
+def test_a_torch_generator() -> None:
     generator = torch.Generator()
 
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         return h * params["w"], h + torch.rand(B, H, generator=generator)
 
-    with pytest.raises(TypeError, match=r"step: draws from a torch.Generator.*torch's own one"):
+    with pytest.raises(
+        TypeError, match=r"step: draws from a torch.Generator.*torch's default generator"
+    ):
         call(step)
 
 
-def test_what_is_only_read_may_be_anywhere() -> None:
+def test_variables_that_are_only_read() -> None:
     sizes, names = [H, H], {"w": 0}
 
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        own = [params[name] for name in names]
-        h = torch.tanh(h.reshape(-1, sizes[0]) * own[0] + x_t)
+        weights = [params[name] for name in names]
+        h = torch.tanh(h.reshape(-1, sizes[0]) * weights[0] + x_t)
         return h, h
 
     assert call(step).loss.isfinite()

@@ -1,218 +1,162 @@
-"""What a step does besides returning something: traced once, it would be done once for all steps.
+"""Side effects of a step: the variables that it rebinds and the containers that it changes.
 
-So it is refused, and undone: what a step keeps while it is traced are fake tensors.
+A step is traced once, so an effect would happen once instead of at each step. It is undone, since
+what the step stored are fake tensors, and the step is refused.
 """
 
 from __future__ import annotations
 
 import operator
-import random
-import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 from .._step import Step
+from .random_draws import draws_of_this_thread, random_states
 
 T = TypeVar("T")
-_ABSENT = object()
+_ABSENT = object()  # the value of a variable that is not bound
 
 
 @dataclass(frozen=True)
 class Variables:
-    """Names that a step can bind anew: ``words`` says what one of them is called in an error."""
+    """Variables of one scope that a step can rebind. ``describe(name)`` is for error messages."""
 
-    words: Callable[[str], str]
+    describe: Callable[[str], str]
     read: Callable[[], dict[str, Any]]
     write: Callable[[str, Any], None]
 
 
 @dataclass(frozen=True)
 class Change:
-    """Of a variable or of what a container holds, undone: ``again`` does it once more."""
+    """A change of a variable or of a container, which was undone; ``redo`` makes it again."""
 
-    words: str
-    again: Callable[[], None]
+    description: str
+    redo: Callable[[], None]
 
 
 def without_effects(step: Step, trace: Callable[[], T]) -> T:
-    """What ``trace`` returns, which runs the step. What that changes outside of it is undone.
+    """Calls ``trace``, which runs the step, and returns its result.
 
-    Raises RuntimeError if there was something, or if the step has drawn from Python's or NumPy's
-    random numbers.
+    What that changes outside the step is undone. Raises RuntimeError if the step changed
+    something, or if it drew from the random numbers of Python or NumPy.
     """
-    before = _random_states()
-    result, changes = _observed(step, trace)
-    now = _random_states()
-    if not changes and all(now[words] == before.get(words, now[words]) for words in now):
+    states_before = random_states()
+    result, changes = _trace_and_undo(step, trace)
+    states = random_states()
+    # NumPy may have been imported meanwhile: then there is no state to compare with.
+    if not changes and all(
+        states_before.get(name, states[name]) == states[name] for name in states
+    ):
         return result
-    # Or was it another thread? What the step does it does again, and it draws in this one.
-    with _draws_of_this_thread() as drawn:
-        result, own = _observed(step, trace)
-    blamed = {change.words for change in changes} & {change.words for change in own}
-    if blamed:
+    # Another thread may have done it. The step does it again, and draws in this thread.
+    with draws_of_this_thread() as drawn:
+        result, changes_again = _trace_and_undo(step, trace)
+    repeated = {c.description for c in changes} & {c.description for c in changes_again}
+    if repeated:
         raise RuntimeError(
-            f"step {step.name} changes {min(blamed)}. A step is a pure function: take what it "
-            "keeps from the state and return it in the next state."
+            f"step {step.name} changes {min(repeated)}. A step is a pure function: read such a "
+            "value from the state and return it in the next state."
         )
     if drawn:
         raise RuntimeError(
-            f"step {step.name} draws from {max(drawn)}, which would be one number for all steps. "
-            "Draw with torch, as torch.rand does, or give the numbers in x."
+            f"step {step.name} draws from {max(drawn)}, so that all steps would use the same "
+            "numbers. Draw with torch, for example torch.rand, or pass the numbers in x."
         )
-    for change in (*changes, *own):
-        change.again()
+    for change in (*changes, *changes_again):
+        change.redo()
     return result
 
 
-def _observed(step: Step, trace: Callable[[], T]) -> tuple[T, list[Change]]:
-    places = [(place, place.read()) for place in _variables_of(step)]
+def _trace_and_undo(step: Step, trace: Callable[[], T]) -> tuple[T, list[Change]]:
+    """The result of ``trace``, and the changes that were made meanwhile, which are undone."""
+    scopes = [(scope, scope.read()) for scope in _scopes(step)]
     containers = [
-        (place.words(name), value, _content(value))
-        for place, names in places
-        for name, value in names.items()
+        (scope.describe(name), value, _content(value))
+        for scope, variables in scopes
+        for name, value in variables.items()
         if isinstance(value, (list, dict, set, deque))
     ]
     changes = []
     try:
         result = trace()
     finally:
-        for place, before in places:
-            after = place.read()
+        for scope, before in scopes:
+            after = scope.read()
             for name in before.keys() | after.keys():
-                found = after.get(name, _ABSENT)
-                if found is not before.get(name, _ABSENT):
-                    changes.append(Change(place.words(name), partial(place.write, name, found)))
-                    place.write(name, before.get(name, _ABSENT))
-        for words, container, content in containers:
-            found = _content(container)
-            if not _is_same(found, content):
-                changes.append(Change(words, partial(_refill, container, found)))
-                _refill(container, content)
+                value, old_value = after.get(name, _ABSENT), before.get(name, _ABSENT)
+                if value is not old_value:
+                    changes.append(Change(scope.describe(name), partial(scope.write, name, value)))
+                    scope.write(name, old_value)
+        for description, container, old_content in containers:
+            content = _content(container)
+            if not _is_same(content, old_content):
+                changes.append(Change(description, partial(_refill, container, content)))
+                _refill(container, old_content)
     return result, changes
 
 
-@contextmanager
-def _draws_of_this_thread() -> Iterator[set[str]]:
-    """The modules whose random numbers are drawn within it, but not by other threads."""
-    drawn: set[str] = set()
-    own = random.random.__self__  # type: ignore[attr-defined]
-
-    def note(_: Any, event: str, called: Any) -> None:
-        if event == "c_call" and getattr(called, "__self__", None) is own:
-            drawn.add("random")
-
-    before = sys.getprofile()  # which is one for each thread
-    sys.setprofile(note)
-    try:
-        with _numpys_draws(drawn):
-            yield drawn
-    finally:
-        sys.setprofile(before)
-
-
-@contextmanager
-def _numpys_draws(drawn: set[str]) -> Iterator[None]:
-    """NumPy's functions are none that a profile sees; but they lock their generator."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        yield
-        return
-    generator = numpy.random.get_bit_generator()
-    watched = _Watched(generator, drawn)
-    numpy.random.set_bit_generator(watched)
-    watched.thread = threading.get_ident()  # from here on: to set it takes the lock as well
-    try:
-        yield
-    finally:
-        watched.thread = None
-        numpy.random.set_bit_generator(generator)
-
-
-class _Watched:
-    """A generator of NumPy's, in the same state, and its lock: notes draws of one thread."""
-
-    def __init__(self, generator: Any, drawn: set[str]) -> None:
-        self.generator, self.drawn = generator, drawn
-        self.thread: int | None = None
-        self.lock = self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.generator, name)
-
-    def __enter__(self) -> None:
-        if threading.get_ident() == self.thread:
-            self.drawn.add("numpy.random")
-        self.generator.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.generator.lock.release()
-
-
-def _variables_of(step: Step) -> Iterator[Variables]:
+def _scopes(step: Step) -> Iterator[Variables]:
     modules = {} if step.module is None else dict(step.module.named_modules())
     for name, module in modules.items():
         yield _attributes(module, f"{name}." if name else "")
     for function in _functions(step.function):
         if isinstance(function, FunctionType):
-            yield _closed_over(function)
+            yield _captured(function)
             yield _globals(function)
         else:
             yield _attributes(function, "")
 
 
 def _functions(function: Any) -> Iterator[Any]:
-    """The function, those that it closes over, and objects that are called as functions."""
+    """The function, the functions and callable objects that it closes over, and so on."""
     seen: set[int] = set()
-    waiting = [function]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, MethodType):
-            waiting += [one.__func__, one.__self__]
-        elif callable(one) and not isinstance(one, type) and id(one) not in seen:
-            seen.add(id(one))
-            if isinstance(one, FunctionType):
-                waiting += _contents(one).values()
-                yield one
-            elif hasattr(one, "__dict__"):
-                yield one
+    pending = [function]
+    while pending:
+        candidate = pending.pop()
+        if isinstance(candidate, MethodType):
+            pending += [candidate.__func__, candidate.__self__]
+        elif callable(candidate) and not isinstance(candidate, type) and id(candidate) not in seen:
+            seen.add(id(candidate))
+            if isinstance(candidate, FunctionType):
+                pending += _captured_variables(candidate).values()
+                yield candidate
+            elif hasattr(candidate, "__dict__"):
+                yield candidate
 
 
 def _attributes(owner: Any, prefix: str) -> Variables:
     def read() -> dict[str, Any]:
-        # functional_call refreshes the weight lists of torch's recurrent layers itself.
+        # torch's recurrent layers keep lists of their weights, which functional_call replaces.
         return {k: v for k, v in vars(owner).items() if not k.startswith("_flat_weight")}
 
-    return Variables(
-        lambda name: f"its own attribute {prefix + name!r}", read, _writer(vars(owner))
-    )
+    return Variables(lambda name: f"its attribute {prefix + name!r}", read, _writer(vars(owner)))
 
 
 def _globals(function: FunctionType) -> Variables:
-    own = function.__globals__
+    module_globals = function.__globals__
 
     def read() -> dict[str, Any]:
-        return {name: own[name] for name in function.__code__.co_names if name in own}
+        names = function.__code__.co_names
+        return {name: module_globals[name] for name in names if name in module_globals}
 
-    return Variables(lambda name: f"the global variable {name!r}", read, _writer(own))
+    return Variables(lambda name: f"the global variable {name!r}", read, _writer(module_globals))
 
 
-def _writer(names: dict[str, Any]) -> Callable[[str, Any], None]:
+def _writer(variables: dict[str, Any]) -> Callable[[str, Any], None]:
     def write(name: str, value: Any) -> None:
         if value is _ABSENT:
-            names.pop(name, None)
+            variables.pop(name, None)
         else:
-            names[name] = value
+            variables[name] = value
 
     return write
 
 
-def _closed_over(function: FunctionType) -> Variables:
+def _captured(function: FunctionType) -> Variables:
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
     def write(name: str, value: Any) -> None:
@@ -220,11 +164,13 @@ def _closed_over(function: FunctionType) -> Variables:
             cells[name].cell_contents = value
 
     return Variables(
-        lambda name: f"the variable {name!r} outside of it", lambda: _contents(function), write
+        lambda name: f"the captured variable {name!r}",
+        lambda: _captured_variables(function),
+        write,
     )
 
 
-def _contents(function: FunctionType) -> dict[str, Any]:
+def _captured_variables(function: FunctionType) -> dict[str, Any]:
     """The variables that a function closes over, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells if _is_bound(cell)}
@@ -239,16 +185,17 @@ def _is_bound(cell: CellType) -> bool:
 
 
 def _content(container: Any) -> Any:
+    """A shallow copy: what the container holds now."""
     return dict(container) if isinstance(container, dict) else list(container)
 
 
-def _is_same(found: Any, before: Any) -> bool:
-    """Whether these are the same objects, not others that are equal."""
-    if isinstance(found, dict):
-        if found.keys() != before.keys():
+def _is_same(content: Any, other: Any) -> bool:
+    """Whether both contain the same objects; equal ones do not count as the same."""
+    if isinstance(content, dict):
+        if content.keys() != other.keys():
             return False
-        found, before = found.values(), before.values()
-    return len(found) == len(before) and all(map(operator.is_, found, before))
+        content, other = content.values(), other.values()
+    return len(content) == len(other) and all(map(operator.is_, content, other))
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -257,13 +204,3 @@ def _refill(container: Any, content: Any) -> None:
         container.update(content)
     else:
         container.extend(content)
-
-
-def _random_states() -> dict[str, Any]:
-    """Those of the generators that are not torch's, by module."""
-    found: dict[str, Any] = {"random": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        found["numpy.random"] = name, keys.tobytes(), rest
-    return found
