@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ftbptt import make_train_segment, reference_segment
+import ftbptt
+from ftbptt import as_step, make_train_segment, reference_segment
 
 from .problem import B, H, mse, named
 
@@ -93,11 +96,11 @@ def test_a_value_in_python(step: Any) -> None:
     name = getattr(step, "__name__", type(step).__name__)
     with pytest.raises(RuntimeError, match=f"step {name} cannot be compiled") as caught:
         call(step)
-    told = str(caught.value)
-    line = re.search(r'test_untraceable\.py", line (\d+)', told)
-    assert line is not None, told
+    message = str(caught.value)
+    line = re.search(r'test_untraceable\.py", line (\d+)', message)
+    assert line is not None, message
     assert int(line[1]) == marked_line(step)
-    assert "torch.where" in told
+    assert "torch.where" in message
 
 
 def test_auto_and_compile_refuse_it_too() -> None:
@@ -139,7 +142,82 @@ def test_an_operation_whose_result_depends_on_values() -> None:
     assert 'test_untraceable.py", line' in str(caught.value)
 
 
-def test_a_gradient_of_its_own() -> None:
+BRANCH = """
+def step(params, x_t, h):
+    h = h + x_t * params["w"]
+    if h.sum() > 0:
+        h = -h
+    return h, h
+"""
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "<stdin>",
+        "<ipython-input-3-0123456789ab>",
+        os.path.dirname(torch.__file__) + "vision/step.py",
+        os.path.dirname(ftbptt.__file__) + "_experiments/step.py",
+    ],
+)
+def test_the_line_of_a_step_at_a_prompt_or_in_a_folder_named_like_a_library(file: str) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(BRANCH, file, "exec"), names)
+    with pytest.raises(RuntimeError, match="step step cannot be compiled") as caught:
+        call(names["step"])
+    assert f'File "{file}", line 4, in step' in str(caught.value)
+
+
+def test_the_line_is_not_that_of_generated_code() -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def is_positive(h):\n    return bool(h.sum() > 0)", "<string>", "exec"), names)
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = h + x_t * params["w"]
+        return (h if names["is_positive"](h) else -h), h
+
+    with pytest.raises(RuntimeError, match="step step cannot be compiled") as caught:
+        call(step)
+    assert 'names["is_positive"](h)' in str(caught.value)
+
+
+class Packs(nn.Module):
+    """Packs the chunk that it is called with."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.layer = kind(H, H)
+
+    def forward(self, x: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        packed = nn.utils.rnn.pack_padded_sequence(x, [len(x)] * x.shape[1])
+        out, state = self.layer(packed, state)
+        return nn.utils.rnn.pad_packed_sequence(out)[0], state
+
+
+class CallsOnPacked(Packs):
+    def forward(self, x: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        packed = nn.utils.rnn.PackedSequence(x.flatten(0, 1), torch.tensor([x.shape[1]]))
+        out, state = self.layer(packed, state)
+        return out.data[None], state
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("packs", [Packs, CallsOnPacked])
+def test_packed_sequences(packs: Any, kind: Any) -> None:
+    state = torch.zeros(1, B, H)
+    step = as_step(packs(kind), sequence=True)
+    segment = make_train_segment(step, mse, backend="eager")
+    message = r"(?s)PackedSequence has no single step.*reset= and mask="
+    with pytest.raises((TypeError, RuntimeError), match=message):
+        segment(
+            named(step.module),
+            (state, state) if kind is nn.LSTM else state,
+            torch.randn(K, B, H),
+            torch.randn(K, B, H),
+        )
+
+
+def test_a_gradient_by_torch_autograd() -> None:
     def by_grad(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         h = h + x_t * params["w"]
         (slope,) = torch.autograd.grad((h**3).sum(), h, create_graph=True)
@@ -150,7 +228,9 @@ def test_a_gradient_of_its_own() -> None:
         return h, h
 
     for step in (by_grad, by_backward):
-        words = rf"step {step.__name__} takes a gradient of its own.*\n.*test_untraceable.py"
+        words = (
+            rf"step {step.__name__} takes a gradient by torch\.autograd.*\n.*test_untraceable.py"
+        )
         with pytest.raises(RuntimeError, match=words) as caught:
             call(step)
         assert "torch.func.grad(f)(x)" in str(caught.value)
@@ -172,7 +252,7 @@ def test_a_branch_of_torch() -> None:
         h = h + x_t * params["w"]
         return h, torch.cond(h.sum() > 0, lambda h: -h, lambda h: h + 1, (h,))
 
-    words = "step: uses an operation with graphs of its own, such as torch.cond.*torch.where"
+    words = "step: uses an operation that contains graphs, such as torch.cond.*torch.where"
     with pytest.raises(TypeError, match=words):
         call(step)
 
@@ -204,7 +284,7 @@ class Remembers(nn.Module):
 
 def test_a_module_that_keeps_its_state_in_an_attribute() -> None:
     module = Remembers()
-    words = r"step Remembers changes its own attribute 'h'.*from the state and return it"
+    words = r"step Remembers changes its attribute 'h'.*from the state and return it"
     with pytest.raises(RuntimeError, match=words):
         call(module)
     assert module.h is None, "the module is as it was"
@@ -222,7 +302,7 @@ class CountsCalls(nn.Module):
 
 
 def test_a_module_that_counts_its_calls() -> None:
-    with pytest.raises(RuntimeError, match="changes its own attribute 'calls'"):
+    with pytest.raises(RuntimeError, match="changes its attribute 'calls'"):
         call(CountsCalls())
 
 
@@ -312,6 +392,83 @@ def test_a_loss_with_a_parameter_of_its_own() -> None:
         segment(params, torch.zeros(B, H), x, x)
     readout.requires_grad_(False)
     assert segment(params, torch.zeros(B, H), x, x).loss.isfinite()
+
+
+# -- operands of different dtypes ---------------------------------------------------------------
+
+DOUBLE = torch.float64
+
+
+def cell_call(cell: nn.Module, x: Tensor, state: Tree, backend: str) -> Any:
+    segment = make_train_segment(cell, mse, backend=backend)
+    return segment(named(cell), state, x, torch.zeros(K, B, H, dtype=x.dtype))
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "compile", "fused"])
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_data_of_another_dtype_than_the_parameters(kind: Any, backend: str) -> None:
+    """Fake tensors do not check it, and each backend would fail in another way."""
+    message = (
+        r"step: x is torch.float64, but the parameters are torch.float32, and .* multiplies the "
+        r"two. Give x as torch.float32 \(x.float\(\)\), or the parameters as torch.float64 "
+        r"\(module.double\(\)\)."
+    )
+    with pytest.raises(TypeError, match=message):
+        cell_call(kind(H, H), torch.randn(K, B, H, dtype=DOUBLE), None, backend)
+    message = r"state.* came out as torch.float64. x is torch.float32 too.*give x and the state as "
+    with pytest.raises(TypeError, match=message + "torch.float64"):
+        cell_call(kind(H, H).double(), torch.randn(K, B, H), None, backend)
+
+
+def test_the_leaf_of_another_dtype_is_named() -> None:
+    def product(params: Tree, x_t: Tree, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t["a"] + (x_t["b"] @ params["w"]).float() + h)
+        return h, h
+
+    def convolution(params: Tree, x_t: Tree, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t["a"] + F.conv1d(x_t["b"][None], params["c"])[0].float() + h)
+        return h, h
+
+    params = {"w": torch.randn(H, H), "c": torch.randn(B, B, 1)}
+    x = {"a": torch.randn(K, B, H), "b": torch.randn(K, B, H, dtype=torch.float16)}
+    for step in (product, convolution):
+        message = (
+            r"step: x\['b'\] is torch.float16, but the parameters are torch.float32, and "
+            rf"{step.__name__} .*Give x\['b'\] as torch.float32 \(x\['b'\].float\(\)\), or the "
+            r"parameters as torch.float16\."
+        )
+        segment = make_train_segment(step, mse, backend="eager")
+        with pytest.raises(TypeError, match=message):
+            segment(params, torch.zeros(B, H), x, torch.zeros(K, B, H))
+
+
+def test_a_state_of_another_dtype_than_the_parameters() -> None:
+    message = r"step: state is torch.float64, but the parameters are torch.float32.*state.float\(\)"
+    with pytest.raises(TypeError, match=message):
+        cell_call(nn.GRUCell(H, H), torch.randn(K, B, H), torch.zeros(B, H, dtype=DOUBLE), "eager")
+
+
+def test_operands_of_different_dtypes_that_are_no_arguments() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        eye = torch.eye(H, dtype=DOUBLE)
+        h = torch.tanh(x_t + ((h * params["w"]) @ eye).float())
+        return h, h
+
+    message = r"calls aten.mm.default on operands of different dtypes, .*float32 and .*float64"
+    with pytest.raises(TypeError, match=message):
+        call(step)
+
+
+@pytest.mark.parametrize("backend", ["eager", "fused"])
+def test_operands_that_the_step_converts(backend: str) -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh((x_t @ params["u"].double()).float() + h @ params["u"])
+        return h, h
+
+    x = torch.randn(K, B, H, dtype=DOUBLE)
+    arguments = {"u": torch.randn(H, H)}, torch.zeros(B, H), x, torch.randn(K, B, H)
+    result = make_train_segment(step, mse, backend=backend)(*arguments)
+    torch.testing.assert_close(result.grads, reference_segment(step, mse, *arguments).grads)
 
 
 # -- what a step returns ------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """torch's recurrent layers and cells as plain tensor operations, while a step is traced.
 
-``aten::lstm`` and its kin are opaque: they cannot be vmapped, split or differentiated by parts. A
-call of them runs the equations of their documentation instead (docs of ``nn.LSTM``, ``nn.GRU``,
-``nn.RNN``), the same on every device.
+``aten::lstm`` and the like are opaque: they cannot be vmapped, split or differentiated in parts.
+Calls of them run the equations in the documentation of ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``
+instead, the same on every device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _lstm_cell(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     h, c = state
     gates = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
-    i, f, g, o = (tap_of(w_ih, *named) for named in zip("ifgo", gates, strict=True))
+    i, f, g, o = (tap_of(w_ih, name, gate) for name, gate in zip("ifgo", gates, strict=True))
     c = tap_of(w_ih, "c", f.sigmoid() * c + i.sigmoid() * g.tanh())
     h = o.sigmoid() * c.tanh()
     return tap_of(w_ih, "h", h if w_hr is None else F.linear(h, w_hr)), c
@@ -51,13 +51,13 @@ def _elman_cell(nonlinearity: Callable[[Tensor], Tensor]) -> Callable[..., Tenso
 
 
 def _layers(cell: Callable[..., Any]) -> Callable[..., Any]:
-    """A stack of ``cell`` over a chunk, with the signature of ``torch.lstm`` or ``torch.gru``."""
+    """Layers of ``cell`` over a chunk, with the signature of ``torch.lstm`` or ``torch.gru``."""
 
     def run(
         x: Tensor, hx: Any, weights: Any, has_biases: Any, num_layers: Any, dropout: Any = None,
         train: Any = None, bidirectional: Any = False, batch_first: Any = False,
     ) -> Any:  # fmt: skip
-        if isinstance(hx, Tensor) and isinstance(weights, (tuple, list)) is False:
+        if not isinstance(has_biases, bool):  # torch's signature for packed data has the weights
             raise TypeError(
                 "step: a PackedSequence has no single step. Give padded data with reset= and "
                 "mask= instead."
@@ -68,11 +68,11 @@ def _layers(cell: Callable[..., Any]) -> Callable[..., Any]:
         finals: list[Any] = []
         for layer in range(num_layers):
             state = tuple(leaf[layer] for leaf in hx) if lstm else hx[layer]
-            own = list(weights[layer * per_layer : (layer + 1) * per_layer])
-            if lstm and not has_biases:
-                own[2:2] = [None, None]
+            layer_weights = list(weights[layer * per_layer : (layer + 1) * per_layer])
+            if lstm and not has_biases:  # a projection's weight follows the biases
+                layer_weights[2:2] = [None, None]
             for t, value in enumerate(steps):
-                state = cell(value, state, *own)
+                state = cell(value, state, *layer_weights)
                 steps[t] = state[0] if lstm else state
             if train and dropout and layer < num_layers - 1:
                 steps = [F.dropout(value, dropout) for value in steps]
@@ -86,7 +86,7 @@ def _layers(cell: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """Dropout with its noise made from nothing but a shape, so that it needs no carried value."""
+    """Dropout whose noise depends on a shape only, so that it can leave the recurrence."""
     if not train or p == 0:
         return x
     if p == 1:
