@@ -1,4 +1,4 @@
-"""Work that a kernel takes in: what leaves the loop, and what is summed in it."""
+"""Loop fusion: the work after a loop that its kernel computes, and the sums in it."""
 
 from __future__ import annotations
 
@@ -53,12 +53,14 @@ def explained(problem: Problem, backend: str) -> Explanation:
 def test_what_follows_a_loop_is_done_in_its_kernel() -> None:
     apart, inside = (explained(normed(), backend) for backend in ("compile", "fused"))
 
-    def behind(found: Explanation) -> list[int]:
-        return [b.elementwise for b in found.blocks if b.kind == "map" and b.phase == "reverse"][1:]
+    def after_loop(explanation: Explanation) -> list[int]:
+        return [
+            b.elementwise for b in explanation.blocks if b.kind == "map" and b.phase == "reverse"
+        ][1:]
 
-    assert behind(apart)
-    assert all(behind(apart))
-    assert not any(behind(inside))  # views, for the GEMMs
+    assert after_loop(apart)
+    assert all(after_loop(apart))
+    assert not any(after_loop(inside))  # views, for the GEMMs
     assert inside.flops == apart.flops
     assert inside.saved == apart.saved
 
@@ -73,14 +75,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("kernels", "threads")
 def test_sums_over_steps_and_rows() -> None:
-    made = normed()
-    segment = make_train_segment(made.step, made.loss, backend="fused")
+    problem = normed()
+    segment = make_train_segment(problem.step, problem.loss, backend="fused")
     for steps in (K, 1):
-        assert_close(segment(*made.data(steps)), reference(made, steps))
+        assert_close(segment(*problem.data(steps)), reference(problem, steps))
 
 
 @pytest.mark.usefixtures("kernels")
-def test_long_sums_lose_fewer_digits_than_one_by_one() -> None:
+def test_long_sums_are_more_accurate_than_one_by_one() -> None:
     """11,840 numbers of about 2: the rows of a step are added up before the steps."""
 
     def step(params: dict[str, Tensor], x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,21 +92,21 @@ def test_long_sums_lose_fewer_digits_than_one_by_one() -> None:
     steps = 320
     segment = make_train_segment(step, lambda out, y: out.sum(), backend="fused")
     x = torch.full((steps, B, H), 1.1)
-    found = segment({"b": torch.ones(H)}, torch.zeros(B, H), x, x).grads["b"]
+    grad = segment({"b": torch.ones(H)}, torch.zeros(B, H), x, x).grads["b"]
     d_h = 2 - 0.5 ** torch.arange(steps, dtype=torch.float64)
-    right = d_h.sum() * B * x[0, 0, 0].double()
+    exact = d_h.sum() * B * x[0, 0, 0].double()
     one_by_one = d_h.repeat_interleave(B).mul(1.1).float().numpy().cumsum()[-1]
-    assert abs(one_by_one - right) / right > 1e-5
-    assert ((found - right).abs() / right).max() < 3e-6
+    assert abs(one_by_one - exact) / exact > 1e-5
+    assert ((grad - exact).abs() / exact).max() < 3e-6
 
 
 def test_empty_batch() -> None:
-    made = normed()
-    params, state, x, y = made.data(3)
-    none = tuple(leaf[:0] for leaf in state)
-    segment = make_train_segment(made.step, lambda out, y: out.sum(), backend="fused")
-    found = segment(params, none, x[:, :0], y[:, :0])
-    assert all(not grad.any() for grad in found.grads.values())
+    problem = normed()
+    params, state, x, y = problem.data(3)
+    empty = tuple(leaf[:0] for leaf in state)
+    segment = make_train_segment(problem.step, lambda out, y: out.sum(), backend="fused")
+    result = segment(params, empty, x[:, :0], y[:, :0])
+    assert all(not grad.any() for grad in result.grads.values())
 
 
 # -- the cut -----------------------------------------------------------------------------------
@@ -118,17 +120,17 @@ def graph_of(function: object, *shapes: tuple[int, ...]) -> dict[str, fx.Node]:
 
 
 def moved(
-    nodes: dict[str, fx.Node], stay: set[str], elsewhere: set[str], kept: set[str]
+    nodes: dict[str, fx.Node], stay: set[str], elsewhere: set[str], stored: set[str]
 ) -> set[str]:
     inside = {nodes["a"]}
-    found = fused_nodes(
+    fused = fused_nodes(
         inside,
         [node for node in nodes.values() if node not in inside],
         lambda node: node.name not in stay,
         lambda node: node.name in elsewhere,
-        {nodes[name] for name in kept},
+        {nodes[name] for name in stored},
     )
-    return {node.name for node in found}
+    return {node.name for node in fused}
 
 
 def test_only_what_saves_bytes_moves() -> None:

@@ -1,4 +1,4 @@
-"""What the compiler makes of a step: counted in the plan, not only compared in numbers."""
+"""What the compiler makes of a step: blocks, GEMMs and saved values are counted in the plan."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def plan(step: Any, params: Any, state: Any, out: int = H, **options: Any) -> Ex
     return segment.explain(params, state, torch.randn(K, B, D), torch.randn(K, B, out))
 
 
-def kinds(found: Explanation, phase: str) -> list[str]:
-    return [block.kind for block in found.blocks if block.phase == phase]
+def kinds(explanation: Explanation, phase: str) -> list[str]:
+    return [block.kind for block in explanation.blocks if block.phase == phase]
 
 
-def scans(found: Explanation, phase: str) -> list[str]:
-    return [b.title for b in found.blocks if b.phase == phase and "scan" in b.kind]
+def scans(explanation: Explanation, phase: str) -> list[str]:
+    return [b.title for b in explanation.blocks if b.phase == phase and "scan" in b.kind]
 
 
 def test_a_stack_falls_apart_into_one_scan_per_layer() -> None:
     layers = nn.LSTM(D, H, num_layers=3)
-    found = plan(layers, dict(layers.named_parameters()), None)
-    assert kinds(found, "forward") == ["map", "scan", "map", "scan", "map", "scan", "map"]
-    assert scans(found, "forward") == [
+    explanation = plan(layers, dict(layers.named_parameters()), None)
+    assert kinds(explanation, "forward") == ["map", "scan", "map", "scan", "map", "scan", "map"]
+    assert scans(explanation, "forward") == [
         f"over state[0][part {i}], state[1][part {i}]" for i in range(3)
     ]
-    assert scans(found, "reverse") == [
+    assert scans(explanation, "reverse") == [
         f"over d state[0][part {i}], d state[1][part {i}]" for i in (2, 1, 0)
     ]
-    for block in found.blocks:
-        if block.kind == "scan":  # nothing but the recurrent product is left inside
+    for block in explanation.blocks:
+        if block.kind == "scan":  # only the recurrent product is left inside
             assert len(block.gemms) == 1
         if block.kind == "map" and block.phase == "forward":
             assert len(block.gemms) <= 1
@@ -58,19 +58,19 @@ def test_an_unbatched_stack_falls_apart_too(kind: Any, batch_first: bool) -> Non
     layers = kind(D, H, num_layers=3, batch_first=batch_first)
     segment = make_train_segment(layers, mse, backend="eager")
     params = dict(layers.named_parameters())
-    found = segment.explain(params, None, torch.randn(K, D), torch.randn(K, H))
-    assert len(scans(found, "forward")) == len(scans(found, "reverse")) == 3
+    explanation = segment.explain(params, None, torch.randn(K, D), torch.randn(K, H))
+    assert len(scans(explanation, "forward")) == len(scans(explanation, "reverse")) == 3
 
 
 def test_one_gemm_per_weight_and_none_of_them_in_the_loop() -> None:
     cell = nn.LSTMCell(D, H)
-    found = plan(cell, dict(cell.named_parameters()), None)
-    (sums,) = [block for block in found.blocks if block.kind == "sum"]
+    explanation = plan(cell, dict(cell.named_parameters()), None)
+    (sums,) = [block for block in explanation.blocks if block.kind == "sum"]
     assert sorted(sums.gemms) == [
         f"[28, 3] @ [3, 5] contracted over {K} steps and rows at once",
         f"[28, 3] @ [3, 7] contracted over {K} steps and rows at once",
     ]
-    (scan,) = [b for b in found.blocks if b.phase == "reverse" and b.kind == "scan"]
+    (scan,) = [b for b in explanation.blocks if b.phase == "reverse" and b.kind == "scan"]
     assert scan.gemms == [f"[3, 28] @ [28, 7] {K} times"]
 
 
@@ -90,24 +90,24 @@ def test_the_input_beside_the_state_in_one_product_leaves_the_loop(name: str) ->
         return h, h
 
     params = {"w": torch.randn(D + H, H)}
-    found = plan(step, params, torch.zeros(B, H))
+    explanation = plan(step, params, torch.zeros(B, H))
     for phase in ("forward", "reverse"):
-        (scan,) = [b for b in found.blocks if b.phase == phase and b.kind == "scan"]
+        (scan,) = [b for b in explanation.blocks if b.phase == phase and b.kind == "scan"]
         assert scan.gemms == [f"[3, 7] @ [7, 7] {K} times"]
-    (sums,) = [block for block in found.blocks if block.kind == "sum"]
+    (sums,) = [block for block in explanation.blocks if block.kind == "sum"]
     assert all("contracted" in gemm for gemm in sums.gemms)
     assert len(sums.gemms) == (3 if name == "three parts" else 2)
 
 
-def test_each_layer_of_joined_products_keeps_its_own_state_alone() -> None:
+def test_each_layer_of_joined_products_keeps_only_its_state() -> None:
     def step(params: Any, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
         low = torch.tanh(torch.cat([x_t, state[0]], -1) @ params["w"])
         high = torch.tanh(torch.cat([low, state[1]], -1) @ params["u"])
         return high, (low, high)
 
     params = {"w": torch.randn(D + H, H), "u": torch.randn(2 * H, H)}
-    found = plan(step, params, (torch.zeros(B, H), torch.zeros(B, H)))
-    loops = [b for b in found.blocks if b.kind == "scan"]
+    explanation = plan(step, params, (torch.zeros(B, H), torch.zeros(B, H)))
+    loops = [b for b in explanation.blocks if b.kind == "scan"]
     assert [b.gemms for b in loops] == [[f"[3, 7] @ [7, 7] {K} times"]] * 4
 
 
@@ -121,8 +121,8 @@ def test_joined_vectors(in_dims: Any) -> None:
     segment = make_train_segment(step, mse, backend="eager", in_dims=in_dims)
     rows = (B,) if in_dims else ()
     data = torch.zeros(*rows, H), torch.randn(K, *rows, D), torch.randn(K, *rows, H)
-    found = segment.explain(params, *data)
-    loops = [b for b in found.blocks if b.kind == "scan"]
+    explanation = segment.explain(params, *data)
+    loops = [b for b in explanation.blocks if b.kind == "scan"]
     assert [b.gemms for b in loops] == [[f"[{B if rows else 1}, 7] @ [7, 7] {K} times"]] * 2
 
 
@@ -132,8 +132,8 @@ def test_a_product_outside_the_loop_stays_one() -> None:
         return torch.cat([x_t, h], -1) @ params["v"], h
 
     params = {"w": torch.randn(D, H), "u": torch.randn(H, H), "v": torch.randn(D + H, H)}
-    found = plan(step, params, torch.zeros(B, H))
-    gemms = [g for b in found.blocks if b.phase == "forward" for g in b.gemms]
+    explanation = plan(step, params, torch.zeros(B, H))
+    gemms = [g for b in explanation.blocks if b.phase == "forward" for g in b.gemms]
     assert sorted(gemms) == [
         f"[3, 12] @ [12, 7] over {K} steps at once",
         f"[3, 5] @ [5, 7] over {K} steps at once",
@@ -147,10 +147,10 @@ def test_work_on_parameters_alone_leaves_the_loop() -> None:
         return h, h
 
     params = {"w": torch.randn(D, H), "u": torch.randn(H, H)}
-    found = plan(step, params, torch.zeros(B, H))
-    (prepared,) = [b for b in found.blocks if b.kind == "invariant"]
+    explanation = plan(step, params, torch.zeros(B, H))
+    (prepared,) = [b for b in explanation.blocks if b.kind == "invariant"]
     assert prepared.gemms == ["[7, 7] @ [7, 7] once"]
-    assert all("[7, 7] @ [7, 7]" not in g for b in found.blocks[1:] for g in b.gemms)
+    assert all("[7, 7] @ [7, 7]" not in g for b in explanation.blocks[1:] for g in b.gemms)
 
 
 def test_a_delay_line_is_no_loop() -> None:
@@ -158,9 +158,9 @@ def test_a_delay_line_is_no_loop() -> None:
         older, old = state
         return (x_t + old + older) @ params["w"], (old, x_t)
 
-    found = plan(step, {"w": torch.randn(D, H)}, (torch.zeros(B, D), torch.zeros(B, D)))
-    assert kinds(found, "forward").count("shift") == 2
-    assert scans(found, "forward") == scans(found, "reverse") == []
+    explanation = plan(step, {"w": torch.randn(D, H)}, (torch.zeros(B, D), torch.zeros(B, D)))
+    assert kinds(explanation, "forward").count("shift") == 2
+    assert scans(explanation, "forward") == scans(explanation, "reverse") == []
 
 
 def test_an_average_is_a_linear_scan_both_ways() -> None:
@@ -170,8 +170,8 @@ def test_an_average_is_a_linear_scan_both_ways() -> None:
         return h, h
 
     params = {"g": torch.randn(D, H), "w": torch.randn(D, H)}
-    found = plan(step, params, torch.zeros(B, H))
-    loops = [b for b in found.blocks if "scan" in b.kind]
+    explanation = plan(step, params, torch.zeros(B, H))
+    loops = [b for b in explanation.blocks if "scan" in b.kind]
     assert [(b.phase, b.kind, b.gemms) for b in loops] == [
         ("forward", "linear scan", []),
         ("reverse", "linear scan", []),
@@ -186,16 +186,16 @@ def test_top_down_feedback_ties_the_layers_into_one_scan() -> None:
 
     params = {"w": torch.randn(D, H), "u": torch.randn(H, H), "v": torch.randn(H, H)}
     state = {"low": torch.zeros(B, H), "high": torch.zeros(B, H)}
-    found = plan(step, params, state)
-    assert scans(found, "forward") == ["over state['high']"]  # low feeds nothing back itself
-    assert "shift" in kinds(found, "forward")
+    explanation = plan(step, params, state)
+    assert scans(explanation, "forward") == ["over state['high']"]  # low does not feed itself
+    assert "shift" in kinds(explanation, "forward")
 
 
 def test_recompute_saves_the_state_alone() -> None:
     cell = nn.LSTMCell(D, H)
     params = dict(cell.named_parameters())
-    kept, recomputed = plan(cell, params, None), plan(cell, params, None, recompute=True)
-    assert kept.saved_bytes == K * B * H * 4 * 7  # i, f, g, o, tanh(c), c, h
+    saved, recomputed = plan(cell, params, None), plan(cell, params, None, recompute=True)
+    assert saved.saved_bytes == K * B * H * 4 * 7  # i, f, g, o, tanh(c), c, h
     assert recomputed.saved == ["state[0]", "state[1]"]
     assert recomputed.saved_bytes == K * B * H * 4 * 2
 
@@ -227,15 +227,15 @@ def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPat
     arguments = dict(cell.named_parameters()), None, torch.randn(K, B, D), torch.randn(K, B, H)
     segment = make_train_segment(cell, mse)
     with pytest.warns(RuntimeWarning, match="fused backend failed for GRUCell.*no compiler"):
-        found = segment(*arguments)
-    torch.testing.assert_close(segment(*arguments), found)  # and no second warning
-    wanted = ftbptt.reference_segment(cell, mse, arguments[0], torch.zeros(B, H), *arguments[2:])
-    torch.testing.assert_close(found.grads, wanted.grads)
+        result = segment(*arguments)
+    torch.testing.assert_close(segment(*arguments), result)  # and no second warning
+    expected = ftbptt.reference_segment(cell, mse, arguments[0], torch.zeros(B, H), *arguments[2:])
+    torch.testing.assert_close(result.grads, expected.grads)
     with pytest.raises(OSError, match="no compiler"):
         make_train_segment(cell, mse, backend="compile")(*arguments)
 
 
-# The order of the data's way; a package imports only from those before it.
+# In the order of the data flow; a package imports only from those before it.
 PACKAGES = ["compiler", "kernels", "backends", "distributed", "training", "debug", "integrations"]
 
 
@@ -250,14 +250,16 @@ def _imports() -> Iterator[tuple[str, str]]:
                 yield ".".join(parts[1:]), ".".join(part for part in base[1:] if part)
 
 
-def test_imports_follow_the_way_of_the_data() -> None:
+def test_imports_follow_the_data_flow() -> None:
     modules = nx.DiGraph(_imports())
     assert len(modules) > 100
     assert not list(nx.simple_cycles(modules))
     for importer, imported in modules.edges:
-        own, other = importer.split(".")[0], imported.split(".")[0]
-        if own in PACKAGES and other in PACKAGES:
-            assert PACKAGES.index(other) <= PACKAGES.index(own), f"{importer} imports {imported}"
+        package, other = importer.split(".")[0], imported.split(".")[0]
+        if package in PACKAGES and other in PACKAGES:
+            assert PACKAGES.index(other) <= PACKAGES.index(package), (
+                f"{importer} imports {imported}"
+            )
 
 
 # The standard library's, Lightning's count of batches, and what torch documents for torch.export.
@@ -268,10 +270,10 @@ def test_private_torch_names_stay_in_compat() -> None:
     package = Path(ftbptt.__file__).parent
     trees = {path: ast.parse(path.read_text()) for path in package.rglob("*.py")}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
-    own = {node.name for _, node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined = {node.name for _, node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for _, node in nodes:  # what is assigned: a slot, an attribute of an object of the package
         if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
-            own.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+            defined.add(node.attr if isinstance(node, ast.Attribute) else node.id)
     for path, node in nodes:
         if path.name == "_compat.py":
             continue
@@ -285,4 +287,6 @@ def test_private_torch_names_stay_in_compat() -> None:
             names = [node.attr]
         for name in names:
             private = name.startswith("_") and not name.startswith("__")
-            assert not private or name in own | PRIVATE_OF_OTHERS, f"{path}: {ast.unparse(node)}"
+            assert not private or name in defined | PRIVATE_OF_OTHERS, (
+                f"{path}: {ast.unparse(node)}"
+            )

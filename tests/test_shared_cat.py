@@ -1,4 +1,4 @@
-"""Joins that are part of larger ones are views of them, and nothing else changes."""
+"""Concatenations that are part of larger ones are views of them, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Function = Callable[..., list[Tensor]]
 aten = torch.ops.aten
 
 
-def shared(function: Function, *given: Tensor, carried: int = 1) -> fx.GraphModule:
+def shared(function: Function, *args: Tensor, carried: int = 1) -> fx.GraphModule:
     """The function with its joins shared; its first results are the carried ones."""
-    made = make_fx(function, tracing_mode="fake")(*given)
-    results = made.graph.output_node().args[0]
-    share_joins(made.graph, results[:carried])
-    made.graph.eliminate_dead_code()
-    made.graph.lint()
-    made.recompile()
-    torch.testing.assert_close(made(*given), function(*given), rtol=0, atol=0)
-    return made
+    module = make_fx(function, tracing_mode="fake")(*args)
+    results = module.graph.output_node().args[0]
+    share_joins(module.graph, results[:carried])
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    torch.testing.assert_close(module(*args), function(*args), rtol=0, atol=0)
+    return module
 
 
-def joins_of(made: fx.GraphModule) -> list[int]:
-    """Of how many parts each join is."""
-    found = made.graph.find_nodes(op="call_function", target=aten.cat.default)
-    return [len(node.args[0]) for node in found]
+def joins_of(module: fx.GraphModule) -> list[int]:
+    """The number of parts of each cat."""
+    cats = module.graph.find_nodes(op="call_function", target=aten.cat.default)
+    return [len(node.args[0]) for node in cats]
 
 
 A, B, W = torch.randn(3, 2), torch.randn(3, 4), torch.randn(6, 2)
@@ -42,21 +42,21 @@ def test_a_join_within_a_larger_one() -> None:
         small = torch.cat([b, a], 1)
         return [small @ w, small.sin(), torch.cat([c, b, a], 1)]
 
-    made = shared(function, A, B, W, carried=0)
-    assert joins_of(made) == [3]
-    views = made.graph.find_nodes(op="call_function", target=aten.slice.Tensor)
+    module = shared(function, A, B, W, carried=0)
+    assert joins_of(module) == [3]
+    views = module.graph.find_nodes(op="call_function", target=aten.slice.Tensor)
     assert [view.args[1:] for view in views] == [(1, 2, 8)]
 
 
-def test_inside_the_loop_and_outside_each_reads_a_view_of_its_own() -> None:
+def test_inside_the_loop_and_outside_each_reads_a_separate_view() -> None:
     def function(a: Tensor, b: Tensor, w: Tensor) -> list[Tensor]:
         a, b, c = a.exp(), b.exp(), (a @ w[:2]).exp()
         small = torch.cat([a, b], 1)
         return [small @ w + c, small.sin(), torch.cat([a, b, c], 1), b.cos()]
 
-    made = shared(function, A, B, W)
-    assert joins_of(made) == [3]
-    (join,) = made.graph.find_nodes(op="call_function", target=aten.cat.default)
+    module = shared(function, A, B, W)
+    assert joins_of(module) == [3]
+    (join,) = module.graph.find_nodes(op="call_function", target=aten.cat.default)
     views = [user for user in join.users if user.target is aten.slice.Tensor]
     assert sorted(view.args[2:] for view in views) == [(0, 6), (0, 6), (2, 6)]
     assert all(len(view.users) == 1 for view in views)
@@ -83,8 +83,8 @@ def test_converted_parts_are_not_shared(third: Tensor) -> None:
     def function(a: Tensor, b: Tensor, c: Tensor) -> list[Tensor]:
         return [torch.cat([a, b], 1).sin(), torch.cat([a, b, c], 1)]
 
-    made = shared(function, A, B, third, carried=0)
-    assert joins_of(made) == ([3] if third.dtype == A.dtype else [2, 3])
+    module = shared(function, A, B, third, carried=0)
+    assert joins_of(module) == ([3] if third.dtype == A.dtype else [2, 3])
 
 
 def test_a_result_stays_as_it_is() -> None:

@@ -2,14 +2,15 @@
 
 The gradient of a loop is a loop that runs the other way, with d(state) as its carry and the
 gradients of the parameters as sums over its steps (Werbos 1990). One step of it is the
-vector-Jacobian product of the forward step, traced once; what it reads of the forward step is
-saved or computed again (``saving``).
+vector-Jacobian product of the forward step, traced once. What it reads of the forward step is
+saved or recomputed (``min_cut``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -36,7 +37,7 @@ from .trace import trace_function
 class Loop:
     """One step of a loop, as a graph whose nodes have a role.
 
-    ``carries[i]`` becomes ``next_carries[i]``; ``stacked`` values are wanted at every step,
+    ``carries[i]`` becomes ``next_carries[i]``; ``stacked`` values are results at every step,
     ``summed`` values as their sum over the steps.
     """
 
@@ -67,67 +68,65 @@ class LoopPair:
     trained_carries: list[int]
 
 
+@dataclass(frozen=True)
+class StepRoles:
+    """What the inputs and outputs of a step graph are, and which take part in the gradient.
+
+    The graph is ``(*invariants, *sequences, *carries) -> [*outs, *next_carries]``, with as many of
+    each as the first three fields say; indices count within a group. Carries with real or complex
+    values always have a gradient.
+    """
+
+    invariants: int
+    sequences: int
+    carries: int
+    trained_invariants: list[int]  # that get a gradient
+    trained_sequences: list[int]
+    outs_with_grad: list[int]  # that the loss has a gradient by
+
+
 def make_loops(
     module: fx.GraphModule,
-    counts: tuple[int, int, int],
-    wanted_outs: Sequence[bool],
-    trained_inv: Sequence[int],
-    trained_seq: Sequence[int],
+    roles: StepRoles,
     levels: Sequence[Level],
     batched: Sequence[Sequence[bool]],
     mode: FakeTensorMode,
     *,
     recompute: bool,
 ) -> LoopPair:
-    """make_loops : step graph ``(*invariants, *x_t, *state) -> [*out_t, *state]`` -> LoopPair
+    """make_loops : step graph, the roles of its inputs and outputs -> LoopPair
 
-    ``counts`` are the numbers of invariants, inputs and states; ``wanted_outs`` says which outputs
-    have a gradient, ``trained_inv`` and ``trained_seq`` which invariants and inputs get one;
-    ``batched`` says per level which arguments have its axis (states all have).
+    ``batched`` says for each level of vmap which inputs have its axis (carries all have).
     """
-    placeholders = module.graph.find_nodes(op="placeholder")
-    n_inv, n_seq, n_carry = counts
-    outs = len(module.graph.output_node().args[0]) - n_carry
-    values = [value_of(node) for node in placeholders]
+    values = [value_of(node) for node in module.graph.find_nodes(op="placeholder")]
     results = [value_of(node) for node in module.graph.output_node().args[0]]
-    trained_carry = [i for i in range(n_carry) if differentiable(values[n_inv + n_seq + i])]
-    trained_args = [
-        *trained_inv,
-        *(n_inv + i for i in trained_seq),
-        *(n_inv + n_seq + i for i in trained_carry),
+    outs, n_inputs = len(results) - roles.carries, len(values)
+    first_carry = roles.invariants + roles.sequences
+    trained_carries = [i for i in range(roles.carries) if differentiable(values[first_carry + i])]
+    trained_inputs = [
+        *roles.trained_invariants,
+        *(roles.invariants + i for i in roles.trained_sequences),
+        *(first_carry + i for i in trained_carries),
     ]
-    graded_outs = [i for i in range(outs) if wanted_outs[i]]
-    graded = [*graded_outs, *(outs + i for i in trained_carry)]
-    n_args = len(values)
+    results_with_grad = [*roles.outs_with_grad, *(outs + i for i in trained_carries)]
 
     def joint(*args: Tensor) -> list[Tensor]:
-        results, pull = vjp_by(module, args[:n_args], trained_args, graded)
-        return [*results, *pull(args[n_args:])]
+        results, pull = vjp_by(module, args[:n_inputs], trained_inputs, results_with_grad)
+        return [*results, *pull(args[n_inputs:])]
 
     with mode:
-        cotangents = [torch.empty_like(results[i]) for i in graded]
-        flags = [[*own, *([True] * len(graded))] for own in batched]
+        cotangents = [torch.empty_like(results[i]) for i in results_with_grad]
+        flags = [[*level_flags, *([True] * len(cotangents))] for level_flags in batched]
         examples = with_level_axes([*values, *cotangents], levels, flags)
     over_levels = vmapped(joint, levels, flags)
-    both = trace_function(over_levels, examples, mode, differentiated=module)
-    _simplify(both.graph)
-    split_gradients(both.graph)
-    return _split_joint(
-        both.graph,
-        n_inv,
-        n_seq,
-        n_carry,
-        outs,
-        graded_outs,
-        list(trained_inv),
-        len(trained_seq),
-        trained_carry,
-        recompute,
-    )
+    graph = trace_function(over_levels, examples, mode, differentiated=module).graph
+    _simplify(graph)
+    split_gradients(graph)
+    return _split_joint(graph, roles, outs, trained_carries, recompute=recompute)
 
 
 def _simplify(graph: fx.Graph) -> None:
-    """Drops aliases, and pairs of transposes that autograd leaves behind."""
+    """Drops aliases, and pairs of transposes that autograd leaves."""
     for node in list(graph.nodes):
         if node.target in (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default):
             node.replace_all_uses_with(node.args[0])
@@ -138,64 +137,98 @@ def _simplify(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
+class _JointNodes(NamedTuple):
+    """The inputs and outputs of a joint graph, by role.
+
+    It is ``(*invariants, *sequences, *carries, *d_outs, *d_next_carries) -> [*outs,
+    *next_carries, *d_invariants, *d_sequences, *d_carries]``; the gradients are of what is trained.
+    """
+
+    invariants: list[Node]
+    sequences: list[Node]
+    carries: list[Node]
+    d_outs: list[Node]
+    d_next_carries: list[Node]
+    outs: list[Node]
+    next_carries: list[Node]
+    d_invariants: list[Node]
+    d_sequences: list[Node]
+    d_carries: list[Node]
+
+    @property
+    def gradients(self) -> list[Node]:
+        return [*self.d_invariants, *self.d_sequences, *self.d_carries]
+
+
+def _joint_nodes(
+    graph: fx.Graph, roles: StepRoles, outs: int, n_trained_carries: int
+) -> _JointNodes:
+    n_d_outs = len(roles.outs_with_grad)
+    n_d_invariants, n_d_sequences = len(roles.trained_invariants), len(roles.trained_sequences)
+    inputs = (roles.invariants, roles.sequences, roles.carries, n_d_outs, n_trained_carries)
+    results = (outs, roles.carries, n_d_invariants, n_d_sequences, n_trained_carries)
+    return _JointNodes(
+        *_in_groups(graph.find_nodes(op="placeholder"), inputs),
+        *_in_groups(graph.output_node().args[0], results),
+    )
+
+
+def _in_groups(nodes: Sequence[Node], sizes: Sequence[int]) -> list[list[Node]]:
+    """Consecutive groups of these sizes."""
+    remaining = iter(nodes)
+    groups = [[next(remaining) for _ in range(size)] for size in sizes]
+    assert next(remaining, None) is None
+    return groups
+
+
 def _split_joint(
-    graph: fx.Graph,
-    n_inv: int,
-    n_seq: int,
-    n_carry: int,
-    outs: int,
-    graded_outs: list[int],
-    trained_inv: list[int],
-    n_trained_seq: int,
-    trained_carry: list[int],
-    recompute: bool,
+    graph: fx.Graph, roles: StepRoles, outs: int, trained_carries: list[int], *, recompute: bool
 ) -> LoopPair:
-    placeholders = graph.find_nodes(op="placeholder")
-    invariants, rest = placeholders[:n_inv], placeholders[n_inv:]
-    sequences, carries, cotangents = (
-        rest[:n_seq],
-        rest[n_seq : n_seq + n_carry],
-        rest[n_seq + n_carry :],
-    )
-    results = list(graph.output_node().args[0])
-    out_nodes, after = results[:outs], results[outs : outs + n_carry]
-    gradients = results[outs + n_carry :]
-    d_invariants, rest = gradients[: len(trained_inv)], gradients[len(trained_inv) :]
-    d_sequences, d_before = rest[:n_trained_seq], rest[n_trained_seq:]
-    d_outs, d_after = cotangents[: len(graded_outs)], cotangents[len(graded_outs) :]
-    share_joins(graph, d_before)
-
-    in_reverse = reachable_from(cotangents, graph.nodes) - {graph.output_node()}
-    at_a_step = reachable_from(
-        [
-            *sequences,
-            *carries,
-            *(n for n in graph.nodes if n.op == "call_function" and is_random(n)),
-        ],
-        graph.nodes,
-    )
-    known = {n for n in graph.nodes if n not in at_a_step} | set(sequences)
-    backward = needed_for([*d_invariants, *d_sequences, *d_before])
-    read = {
-        arg for node in backward & in_reverse for arg in inputs_of(node) if arg not in in_reverse
-    } | {n for n in (*d_invariants, *d_sequences, *d_before) if n not in in_reverse}
-    # The state after a step is the one before the next: where that is kept, it costs nothing.
-    free = {b for a, b in zip(carries, after, strict=True) if a in read and not recompute}
-    saved = values_to_save(read, known, set(carries), free - set(carries), recompute=recompute)
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    saved.sort(key=order.__getitem__)
-
+    """The two loops of a joint graph, which both refer to; decides what is saved in between."""
+    nodes = _joint_nodes(graph, roles, outs, len(trained_carries))
+    share_joins(graph, nodes.d_carries)
+    saved = _saved_values(graph, nodes, recompute=recompute)
     forward = Loop(
-        graph, invariants, sequences, carries, after, [*out_nodes, *saved], [], reverse=False
+        graph,
+        nodes.invariants,
+        nodes.sequences,
+        nodes.carries,
+        nodes.next_carries,
+        stacked=[*nodes.outs, *saved],
+        summed=[],
+        reverse=False,
     )
     reverse = Loop(
         graph,
-        invariants,
-        [*sequences, *saved, *d_outs],
-        d_after,
-        d_before,
-        d_sequences,
-        d_invariants,
+        nodes.invariants,
+        [*nodes.sequences, *saved, *nodes.d_outs],
+        nodes.d_next_carries,
+        nodes.d_carries,
+        stacked=nodes.d_sequences,
+        summed=nodes.d_invariants,
         reverse=True,
     )
-    return LoopPair(forward, reverse, outs, saved, trained_inv, trained_carry)
+    return LoopPair(forward, reverse, outs, saved, roles.trained_invariants, trained_carries)
+
+
+def _saved_values(graph: fx.Graph, nodes: _JointNodes, *, recompute: bool) -> list[Node]:
+    """The values of the forward step that are saved for the reverse loop, in graph order."""
+    cotangents = [*nodes.d_outs, *nodes.d_next_carries]
+    in_reverse = reachable_from(cotangents, graph.nodes) - {graph.output_node()}
+    random = [n for n in graph.nodes if n.op == "call_function" and is_random(n)]
+    varying = reachable_from([*nodes.sequences, *nodes.carries, *random], graph.nodes)
+    known = {n for n in graph.nodes if n not in varying} | set(nodes.sequences)
+    read = {
+        arg
+        for node in needed_for(nodes.gradients) & in_reverse
+        for arg in inputs_of(node)
+        if arg not in in_reverse
+    }
+    read |= {n for n in nodes.gradients if n not in in_reverse}
+    # The state after a step is the one before the next: if the latter is saved, it costs nothing.
+    pairs = zip(nodes.carries, nodes.next_carries, strict=True)
+    free = {after for carry, after in pairs if carry in read and not recompute}
+    carries = set(nodes.carries)
+    saved = values_to_save(read, known, carries, free - carries, recompute=recompute)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return sorted(saved, key=order.__getitem__)

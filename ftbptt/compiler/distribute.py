@@ -1,20 +1,19 @@
 """Loop -> blocks: loop distribution (Allen and Kennedy 1987) on the graph of one step.
 
-"Next state j reads state i" is a graph on the carries; its strongly connected components are the
-only true recurrences. In topological order each becomes a scan block, which holds just the nodes
-on a path from its own carries to its own next carries. Everything else is a map block, batched
-over time. A carry that never feeds itself is a shift of a sequence: no loop at all.
+Each true recurrence (see ``components``) becomes a scan block, with only the nodes on a path from
+its carries to its next carries. Everything else is in map blocks, batched over time. A carry that
+never feeds itself is a shift of a sequence: no loop at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import networkx as nx
 from torch import fx
 
 from .adjoint import Loop
+from .components import Component, assign_stages, find_components, is_map_stage
 from .fusion import Fusion, fused_nodes, keeps_rows
 from .graphs import (
     CHEAP,
@@ -23,7 +22,6 @@ from .graphs import (
     aten,
     extract,
     inputs_of,
-    is_getitem,
     is_random,
     is_tuple,
     nbytes,
@@ -37,7 +35,7 @@ from .time_reduction import Term, time_sum
 
 @dataclass
 class MapBlock:
-    """Needs no carry of its own: all K steps in one batched call.
+    """A block without a carry: all K steps in one batched call.
 
     ``module(*invariants, *sequences) -> [*outputs]`` is one step of it, and ``batched`` the same
     in operations that vmap well over time.
@@ -56,8 +54,8 @@ class ScanBlock:
 
     ``module(*invariants, *sequences, *carries) -> [*next carries, *emits]`` is one step of it.
     ``history`` flags the carries whose value at every step is read elsewhere. ``linear``: the next
-    carry is elementwise affine in the carry. ``totals``, behind the emits in the module, are sums
-    over the rows that are handed back summed over the steps.
+    carry is elementwise affine in the carry. ``totals``, which follow the emits in the module, are
+    sums over the batch that are returned summed over the steps.
     """
 
     carries: list[Node]
@@ -73,7 +71,7 @@ class ScanBlock:
 
 @dataclass
 class ShiftBlock:
-    """A carry that is a value of the step before (a delay line): its sequence is a shift."""
+    """A carry that is a value of the previous step (a delay line): its sequence is a shift."""
 
     carry: Node
     source: Node
@@ -96,89 +94,106 @@ class DistributedLoop:
     sums: list[Term]
 
 
-@dataclass
-class _Analysis:
-    """What each node of the loop depends on, and where in the order of blocks it runs."""
+@dataclass(frozen=True)
+class _Schedule:
+    """Where each node of a loop runs."""
 
     loop: Loop
-    order: list[Node]
-    varying: set[Node]
+    order: list[Node]  # the nodes to compute at each step, in graph order
+    varying: set[Node]  # what differs from step to step, the loop's inputs included
     hoisted: list[Node]
-    components: list[list[int]] = field(default_factory=list)
-    recurrent: list[bool] = field(default_factory=list)
-    cores: list[set[Node]] = field(default_factory=list)
-    stage: dict[Node, int] = field(default_factory=dict)
-    fused: set[Node] = field(default_factory=set)  # what the cores hold besides the recurrences
-    totals: list[list[Node]] = field(default_factory=list)
+    components: list[Component]
+    stage: dict[Node, int]
 
 
 def distribute(loop: Loop, fusion: Fusion | None = None) -> DistributedLoop:
-    """distribute : Loop, what its recurrences can take in -> DistributedLoop
+    """distribute : Loop, what its scan blocks can take in -> DistributedLoop
 
     A 3-layer LSTM becomes three scan blocks, with the input GEMM of each layer in a map between.
+    May add transposes to the loop's graph, see :func:`time_sum`.
     """
     inputs = [*loop.invariants, *loop.sequences, *loop.carries]
     random = [n for n in loop.graph.nodes if n.op == "call_function" and is_random(n)]
     varying = reachable_from([*loop.sequences, *loop.carries, *random], loop.graph.nodes)
+    # First, since it adds nodes to the graph and to ``varying``.
     sums = [time_sum(node, varying, set(inputs)) for node in loop.summed]
-    leaves = [leaf for term in sums for leaf in term.leaves()]
-    wanted = [*loop.next_carries, *loop.stacked, *leaves]
-    needed = needed_for(wanted, stop=inputs)
+    results = [*loop.next_carries, *loop.stacked, *_leaves(sums)]
+    needed = needed_for(results, stop=inputs)
+    # Results of an operation with several are read through getitem, also where none is needed.
     needed |= {
         u for n in needed if is_tuple(n) for u in n.users if any(v in needed for v in u.users)
     }
     order = [n for n in loop.graph.nodes if n in needed and n not in set(inputs)]
     hoisted = [n for n in order if n not in varying and _is_heavy(n, inputs)]
-    hoisted = [n for n in hoisted if n in wanted or any(u in varying for u in n.users)]
-    found = _Analysis(loop, [n for n in order if n in varying], varying, hoisted)
-    _find_components(found)
-    _assign_stages(found)
+    hoisted = [n for n in hoisted if n in results or any(u in varying for u in n.users)]
+    order = [n for n in order if n in varying]
+    components = find_components(loop, order)
+    stage = assign_stages(order, components)
+    schedule = _Schedule(loop, order, varying, hoisted, components, stage)
     if fusion is not None:
-        for p in (p for p, recurrent in enumerate(found.recurrent) if recurrent):
-            sums = _fuse(found, p, sums, fusion)
-    blocks = _make_blocks(found, _at_every_step(found, sums))
+        for component in components:
+            if component.recurrent:
+                schedule, sums = _fuse(schedule, component, sums, fusion)
+    blocks = _make_blocks(schedule, _at_every_step(schedule, sums))
     module = extract(loop.invariants, hoisted, loop.graph) if hoisted else None
     return DistributedLoop(loop, hoisted, module, blocks, sums)
 
 
-def _at_every_step(found: _Analysis, sums: list[Term]) -> set[Node]:
-    """Values that must exist as a sequence, whichever block makes them."""
-    loop, pairs = found.loop, zip(found.components, found.recurrent, strict=True)
-    shifted = {loop.next_carries[own[0]] for own, recurrent in pairs if not recurrent}
-    return {*loop.stacked, *shifted, *(leaf for term in sums for leaf in term.leaves())}
+def _leaves(sums: Iterable[Term]) -> list[Node]:
+    return [leaf for term in sums for leaf in term.leaves()]
 
 
-def _fuse(found: _Analysis, p: int, sums: list[Term], fusion: Fusion) -> list[Term]:
-    """Moves into a recurrence what it can take in of the map after it, and of the sums."""
-    core, stage, (carries, afters) = found.cores[p], dict(found.stage), _carried(found, p)
-    inside = {*core, *carries, *afters}
-    behind = [n for n in found.order if stage[n] == 2 * p + 2]
-    terms = (term for whole in sums for term in whole.all() if term.kind == "rows")
-    totals = {term.node for term in terms if term.operands[0] in {*inside, *behind}}
-    own, rows = {*core, *behind, *totals}, value_of(carries[0]).shape[:-1]
+def _at_every_step(schedule: _Schedule, sums: list[Term]) -> set[Node]:
+    """Values that must exist as a sequence, whichever block computes them."""
+    shifted = {c.next_carries[0] for c in schedule.components if not c.recurrent}
+    return {*schedule.loop.stacked, *shifted, *_leaves(sums)}
+
+
+def _fuse(
+    schedule: _Schedule, component: Component, sums: list[Term], fusion: Fusion
+) -> tuple[_Schedule, list[Term]]:
+    """Moves into a recurrence what it can take in of the map after it, and of the sums.
+
+    Returns the schedule and the sums as they are if there is nothing to move, or if the backend
+    cannot make one kernel of the result.
+    """
+    loop, stage = schedule.loop, schedule.stage
+    inside = {*component.core, *component.carries, *component.next_carries}
+    map_after = [n for n in schedule.order if stage[n] == component.stage_after]
+    batch_sums = (term for total in sums for term in total.all() if term.kind == "rows")
+    totals = {term.node for term in batch_sums if term.operands[0] in {*inside, *map_after}}
+    readers = {*component.core, *map_after, *totals}
+    batch_shape = value_of(component.carries[0]).shape[:-1]
 
     def can_move(node: Node) -> bool:
-        return node in totals or (fusion.operation(node) and keeps_rows(node, rows))
+        return node in totals or (fusion.operation(node) and keeps_rows(node, batch_shape))
 
     def read_elsewhere(node: Node) -> bool:
-        return any(user in stage and user not in own for user in node.users)
+        return any(user in stage and user not in readers for user in node.users)
 
-    kept = _at_every_step(found, [term.with_totals(totals) for term in sums])
-    moved = fused_nodes(inside, [*behind, *totals], can_move, read_elsewhere, kept)
+    stored = _at_every_step(schedule, [term.with_totals(totals) for term in sums])
+    moved = fused_nodes(inside, [*map_after, *totals], can_move, read_elsewhere, stored)
     if not moved:
-        return sums
-    fewer = [term.with_totals(moved) for term in sums]
-    found.cores[p] = core | (moved - totals)
-    found.stage.update(dict.fromkeys(moved - totals, 2 * p + 1))
-    found.fused |= moved
-    found.totals[p] = [n for n in found.loop.graph.nodes if n in moved & totals]
-    block = _scan_block(found, p, _at_every_step(found, fewer))
-    block.history = [True] * len(carries)
-    if fusion.loop(block, found.loop.reverse):
-        return fewer
-    found.cores[p], found.stage, found.totals[p] = core, stage, []
-    found.fused -= moved
-    return sums
+        return schedule, sums
+    sums_left = [term.with_totals(moved) for term in sums]
+    fused_component = replace(
+        component,
+        core=component.core | (moved - totals),
+        fused=moved,
+        totals=[n for n in loop.graph.nodes if n in moved & totals],
+    )
+    components = list(schedule.components)
+    components[component.index] = fused_component
+    fused_schedule = replace(
+        schedule,
+        components=components,
+        stage=stage | dict.fromkeys(moved - totals, component.stage),
+    )
+    block = _scan_block(fused_schedule, fused_component, _at_every_step(fused_schedule, sums_left))
+    block.history = [True] * len(component.carries)  # at most: what is read is not yet known
+    if fusion.loop(block, loop.reverse):
+        return fused_schedule, sums_left
+    return schedule, sums
 
 
 def _is_heavy(node: Node, inputs: list[Node]) -> bool:
@@ -187,174 +202,140 @@ def _is_heavy(node: Node, inputs: list[Node]) -> bool:
     return any(n.target not in light and n not in inputs for n in needed_for([node], stop=inputs))
 
 
-def _find_components(found: _Analysis) -> None:
-    loop = found.loop
-    reads = {carry: 1 << i for i, carry in enumerate(loop.carries)}
-    for node in found.order:
-        mask = 0
-        for arg in inputs_of(node):
-            mask |= reads.get(arg, 0)
-        reads[node] = mask
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(len(loop.carries)))
-    for j, after in enumerate(loop.next_carries):
-        mask = reads.get(after, 0)
-        graph.add_edges_from((i, j) for i in range(len(loop.carries)) if mask >> i & 1)
-    condensed = nx.condensation(graph)
-    members = nx.get_node_attributes(condensed, "members")
-    ready = nx.lexicographical_topological_sort(condensed, key=lambda c: min(members[c]))
-    for component in ready:
-        own = sorted(members[component])
-        found.components.append(own)
-        carries, afters = _carried(found, len(found.components) - 1)
-        found.recurrent.append(len(own) > 1 or graph.has_edge(own[0], own[0]))
-        core: set[Node] = set()
-        if found.recurrent[-1]:
-            stop = [*loop.invariants, *loop.sequences, *loop.carries]
-            from_carry = reachable_from(carries, found.order) - set(loop.carries)
-            core = from_carry & needed_for(afters, stop=stop)
-            core |= {u for n in core if is_tuple(n) for u in n.users if u in from_carry}
-        found.cores.append(core)
-        found.totals.append([])
-
-
-def _assign_stages(found: _Analysis) -> None:
-    """Even stages are maps, odd ones the components; a node runs as early as its inputs allow."""
-    loop, stage = found.loop, found.stage
-    core_of = {node: p for p, core in enumerate(found.cores) for node in core}
-    after_carry = {
-        loop.carries[i]: 2 * p + 2 for p, own in enumerate(found.components) for i in own
-    }
-    for node in found.order:
-        if node in core_of:
-            stage[node] = 2 * core_of[node] + 1
-            continue
-        earliest = 0
-        for arg in inputs_of(node):
-            arg_stage = after_carry.get(arg, stage.get(arg, 0))
-            earliest = max(earliest, arg_stage + arg_stage % 2)
-        stage[node] = earliest
-        if is_getitem(node):  # with its operation, in the same block
-            stage[node] = stage.get(node.args[0], earliest)
-
-
-def _carried(found: _Analysis, p: int) -> tuple[list[Node], list[Node]]:
-    """The carries of a component, and what they become."""
-    loop, own = found.loop, found.components[p]
-    return [loop.carries[i] for i in own], [loop.next_carries[i] for i in own]
-
-
-def _make_blocks(found: _Analysis, wanted: set[Node]) -> list[Block]:
-    at_every_step = set(wanted)
+def _make_blocks(schedule: _Schedule, results: set[Node]) -> list[Block]:
+    """The blocks in the order they run. ``results``: values that are read at every step."""
+    read_at_every_step = set(results)
     recurrences: list[ScanBlock | ShiftBlock] = []
-    for p, recurrent in enumerate(found.recurrent):
-        if recurrent:
-            block = _scan_block(found, p, wanted)
-            at_every_step |= set(block.sequences)
+    for component in schedule.components:
+        if component.recurrent:
+            block = _scan_block(schedule, component, results)
+            read_at_every_step |= set(block.sequences)
             recurrences.append(block)
         else:
-            (carry,), (after,) = _carried(found, p)
-            recurrences.append(ShiftBlock(carry, after))
+            (carry,), (source,) = component.carries, component.next_carries
+            recurrences.append(ShiftBlock(carry, source))
     maps: dict[int, list[Node]] = {}
-    for node in found.order:
-        if found.stage[node] % 2 == 0:
-            maps.setdefault(found.stage[node], []).append(node)
-    # A map whose every value went into a loop has nothing left to do: build the maps from the
-    # last to the first, so that what a later one reads is known.
+    for node in schedule.order:
+        if is_map_stage(schedule.stage[node]):
+            maps.setdefault(schedule.stage[node], []).append(node)
+    # A map all of whose values moved into a loop has nothing left to do. So build the maps from
+    # the last to the first: then it is known what later ones read.
     blocks: list[Block] = []
-    for stage in reversed(range(2 * len(found.components) + 1)):
-        if stage % 2:
+    for stage in reversed(range(2 * len(recurrences) + 1)):
+        if not is_map_stage(stage):
             blocks.append(recurrences[stage // 2])
             continue
-        outputs = [n for n in maps.get(stage, []) if n in at_every_step and not is_tuple(n)]
+        nodes = maps.get(stage, [])
+        outputs = [n for n in nodes if n in read_at_every_step and not is_tuple(n)]
         if outputs:
-            batched = _map_block(found, outputs, set(maps[stage]))
-            at_every_step |= set(batched.sequences)
-            blocks.append(batched)
+            map_block = _map_block(schedule, outputs, set(nodes))
+            read_at_every_step |= set(map_block.sequences)
+            blocks.append(map_block)
     for scan in recurrences:
         if isinstance(scan, ScanBlock):
             pairs = zip(scan.carries, scan.next_carries, strict=True)
-            scan.history = [not at_every_step.isdisjoint(pair) for pair in pairs]
+            scan.history = [not read_at_every_step.isdisjoint(pair) for pair in pairs]
     return blocks[::-1]
 
 
-def _scan_block(found: _Analysis, p: int, wanted: set[Node]) -> ScanBlock:
-    core, totals, (carries, afters) = found.cores[p], found.totals[p], _carried(found, p)
-    body = _sink(found, core, set(carries))
+def _scan_block(schedule: _Schedule, component: Component, results: set[Node]) -> ScanBlock:
+    """The component's block, but for its ``history``. ``results``: see :func:`_make_blocks`."""
+    core, carries, next_carries = component.core, component.carries, component.next_carries
+    body = _sink(schedule, core, set(carries))
     outside = {arg for n in body for arg in inputs_of(n)} - body - set(carries)
-    sequences = [n for n in _ordered(found, outside) if n in found.varying]
+    sequences = [n for n in _in_graph_order(schedule, outside) if n in schedule.varying]
+
+    def is_read_outside(node: Node) -> bool:
+        return any(user in schedule.stage and user not in core for user in node.users)
+
     emits = [
         n
-        for n in found.order
+        for n in schedule.order
         if n in core
-        and n not in afters
+        and n not in next_carries
         and not is_tuple(n)
-        and (n in wanted or any(user in found.stage and user not in core for user in n.users))
+        and (n in results or is_read_outside(n))
     ]
     # A view of a parameter is made once, before the loop, so that a backend can lay it out well.
-    read = {a for n in body for a in inputs_of(n)} | set(afters)
-    invariants = _ordered(
-        found, {n for n in read - found.varying if n.op == "placeholder" or inputs_of(n)}
+    read = {a for n in body for a in inputs_of(n)} | set(next_carries)
+    invariants = _in_graph_order(
+        schedule, {n for n in read - schedule.varying if n.op == "placeholder" or inputs_of(n)}
     )
-    inputs, results = [*invariants, *sequences, *carries], [*afters, *emits, *totals]
-    module = extract(inputs, results, found.loop.graph)
-    linear = len(carries) == 1 and _is_linear(carries[0], core - found.fused)
-    return ScanBlock(carries, afters, invariants, sequences, emits, [], linear, module, totals)
+    module = extract(
+        [*invariants, *sequences, *carries],
+        [*next_carries, *emits, *component.totals],
+        schedule.loop.graph,
+    )
+    linear = len(carries) == 1 and _is_linear(carries[0], core - component.fused)
+    return ScanBlock(
+        carries,
+        next_carries,
+        invariants,
+        sequences,
+        emits,
+        history=[],
+        linear=linear,
+        module=module,
+        totals=component.totals,
+    )
 
 
-def _sink(found: _Analysis, core: set[Node], carries: set[Node]) -> set[Node]:
-    """Cheap work of maps that only feeds the loop is done in it: what it reads never grows."""
+def _sink(schedule: _Schedule, core: set[Node], carries: set[Node]) -> set[Node]:
+    """The core, and cheap work of maps that only feeds it, where that reads no more bytes."""
     body = set(core)
 
-    def reads() -> set[Node]:
-        return {a for n in body for a in inputs_of(n) if a in found.varying} - body - carries
+    def sequences() -> set[Node]:
+        read = {a for n in body for a in inputs_of(n) if a in schedule.varying}
+        return read - body - carries
 
-    def new(node: Node) -> frozenset[Node]:
-        return frozenset(a for a in inputs_of(node) if a in found.varying) - before
+    def new_inputs(node: Node) -> frozenset[Node]:
+        return frozenset(a for a in inputs_of(node) if a in schedule.varying) - read
 
-    before = reads()
+    read = sequences()
     changed = True
     while changed:
         changed = False
-        mapped = (n for n in before if found.stage.get(n, 1) % 2 == 0)
-        able = [n for n in mapped if n.target in CHEAP | VIEWS]
-        by_new: dict[frozenset[Node], list[Node]] = {}  # such as all chunks of one value
-        for node in sorted(able, key=lambda n: n.name):
-            by_new.setdefault(new(node), []).append(node)
-        for inputs, same in by_new.items():
-            if sum(map(nbytes, inputs)) <= sum(map(nbytes, same)):
-                body.update(same)
-                before = reads()
+        from_maps = (n for n in read if is_map_stage(schedule.stage.get(n, 1)))
+        candidates = [n for n in from_maps if n.target in CHEAP | VIEWS]
+        # Those of the same inputs together, such as all chunks of one value.
+        by_inputs: dict[frozenset[Node], list[Node]] = {}
+        for node in sorted(candidates, key=lambda n: n.name):
+            by_inputs.setdefault(new_inputs(node), []).append(node)
+        for inputs, nodes in by_inputs.items():
+            if sum(map(nbytes, inputs)) <= sum(map(nbytes, nodes)):
+                body.update(nodes)
+                read = sequences()
                 changed = True
                 break
     return body
 
 
-def _map_block(found: _Analysis, outputs: list[Node], own: set[Node]) -> MapBlock:
-    inside, stack = set(), list(outputs)
+def _map_block(schedule: _Schedule, outputs: list[Node], stage_nodes: set[Node]) -> MapBlock:
+    """The block that computes ``outputs``, from those of the stage's nodes that they need."""
+    body, stack = set(), list(outputs)
     while stack:
         node = stack.pop()
-        if node in own and node not in inside:
-            inside.add(node)
+        if node in stage_nodes and node not in body:
+            body.add(node)
             stack.extend(inputs_of(node))
-    outside = {arg for n in inside for arg in inputs_of(n)} - inside
-    sequences = [n for n in _ordered(found, outside) if n in found.varying]
-    invariants = _invariants(found, inside)
-    module = extract([*invariants, *sequences], outputs, found.loop.graph)
+    outside = {arg for n in body for arg in inputs_of(n)} - body
+    sequences = [n for n in _in_graph_order(schedule, outside) if n in schedule.varying]
+    invariants = _invariants(schedule, body)
+    module = extract([*invariants, *sequences], outputs, schedule.loop.graph)
     return MapBlock(invariants, sequences, outputs, module, for_any_length(module))
 
 
-def _ordered(found: _Analysis, nodes: set[Node]) -> list[Node]:
-    return [n for n in found.loop.graph.nodes if n in nodes]
+def _in_graph_order(schedule: _Schedule, nodes: set[Node]) -> list[Node]:
+    return [n for n in schedule.loop.graph.nodes if n in nodes]
 
 
-def _invariants(found: _Analysis, nodes: Iterable[Node]) -> list[Node]:
-    """The invariants a block reads: parameters and hoisted work; views of them are its own."""
-    stop = {*found.loop.invariants, *found.hoisted}
+def _invariants(schedule: _Schedule, nodes: Iterable[Node]) -> list[Node]:
+    """The parameters and hoisted values that a map reads; it makes views of them itself."""
+    stop = {*schedule.loop.invariants, *schedule.hoisted}
     read = needed_for(
-        [a for n in nodes for a in [n, *inputs_of(n)] if a not in found.varying], stop
+        [a for n in nodes for a in [n, *inputs_of(n)] if a not in schedule.varying], stop
     )
-    return _ordered(found, read & stop)
+    return _in_graph_order(schedule, read & stop)
 
 
 _LINEAR = {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default,
@@ -362,7 +343,7 @@ _LINEAR = {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, a
 
 
 def _is_linear(carry: Node, core: set[Node]) -> bool:
-    """Whether each node of the core is elementwise affine in the one carry."""
+    """Whether the core is elementwise affine in its one carry."""
     inside = core | {carry}
     shape = value_of(carry).shape
     for node in core:

@@ -1,10 +1,10 @@
-"""Loop fusion: what follows a recurrence is done in it, where that hands on fewer bytes.
+"""Loop fusion: work after a recurrence is done inside it, where that moves fewer bytes.
 
-Distribution takes everything out of a loop that need not be there. Where the loop is one kernel,
-work on what it has at hand is cheaper inside (Kennedy and McKinley 1993): the normalised
-activations that layer norm saves, say, in place of what they are made of. What to do inside is
-a minimum cut between the loop and the work that has to stay outside, weighted by the bytes that
-are written by the one and read by the other.
+Distribution takes out of a loop everything that can leave it. Where the loop is one kernel, work on
+values that the kernel has in registers is cheaper inside (Kennedy and McKinley 1993): for example
+the normalized activations that layer norm saves, instead of their inputs. What to do inside is a
+minimum cut between the loop and the work that has to stay outside. The weights are the bytes that
+one writes and the other reads.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from .graphs import Node, aten, inputs_of, nbytes, value_of
 
 @dataclass(frozen=True)
 class Fusion:
-    """What loops of a kind can take in: ``operation(node)``, and ``loop(scan block, reverse)``."""
+    """What a backend's loops can take in.
+
+    ``operation(node)``: whether a kernel can compute it; ``loop(scan block, reverse)``: whether the
+    block with everything that was moved into it can be one kernel.
+    """
 
     operation: Callable[[Node], bool]
     loop: Callable[[Any, bool], bool]
 
 
 def keeps_rows(node: Node, rows: Sequence[int]) -> bool:
-    """Whether the leading axes of the node's value are still those of the loop's rows."""
+    """Whether the leading axes of the node's value are still the batch axes ``rows``."""
     n = len(rows)
     moves = node.target is aten.permute.default and list(node.args[1][:n]) != list(range(n))
     return not moves and tuple(value_of(node).shape[:n]) == tuple(rows)
@@ -36,37 +40,41 @@ def keeps_rows(node: Node, rows: Sequence[int]) -> bool:
 
 def fused_nodes(
     inside: set[Node],
-    behind: Iterable[Node],
+    after: Iterable[Node],
     can_move: Callable[[Node], bool],
     read_elsewhere: Callable[[Node], bool],
-    kept: set[Node],
+    stored: set[Node],
 ) -> set[Node]:
-    """fused_nodes : values of a loop, nodes that could follow -> those to do in the loop
+    """fused_nodes : values of a loop, nodes that read them -> those to compute in the loop
 
-    ``read_elsewhere``: whether others than ``behind`` read a value; ``kept`` are values that are in
-    memory in any case, so that only reading them costs.
+    ``read_elsewhere``: whether nodes other than ``after`` read a value. ``stored`` are values that
+    are written to memory in any case, so that only reading them costs.
+
+    In the cut's graph a value is an edge from "in" (computed) to "out" (in memory); cutting it
+    costs its bytes. On the loop's side of the cut, "in" means: computed in the loop.
     """
-    behind = list(behind)
-    own = inside | set(behind)
+    after = list(after)
+    candidates = inside | set(after)
     graph = nx.DiGraph()
     graph.add_node("loop")
     graph.add_node("outside")
     values: set[Node] = set()
-    for node in behind:
+    for node in after:
         values.add(node)
         if not can_move(node):
             graph.add_edge((node, "in"), "outside", capacity=math.inf)
         for arg in inputs_of(node):
-            if arg in own:
+            if arg in candidates:
                 values.add(arg)
+                # Outside, the node needs the argument in memory; inside, computed there too.
                 graph.add_edge((arg, "out"), (node, "in"), capacity=math.inf)
                 graph.add_edge((node, "in"), (arg, "in"), capacity=math.inf)
     for value in values:
-        cost = nbytes(value) * (1 if value in kept else 2)
+        cost = nbytes(value) * (1 if value in stored else 2)  # read, or written and read
         graph.add_edge((value, "in"), (value, "out"), capacity=cost)
         if value in inside:
             graph.add_edge("loop", (value, "in"), capacity=math.inf)
         if read_elsewhere(value):
             graph.add_edge((value, "out"), "outside", capacity=math.inf)
     _, (fused, _) = nx.minimum_cut(graph, "loop", "outside")
-    return {node for node in behind if (node, "in") in fused}
+    return {node for node in after if (node, "in") in fused}

@@ -1,4 +1,4 @@
-"""Small tools on FX graphs of ATen operations, shared by the passes."""
+"""Utilities for FX graphs of ATen operations, shared by the passes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, fx
 
 from .._compat import may_be_a_view
 
-# torch types a node's arguments as a union of everything an argument can be; here they are what
-# the operation says.
+# torch types a node's arguments as a union of everything that an argument can be, which would need
+# a cast at every use.
 Node: TypeAlias = Any
 aten = torch.ops.aten
 
-# Operations that only look at their input in another shape.
+# Operations that return their input in another shape.
 VIEWS = {
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default,
     aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim,
@@ -27,7 +27,7 @@ VIEWS = {
 # Operations that give views of parts of their input.
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 
-# Elementwise operations so cheap that doing them twice costs less than keeping their result.
+# Elementwise operations that are cheaper to repeat than to save.
 CHEAP = {
     getattr(getattr(aten, name), overload)
     for name in (
@@ -69,7 +69,7 @@ def is_getitem(node: Node) -> bool:
 
 
 def owner_of(node: Node, stop: Container[Node] = ()) -> Node:
-    """The node in whose memory the value of this one may lie, not looking behind ``stop``."""
+    """The node whose memory this one's value may be a view of; nodes in ``stop`` own theirs."""
     while node not in stop and (
         node.target in VIEWS
         or may_be_a_view(node.target)
@@ -80,13 +80,15 @@ def owner_of(node: Node, stop: Container[Node] = ()) -> Node:
 
 
 def gemm_flops(node: Node) -> int:
-    """Multiply-adds times two of a GEMM node at one step."""
+    """The FLOPs of a GEMM node at one step, two per multiply-add; 0 for other nodes."""
     if node.target not in GEMMS:
         return 0
     a, b = (value_of(arg) for arg in node.args[:2])
-    if node.target is aten.convolution.default:  # each output, or input if transposed, by a filter
-        places = a if node.args[6] else value_of(node)
-        return 2 * places.numel() * b[0].numel()
+    if node.target is aten.convolution.default:
+        transposed = node.args[6]
+        # One filter for each output, or for each input if transposed.
+        positions = a if transposed else value_of(node)
+        return 2 * positions.numel() * b[0].numel()
     return 2 * a.numel() * b.shape[-1]
 
 
@@ -96,34 +98,34 @@ def inputs_of(node: Node) -> list[Node]:
 
 def reachable_from(sources: Iterable[Node], nodes: Iterable[Node]) -> set[Node]:
     """The sources and every node that depends on one of them; ``nodes`` in graph order."""
-    found = set(sources)
+    reached = set(sources)
     for node in nodes:
-        if any(arg in found for arg in inputs_of(node)):
-            found.add(node)
-    return found
+        if any(arg in reached for arg in inputs_of(node)):
+            reached.add(node)
+    return reached
 
 
 def needed_for(targets: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
-    """The targets and every node they depend on, not looking behind ``stop``."""
-    stopped, found, stack = set(stop), set(), list(targets)
+    """The targets and every node they depend on; nodes in ``stop`` are included, not followed."""
+    stopped, needed, stack = set(stop), set(), list(targets)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in needed:
+            needed.add(node)
             if node not in stopped:
                 stack.extend(inputs_of(node))
-    return found
+    return needed
 
 
-def joins_as_they_are(join: Node) -> bool:
-    """Whether each part lies in a ``cat`` or ``stack`` as it is: not converted, no empty vector."""
+def contains_parts_unchanged(join: Node) -> bool:
+    """Whether a ``cat`` or ``stack`` neither converts a part nor drops an empty vector."""
     rank = value_of(join).dim() - (join.target is aten.stack.default)
     parts = [value_of(part) for part in join.args[0]]
     return all((part.dtype, part.dim()) == (value_of(join).dtype, rank) for part in parts)
 
 
 def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
-    """Whether two graphs that were traced in the same way are the same, constants included."""
+    """Whether two graphs traced in the same way have the same code and the same constants."""
     constants = [
         [getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr")]
         for module in (a, b)
@@ -132,7 +134,7 @@ def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
 
 
 def new_node(graph: fx.Graph, target: Any, *args: Any) -> Node:
-    """A call at the graph's insertion point, with the value that stands for its result."""
+    """A call at the graph's insertion point, with the fake value of its result."""
     node = graph.call_function(target, args)
     node.meta["val"] = target(*fx.node.map_arg(args, lambda arg: arg.meta["val"]))
     return node
@@ -141,7 +143,10 @@ def new_node(graph: fx.Graph, target: Any, *args: Any) -> Node:
 def extract(
     inputs: Sequence[Node], outputs: Sequence[Node], owner: Sequence[Node] | fx.Graph
 ) -> fx.GraphModule:
-    """What computes ``outputs`` from ``inputs``, as ``(*inputs) -> [*outputs]``."""
+    """The part of a graph that computes ``outputs`` from ``inputs``: (*inputs) -> [*outputs].
+
+    ``owner`` is the graph, or its nodes in order.
+    """
     needed = needed_for(outputs, stop=inputs)
     order = list(owner.nodes) if isinstance(owner, fx.Graph) else owner
     graph, copies = fx.Graph(), {}
@@ -161,16 +166,19 @@ def vjp_by(
     function: Callable[..., Sequence[Tensor]],
     values: Sequence[Tensor],
     trained: Sequence[int],
-    graded: Sequence[int],
+    with_grad: Sequence[int],
 ) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], tuple[Tensor, ...]]]:
-    """All of ``function(*values)``, and the vjp of its results ``graded`` by values ``trained``."""
+    """The results of ``function(*values)``, and their vjp: of ``with_grad`` by ``trained``.
 
-    def primal(*own: Tensor) -> tuple[Any, Any]:
-        given = list(values)
-        for i, value in zip(trained, own, strict=True):
-            given[i] = value
-        results = list(function(*given))
-        return tuple(results[i] for i in graded), results
+    ``trained`` are indices of the values, ``with_grad`` of the results.
+    """
+
+    def primal(*trained_values: Tensor) -> tuple[Any, Any]:
+        args = list(values)
+        for i, value in zip(trained, trained_values, strict=True):
+            args[i] = value
+        results = list(function(*args))
+        return tuple(results[i] for i in with_grad), results
 
     _, pull, results = cast(
         Any, torch.func.vjp(primal, *(values[i] for i in trained), has_aux=True)
@@ -179,7 +187,10 @@ def vjp_by(
 
 
 def matrix_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` over any axes in front; of equal ones without ``matmul``, which pins K in 2.11."""
+    """``a @ b`` with any leading axes.
+
+    Equal ones go without ``matmul``, which fixes a symbolic K to a number in torch 2.11.
+    """
     if a.dim() == b.dim() == 3:
         return torch.bmm(a, b)
     if a.dim() == b.dim() == 4:

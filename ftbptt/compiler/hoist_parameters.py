@@ -1,4 +1,4 @@
-"""Work on the parameters alone leaves the loop: done once per segment, with one gradient."""
+"""Work that depends on parameters only leaves the loop: done once per segment, with one vjp."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from .trace import trace_function
 
 @dataclass
 class Preparation:
-    """``prepare(*given) -> [*prepared]`` and ``finish(*given, *d_prepared) -> [*d_given]``.
+    """``prepare(*inputs) -> [*prepared]`` and ``finish(*inputs, *d_prepared) -> [*d_inputs]``.
 
-    ``finish`` is None if no prepared value depends on a trained one.
-
-    ``graded`` are the prepared values that have a gradient, ``trained`` the given ones that get
-    one; ``batched`` says per level of vmap which prepared values have its axis.
+    The inputs are the invariants of the step. ``finish`` is None if no prepared value depends on a
+    trained input. ``with_grad`` are the indices of the prepared values that have a gradient,
+    ``trained`` those of the inputs that get one; ``batched`` says for each level of vmap which
+    prepared values have its axis.
     """
 
     prepare: fx.GraphModule
     finish: fx.GraphModule | None
-    graded: list[int]
+    with_grad: list[int]
     trained: list[int]
     batched: list[list[bool]]
 
@@ -48,9 +48,9 @@ def split_invariants(
 ) -> tuple[fx.GraphModule | None, fx.GraphModule]:
     """split_invariants : step graph -> (preparation or None, step graph on prepared values)
 
-    Work on parameters alone (a weight normalised, a matrix exponential) leaves the loop:
-    ``preparation(*invariants) -> [*prepared]``, and the step takes ``(*invariants, *prepared,
-    ...)``. Mere views of a parameter stay in the step.
+    Work that depends on invariants only (a normalized weight, a matrix exponential) leaves the
+    loop: ``preparation(*invariants) -> [*prepared]``, and the step takes ``(*invariants,
+    *prepared, ...)``. Views of a parameter stay in the step.
     """
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
@@ -68,7 +68,7 @@ def split_invariants(
         )
 
     def is_light(node: Node) -> bool:
-        """A parameter, a view of one, or a constant made of nothing."""
+        """A parameter, a view of one, or a constant."""
         light = node.target in VIEWS or node.target in SPLITS or is_getitem(node)
         return node.op == "placeholder" or light or not inputs_of(node)
 
@@ -77,7 +77,7 @@ def split_invariants(
         for node in graph.nodes
         if is_prepared(node) and any(user in varying or user is output for user in node.users)
     ]
-    # A view of prepared work is better taken in the step, from the work itself.
+    # Of a view of prepared work, the work is prepared and the view stays in the step.
     prepared: list[Node] = []
     for node in read_in_step:
         while node.target in VIEWS and is_prepared(inputs_of(node)[0]):
@@ -86,9 +86,9 @@ def split_invariants(
             prepared.append(node)
     if not prepared:
         return None, module
-    given = placeholders[:invariants]
-    preparation = extract(given, prepared, graph)
-    step = extract([*given, *prepared, *placeholders[invariants:]], list(output.args[0]), graph)
+    inputs, rest = placeholders[:invariants], placeholders[invariants:]
+    preparation = extract(inputs, prepared, graph)
+    step = extract([*inputs, *prepared, *rest], list(output.args[0]), graph)
     return preparation, step
 
 
@@ -96,51 +96,49 @@ def make_preparation(
     module: fx.GraphModule,
     levels: Sequence[Level],
     flags: list[list[bool]],
-    given: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     trained: list[int],
     mode: FakeTensorMode,
 ) -> Preparation:
-    """make_preparation : graph ``(*given) -> [*prepared]`` -> it and its vjp, under the levels"""
+    """make_preparation : graph ``(*inputs) -> [*prepared]`` -> it and its vjp, under the levels
+
+    ``flags`` says for each level which inputs have its axis; ``inputs`` are fake examples.
+    """
     placeholders = module.graph.find_nodes(op="placeholder")
     results = module.graph.output_node().args[0]
     batched = []
-    for own in flags:
-        axis = [node for node, flag in zip(placeholders, own, strict=True) if flag]
-        touched = reachable_from(axis, module.graph.nodes)
-        batched.append([node in touched for node in results])
+    for level_flags in flags:
+        with_axis = [node for node, flag in zip(placeholders, level_flags, strict=True) if flag]
+        reached = reachable_from(with_axis, module.graph.nodes)
+        batched.append([node in reached for node in results])
     from_trained = reachable_from([placeholders[i] for i in trained], module.graph.nodes)
-    graded = [
+    with_grad = [
         i
         for i, node in enumerate(results)
         if node in from_trained and differentiable(node.meta["val"])
     ]
 
     def pull(*args: Tensor) -> list[Tensor]:
-        _, back = vjp_by(module, args[: len(given)], trained, graded)
-        return list(back(args[len(given) :]))
+        _, vjp = vjp_by(module, args[: len(inputs)], trained, with_grad)
+        return list(vjp(args[len(inputs) :]))
 
     def forward(*args: Tensor) -> list[Tensor]:
         return list(module(*args))
 
     run: Any = forward
-    for level, own, kept in zip(levels, flags, batched, strict=True):
-        if any(own):  # a value that lacks the axis stays without it: shared work is done once
-            dims = tuple(0 if flag else None for flag in own)
-            out_dims: Any = [0 if flag else None for flag in kept]
+    for level, in_flags, out_flags in zip(levels, flags, batched, strict=True):
+        if any(in_flags):  # results without the axis stay without it: shared work is done once
+            dims = tuple(0 if flag else None for flag in in_flags)
+            out_dims: Any = [0 if flag else None for flag in out_flags]
             run = torch.func.vmap(run, dims, out_dims, randomness=level.randomness)
     with mode:
-        cotangents = [torch.empty_like(results[i].meta["val"]) for i in graded]
-        pull_flags = [[*own, *([True] * len(graded))] for own in flags]
-        pull_examples = with_level_axes([*given, *cotangents], levels, pull_flags)
-        examples = with_level_axes(given, levels, flags)
+        cotangents = [torch.empty_like(results[i].meta["val"]) for i in with_grad]
+        pull_flags = [[*level_flags, *([True] * len(with_grad))] for level_flags in flags]
+        pull_examples = with_level_axes([*inputs, *cotangents], levels, pull_flags)
+        examples = with_level_axes(inputs, levels, flags)
     finish = None
-    if graded:
+    if with_grad:
         over_levels = vmapped(pull, levels, pull_flags)
         finish = trace_function(over_levels, pull_examples, mode, differentiated=module)
-    return Preparation(
-        trace_function(run, examples, mode),
-        finish,
-        graded,
-        trained,
-        batched,
-    )
+    prepare = trace_function(run, examples, mode)
+    return Preparation(prepare, finish, with_grad, trained, batched)

@@ -1,19 +1,18 @@
-"""The caller's loss as graphs over the whole segment: its value, and its gradient by the outputs.
+"""The caller's loss as graphs over the full segment: its value, and its gradient by the outputs.
 
-They hold for any K. A loss that reads K as a number (``out.reshape(64, -1)``) is noticed by the
-guards that tracing leaves, and gets graphs of its own for each K; so does one that torch cannot
-trace with a symbol. The symbol is above 1, which torch decides without a guard: for a single step
-the loss is traced again, and the graphs are compared.
+They hold for any K, which is a symbol in them. A loss that reads K as a number (``out.reshape(64,
+-1)``) shows in the guards that tracing leaves, and gets separate graphs for each K; so does one
+that torch cannot trace with a symbol. torch decides without a guard that the symbol is above 1:
+for a single step the loss is traced again, and the graphs are compared.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -25,8 +24,19 @@ from .._trees import TreeSpec, tree_unflatten
 from .function_overrides import Composed
 from .graphs import is_same_graph, reachable_from, value_of, vjp_by
 from .signature import Leaf, Level, Recipe, Signature, differentiable, under, vmapped
+from .step_checks import forbid_trained_captures
 from .time_batching import for_any_length
-from .trace import TRACING, forbid_trained_captures, own_words, trace_function
+from .trace import TRACING, trace_function
+from .trace_errors import explain_trace_errors
+
+T = TypeVar("T")
+
+# The key of the graphs that hold for any K; others have their K as the key.
+ANY_STEPS = None
+# What the symbol stands for while tracing, where torch needs a number in its place.
+_EXAMPLE_STEPS = 64
+# A loss with separate graphs for so many K is worth a warning: a stream and its end have fewer.
+_MANY_LENGTHS = 5
 
 
 @dataclass
@@ -39,7 +49,7 @@ class LossGraphs:
 
     @cached_property
     def value(self) -> fx.GraphModule:
-        """Traced when it is first needed: training does without."""
+        """Traced when it is first needed: training does not need it."""
         with TRACING:
             return self.trace_value()
 
@@ -47,8 +57,15 @@ class LossGraphs:
         return steps == self.steps if isinstance(self.steps, int) else holds_for(self.steps, steps)
 
 
+class KeyedGraphs(NamedTuple):
+    """The graphs for a K, and the key that a program of them can be stored under."""
+
+    key: int | None  # K, or ANY_STEPS
+    graphs: LossGraphs
+
+
 @dataclass
-class Values:
+class _TracedLoss:
     """``graph(*outs, *ys, *mask) -> [loss]`` without the axes of vmap, traced for K ``steps``."""
 
     graph: fx.GraphModule
@@ -56,14 +73,22 @@ class Values:
     steps: Any
 
 
-_SOME_STEPS = 64
-_MANY_LENGTHS = 5  # more than a stream and its ragged end have
+def _unless_it_fails(trace: Callable[[], T]) -> T | None:
+    """The result of an attempt that may fail for reasons of torch, or of the K it is made with.
+
+    An error in the loss itself comes again, and is raised, in the trace for the K of the call.
+    """
+    try:
+        return trace()
+    except Exception:
+        return None
 
 
 class LossTracer:
     """Traces the loss for outputs like ``outs`` (fake, of one step, without the axes of vmap).
 
-    ``steps`` is the K of the call that it is traced for.
+    ``steps`` is the K of the call that it is traced for. ``with_grad`` says which outputs the loss
+    has a gradient by.
     """
 
     def __init__(
@@ -76,8 +101,7 @@ class LossTracer:
     ) -> None:
         self.recipe, self.signature, self.out_spec = recipe, signature, out_spec
         self.levels = signature.levels
-        # For what does not depend on K, and where torch needs a number in place of the symbol.
-        self.example_steps = recipe.context + _SOME_STEPS
+        self.example_steps = recipe.context + _EXAMPLE_STEPS
         mask = [] if signature.mask is None else [signature.mask]
         batched = (True,) * len(self.levels)
         shared = signature.shared is not None
@@ -87,109 +111,106 @@ class LossTracer:
             for shape, o in zip(shapes, outs, strict=True)
         ]
         self.leaves = [*self.outs, *signature.y, *mask]
-        self.graphs: dict[int | None, LossGraphs] = {}
-        self.tried = False  # whether they hold for more than one K
-        self.fits: dict[int, bool] = {}  # whether those do for a K that was asked for
-        self._for_any: Values | None = None
-        # torch cannot trace everything with a symbol, and a loss may be written for one K; what
-        # is wrong in itself fails again.
-        with suppress(Exception):
-            self._for_any = self._values(None)
-        first = self._for_any
-        if first is None:
-            with suppress(Exception):
-                first = self._values(self.example_steps)
-        if first is None:
+        self._graphs: dict[int, LossGraphs] = {}  # by K
+        self._is_any_right_for: dict[int, bool] = {}  # by K, whether the graphs for any K hold
+        # With a symbol for K; else with a number that no loss expects; else with the caller's.
+        self._symbolic = _unless_it_fails(lambda: self._trace_loss(None))
+        traced = self._symbolic
+        if traced is None:
+            traced = _unless_it_fails(lambda: self._trace_loss(self.example_steps))
+        if traced is None:
             self.example_steps = steps
-            first = self._values(steps)
-        self.graded = self._graded(first.graph)
+            traced = self._trace_loss(steps)
+        self.with_grad = self._outs_with_grad(traced.graph)
 
-    def graphs_for(self, steps: int) -> tuple[int | None, LossGraphs]:
-        """The loss of K steps, and the key it is known by: None if it holds for more than one K."""
-        if not self.tried:
+    def graphs_for(self, steps: int) -> KeyedGraphs:
+        """The loss of K steps."""
+        if steps not in self._is_any_right_for:
+            self._is_any_right_for[steps] = self._any_holds_for(steps)
+        if self._is_any_right_for[steps]:
+            assert self._for_any is not None
+            return KeyedGraphs(ANY_STEPS, self._for_any)
+        if steps not in self._graphs:
             with TRACING:
-                if self._for_any is not None and not is_pinned(self._for_any.steps):
-                    with suppress(Exception):
-                        graphs = self._trace(self._for_any)
-                        if not is_pinned(graphs.steps):
-                            self.graphs[None] = graphs
-                self.tried = True
-        if steps not in self.fits:
-            self.fits[steps] = self._fits(steps)
-        if self.fits[steps]:
-            return None, self.graphs[None]
-        if steps not in self.graphs:
-            with TRACING:
-                self.graphs[steps] = self._trace(self._values(steps))
-            if None not in self.graphs and len(self.graphs) == _MANY_LENGTHS:
+                self._graphs[steps] = self._make_graphs(self._trace_loss(steps))
+            if self._for_any is None and len(self._graphs) == _MANY_LENGTHS:
                 warnings.warn(
                     "ftbptt: the loss is compiled anew for each number of steps (this is the "
-                    f"{len(self.graphs)}th): it reads K as a number, as by len(out) or a reshape. "
+                    f"{len(self._graphs)}th): it reads K as a number, as by len(out) or a reshape. "
                     "Leave that to mean() or flatten(), or give segments of fewer lengths.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        return steps, self.graphs[steps]
-
-    def _fits(self, steps: int) -> bool:
-        """Whether the graphs for more than one K are right for this one."""
-        if None not in self.graphs or not self.graphs[None].holds_for(steps):
-            return False
-        return steps > 1 or self._is_same_for_one
+        return KeyedGraphs(steps, self._graphs[steps])
 
     @cached_property
-    def _is_same_for_one(self) -> bool:
+    def _for_any(self) -> LossGraphs | None:
+        """The graphs for any K above 1, if the loss reads K nowhere as a number."""
+        traced = self._symbolic
+        if traced is None or is_pinned(traced.steps):
+            return None
+        with TRACING:
+            graphs = _unless_it_fails(lambda: self._make_graphs(traced))
+        return None if graphs is None or is_pinned(graphs.steps) else graphs
+
+    def _any_holds_for(self, steps: int) -> bool:
+        if self._for_any is None or not self._for_any.holds_for(steps):
+            return False
+        return steps > 1 or self._is_same_for_one(self._for_any)
+
+    def _is_same_for_one(self, for_any: LossGraphs) -> bool:
         """Whether the loss does with a single step what it does with more."""
         with TRACING:
-            plain = self._values(1)
-            self.graphs[1] = self._trace(plain)
-            examples = self._examples(plain.mode, 1, self._axes())
-            try:
-                own, other = (
-                    trace_function(self.graphs[key].joint, examples, plain.mode, functional=True)
-                    for key in (1, None)
-                )
-            except Exception:  # shapes that only more steps have
-                return False
-        return is_same_graph(own, other)
+            traced = self._trace_loss(1)
+            self._graphs[1] = self._make_graphs(traced)
+            examples = self._examples(traced.mode, 1, self._axes())
+            graphs = _unless_it_fails(  # it may have shapes that only more steps have
+                lambda: [
+                    trace_function(loss.joint, examples, traced.mode, functional=True)
+                    for loss in (self._graphs[1], for_any)
+                ]
+            )
+        return graphs is not None and is_same_graph(*graphs)
 
-    def _values(self, steps: int | None) -> Values:
-        """The loss of one sequence or batch, from a call of the caller's function."""
+    def _trace_loss(self, steps: int | None) -> _TracedLoss:
+        """The loss of one sequence or batch, for K ``steps`` (None: a symbol)."""
         mode, length = FakeTensorMode(allow_non_fake_inputs=True), steps
         if steps is None:
             mode, length = symbolic_steps(self.example_steps)
         s, n_out, n_y = self.signature, len(self.outs), len(self.signature.y)
-        layout = Layout(s.time_dim)
+        time_back = Layout(s.time_dim).time_back
+        y_spec = s.specs[3]
 
         def value(*args: Tensor) -> list[Tensor]:
             out = tree_unflatten(list(args[:n_out]), self.out_spec)
-            leaves = list(args[n_out : n_out + n_y])
-            y = None if s.specs[3] is None else tree_unflatten(leaves, s.specs[3])
+            y_leaves = list(args[n_out : n_out + n_y])
+            y = None if y_spec is None else time_back(tree_unflatten(y_leaves, y_spec))
             mask = args[n_out + n_y] if s.mask is not None else None
-            mask = mask if mask is None or mask.dim() < 2 else layout.time_back(mask)
-            back = layout.time_back
-            y = y if y is None else back(y)
+            if mask is not None and mask.dim() >= 2:
+                mask = time_back(mask)
             recipe = self.recipe
             with under(s.autocast):
-                loss = segment_loss(recipe.loss, back(out), y, mask, s.time_dim, recipe.context)
+                loss = segment_loss(
+                    recipe.loss, time_back(out), y, mask, s.time_dim, recipe.context
+                )
             return [loss]
 
-        with own_words("loss", self.recipe.loss), Composed("loss"):
-            graph = trace_function(
-                value, self._examples(mode, length, []), mode, before_autograd=True
-            )
+        with explain_trace_errors("loss", self.recipe.loss), Composed("loss"):
+            examples = self._examples(mode, length, [])
+            graph = trace_function(value, examples, mode, before_autograd=True)
         captures = [getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")]
         forbid_trained_captures(
             "loss",
             captures,
-            "A loss has no parameters of its own: compute with it in the step, whose out the loss "
-            "gets, or detach it.",
+            "A loss has no parameters: compute with it in the step, whose out the loss gets, or "
+            "detach it.",
         )
-        return Values(graph, mode, length)
+        return _TracedLoss(graph, mode, length)
 
     def _examples(
         self, mode: FakeTensorMode, steps: Any, axes: Sequence[tuple[Level, list[bool]]]
     ) -> list[Tensor]:
+        """Fake outs, ys and mask of K ``steps``, with these axes (see :meth:`_axes`)."""
         shapes = [leaf.shape for leaf in self.leaves]
         for level, flags in axes:
             shapes = [
@@ -202,8 +223,8 @@ class LossTracer:
                 for leaf, shape in zip(self.leaves, shapes, strict=True)
             ]
 
-    def _graded(self, graph: fx.GraphModule) -> list[bool]:
-        """Which outputs the loss reads and can have a gradient."""
+    def _outs_with_grad(self, graph: fx.GraphModule) -> list[bool]:
+        """Which outputs the loss reads and can have a gradient by."""
         placeholders = graph.graph.find_nodes(op="placeholder")[: len(self.outs)]
         output = graph.graph.output_node()
         return [
@@ -211,35 +232,36 @@ class LossTracer:
             for node in placeholders
         ]
 
-    def _trace(self, plain: Values) -> LossGraphs:
-        graded = [i for i, wanted in enumerate(self.graded) if wanted]
+    def _make_graphs(self, traced: _TracedLoss) -> LossGraphs:
+        with_grad = [i for i, flag in enumerate(self.with_grad) if flag]
 
         def value(*args: Tensor) -> list[Tensor]:
-            return list(plain.graph(*args))
+            return list(traced.graph(*args))
 
         def joint(*args: Tensor) -> list[Tensor]:
-            results, pull = vjp_by(plain.graph, args, graded, [0])
-            return [*results, *pull([torch.ones_like(results[0])])]
+            results, vjp = vjp_by(traced.graph, args, with_grad, [0])
+            return [*results, *vjp([torch.ones_like(results[0])])]
 
         return LossGraphs(
-            self._over_axes(joint if graded else value, len(graded), plain),
-            plain.steps,
-            partial(self._over_axes, value, 0, plain),
+            self._over_axes(joint if with_grad else value, len(with_grad), traced),
+            traced.steps,
+            partial(self._over_axes, value, 0, traced),
         )
 
     def _over_axes(
         self,
         function: Callable[..., list[Tensor]],
         grads: int,
-        plain: Values,
+        traced: _TracedLoss,
     ) -> fx.GraphModule:
-        """The graph of ``function -> [loss, *grads]`` under vmap, differentiated before that.
+        """The graph of ``function -> [loss, *grads]`` under vmap.
 
-        So its operations are those that have a rule of our own, and K stays a symbol.
+        It is differentiated first, so that vmap meets the operations that ``time_batching`` has
+        rules for, and K stays a symbol.
         """
-        mode, steps = plain.mode, plain.steps
+        mode, steps = traced.mode, traced.steps
         examples = self._examples(mode, steps, [])
-        graph = trace_function(function, examples, mode, differentiated=plain.graph)
+        graph = trace_function(function, examples, mode, differentiated=traced.graph)
         axes, out_dims = self._axes(), [0] + [1] * grads
         if not axes:
             return graph
@@ -252,7 +274,7 @@ class LossTracer:
         return trace_function(over_levels, examples, mode, functional=True)
 
     def _axes(self) -> list[tuple[Level, list[bool]]]:
-        """The axes beside time, from the inside, and which leaves have them."""
+        """The axes besides time, the innermost first, and which leaves have each."""
         s = self.signature
         shared = [] if s.shared is None else [(s.shared, [leaf.shared for leaf in self.leaves])]
         return [
@@ -265,7 +287,7 @@ class LossTracer:
 
 
 def _mean(function: Callable[..., list[Tensor]], size: int) -> Callable[..., list[Tensor]]:
-    """The mean over the sequences of ``in_dims``, from each one's ``[loss, *d_out]``."""
+    """From ``[loss, *d_out]`` of each sequence of ``in_dims``: the mean loss, and its gradient."""
 
     def run(*args: Tensor) -> list[Tensor]:
         values, *grads = function(*args)

@@ -1,8 +1,8 @@
-"""What the forward loop keeps for the reverse loop: a minimum cut, weighted by bytes.
+"""What the forward loop saves for the reverse loop: a minimum cut, weighted by bytes.
 
-The reverse loop reads values of the forward one. Each can be kept, or computed again from kept
-ones. The cheapest set to keep is a minimum cut between what is known anyway (parameters, inputs)
-and what the reverse loop reads (as in Chen et al. 2016, and AOTAutograd's min-cut partitioner).
+The reverse loop reads values of the forward loop. Each can be saved, or recomputed from saved ones.
+The cheapest set to save is a minimum cut between what is known anyway (parameters, inputs) and what
+the reverse loop reads (as in Chen et al. 2016, and AOTAutograd's min-cut partitioner).
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from .graphs import (
 
 
 def values_to_save(
-    wanted: Iterable[Node],
+    read: Iterable[Node],
     known: set[Node],
     carried: set[Node],
     free: set[Node],
     *,
     recompute: bool,
 ) -> list[Node]:
-    """values_to_save : forward values read in reverse, known ones, carried state -> kept values
+    """values_to_save : forward values read in reverse, known values, carries -> values to save
 
-    ``free`` are values that are kept anyway; those that are read are among the kept ones.
+    ``free`` are values that are in memory anyway; those of them that are read are in the result.
+    With ``recompute=False`` only views and cheap elementwise operations are recomputed, with
+    ``recompute=True`` everything but the carries and random numbers.
 
-    ``recompute=False`` computes only views and cheap elementwise operations again;
-    ``recompute=True`` everything but the carried state and random numbers.
+    In the cut's graph a value is an edge from "in" (can be computed) to "out" (can be read);
+    cutting it means to save it, and costs its bytes.
     """
-    wanted = list(wanted)
+    read = list(read)
     graph = nx.DiGraph()
     graph.add_node("source")
     graph.add_node("sink")
     known = known | free
-    stack, seen = list(wanted), set()
-    for node in stack:
+    stack, seen = list(read), set()
+    for node in read:
         if node not in known:
             graph.add_edge((node, "out"), "sink", capacity=math.inf)
     while stack:
@@ -54,11 +56,12 @@ def values_to_save(
         if node in seen or node in known:
             continue
         seen.add(node)
-        # A view is saved as what it looks at, if that costs the same.
+        # If a view and its base cost the same, the base is saved.
         cost = math.inf if is_tuple(node) else nbytes(node) + (0.5 if node.target in VIEWS else 0)
         graph.add_edge((node, "in"), (node, "out"), capacity=cost)
-        again = recompute or node.target in CHEAP or node.target in VIEWS
-        if node in carried or is_random(node) or not (again or is_getitem(node)):
+        cheap = node.target in CHEAP or node.target in VIEWS or is_getitem(node)
+        if node in carried or is_random(node) or not (recompute or cheap):
+            # Not recomputed; of an operation with several results, its getitems are saved.
             if is_tuple(node):
                 for user in node.users:
                     graph.add_edge("source", (user, "in"), capacity=math.inf)
@@ -70,4 +73,4 @@ def values_to_save(
                 stack.append(arg)
     _, (reachable, _) = nx.minimum_cut(graph, "source", "sink")
     cut = [node for node in seen if (node, "in") in reachable and (node, "out") not in reachable]
-    return cut + list(free & needed_for(wanted, stop=[*known, *cut]))
+    return cut + list(free & needed_for(read, stop=[*known, *cut]))

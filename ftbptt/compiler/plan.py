@@ -1,13 +1,13 @@
-"""step + loss + the signature of a call -> Plan: all that is known before any number is.
+"""step + loss + the signature of a call -> Plan: everything that is known without the numbers.
 
-A plan is made once per signature (structure, shapes but for K, dtypes, devices, levels of vmap)
-and holds for every K. It is what ``explain`` prints and what a backend runs.
+A plan is made once per signature (structure, shapes except for K, dtypes, devices, levels of vmap)
+and holds for every K. ``explain`` prints it, and a backend runs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from .._compat import FakeTensorMode
 from .._step import Step
 from .._trees import TreeSpec, tree_unflatten
-from .adjoint import Loop, LoopPair, make_loops
+from .adjoint import LoopPair, StepRoles, make_loops
 from .distribute import DistributedLoop, distribute
 from .empty import without_empty_values
 from .graphs import VIEWS, Node, aten
@@ -40,7 +40,7 @@ class Plan:
 
     signature: Signature
     captures: list[Tensor]
-    copied: list[tuple[Tensor, Tensor]]  # what the step closes over, and the capture in its place
+    copied: list[tuple[Tensor, Tensor]]  # a tensor that the step closes over, and its copy
     out_spec: TreeSpec
     packings: list[Packing]
     preparation: Preparation | None
@@ -54,16 +54,16 @@ class Plan:
 
 
 @dataclass
-class _Traced:
-    """One step as ``graph``: ``(*given, *sequences, *parts of the state) -> [*outs, *parts]``.
+class _TracedStep:
+    """One step, ``graph(*invariants, *sequences, *parts of the state) -> [*outs, *parts]``.
 
-    With resets and masks, and the axis that all rows share; without the levels of vmap.
+    With resets and masks, and the batch axis of ``in_dims``; without the levels of vmap.
     """
 
     graph: fx.GraphModule
-    given: list[Leaf]  # parameters, buffers, captures, initial state
+    invariants: list[Leaf]  # parameters, buffers, captures, initial state
     sequences: list[Leaf]
-    examples: list[Tensor]  # like the given
+    examples: list[Tensor]  # of the invariants
     captures: list[Tensor]
     copied: list[tuple[Tensor, Tensor]]
     packings: list[Packing]
@@ -74,28 +74,24 @@ class _Traced:
 def make_plan(
     recipe: Recipe, signature: Signature, buffer_names: Sequence[str], steps: int
 ) -> Plan:
-    """make_plan : what was asked for, what it is called with, and the K of that call -> Plan
+    """make_plan : the caller's functions and options, a call's signature and its K -> Plan
 
-    Calls the caller's step once, the loss a few times, all on fake tensors. The plan holds for
-    every K.
+    Calls the step once and the loss a few times, all on fake tensors. The plan holds for every K.
     """
     s = signature
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     traced = _trace(recipe, s, buffer_names, mode)
-    prepare, graph = split_invariants(traced.graph, len(traced.given))
+    prepare, graph = split_invariants(traced.graph, len(traced.invariants))
     trained = [i for i in range(len(s.params)) if differentiable(traced.examples[i])]
     preparation = None
     if prepare is not None:
-        flags = _batched(s, traced.given)
+        flags = _batched(s, traced.invariants)
         preparation = make_preparation(prepare, s.levels, flags, traced.examples, trained, mode)
     outs = [node.meta["val"] for node in graph.graph.output_node().args[0]][: traced.outs]
     loss = LossTracer(recipe, s, traced.out_spec, outs, steps)
-    loops = _loops(recipe, s, traced, graph, preparation, trained, loss.graded, mode)
-    full = loops.forward
-    evaluate = Loop(
-        full.graph, full.invariants, full.sequences, full.carries, full.next_carries,
-        full.stacked[: traced.outs], [], reverse=False,
-    )  # fmt: skip
+    loops = _make_loops(recipe, s, traced, graph, preparation, trained, loss.with_grad, mode)
+    # Without the values that are saved for the reverse loop.
+    evaluate = replace(loops.forward, stacked=loops.forward.stacked[: traced.outs])
     return Plan(
         signature=s,
         captures=traced.captures,
@@ -104,7 +100,7 @@ def make_plan(
         packings=traced.packings,
         preparation=preparation,
         loops=loops,
-        forward=distribute(full),
+        forward=distribute(loops.forward),
         evaluate=distribute(evaluate),
         reverse=distribute(loops.reverse),
         loss=loss,
@@ -115,63 +111,69 @@ def make_plan(
 
 def _trace(
     recipe: Recipe, s: Signature, buffer_names: Sequence[str], mode: FakeTensorMode
-) -> _Traced:
-    """The caller's step, the state in its parts, and around it what else is done at every step."""
+) -> _TracedStep:
+    """The step on the parts of its state, with what else is done at every step around it."""
     with mode:
         state = [leaf.example() for leaf in s.state]
-    base = _trace_alone(recipe.step, s, buffer_names, state, mode)
+    base = _trace_callers_step(recipe.step, s, buffer_names, state, mode)
     row_axes = [recipe.step.row_axis(leaf) for leaf in state]
-    n_own = len(s.params) + len(s.buffers)
-    n_fixed = n_own + len(base.captures)
+    n_passed = len(s.params) + len(s.buffers)  # captures follow what the step was called with
+    n_fixed = n_passed + len(base.captures)
+    # Rows that restart one by one need their axis in one piece.
     by_row = any(leaf is not None and leaf.shape for leaf in (s.reset, s.mask))
-    never = row_axes if by_row else [-1] * len(row_axes)
-    module, packings = split_stacked_state(base.module, n_fixed + len(s.x), never)
+    unsplit_axes = row_axes if by_row else [-1] * len(row_axes)
+    module, packings = split_stacked_state(base.module, n_fixed + len(s.x), unsplit_axes)
     module = split_products(module, sum(packing.count for packing in packings))
     with mode:
-        parts = [p for leaf, how in zip(state, packings, strict=True) for p in how.unpack(leaf)]
+        parts = [
+            part
+            for leaf, packing in zip(state, packings, strict=True)
+            for part in packing.unpack(leaf)
+        ]
 
-    captures = _on_device(base, s.x[0].device, n_own)
-    given = [*s.params, *s.buffers, *_leaves_of(captures, s), *s.initial]
+    captures = _on_device(base, s.x[0].device, n_passed)
+    invariants = [*s.params, *s.buffers, *_leaves_of(captures, s), *s.initial]
     sequences = [*s.x, *(leaf for leaf in (s.reset, s.mask) if leaf is not None)]
-    stepped: Any = module
+    step: Any = module
     changes_state = s.initial or s.reset is not None or s.mask is not None
     if changes_state or recipe.step.has_gradient_factors:
-        stepped = with_reset_and_mask(recipe, s, module, packings, row_axes, n_fixed)
+        step = with_reset_and_mask(recipe, s, module, packings, row_axes, n_fixed)
     with mode:
-        examples = [*(leaf.example() for leaf in (*given, *sequences)), *parts]
+        examples = [*(leaf.example() for leaf in (*invariants, *sequences)), *parts]
         if s.shared is not None:
-            flags = [leaf.shared for leaf in (*given, *sequences)] + [True] * len(parts)
-            stepped = vmapped(stepped, [s.shared], [flags])
+            flags = [leaf.shared for leaf in (*invariants, *sequences)] + [True] * len(parts)
+            step = vmapped(step, [s.shared], [flags])
             examples = with_level_axes(examples, [s.shared], [flags])
     graph = module
-    if stepped is not module or any(packing.dim is not None for packing in packings):
-        graph = trace_function(stepped, examples, mode, before_autograd=True)
+    if step is not module or any(packing.dim is not None for packing in packings):
+        graph = trace_function(step, examples, mode, before_autograd=True)
     graph = without_empty_values(graph)
-    more = lift_captures(
+    late_captures = lift_captures(  # those of initial_state
         "initial_state", graph, after=n_fixed, remedy="Take it from params, or detach it."
     )
-    captures += [_in_memory(capture) for capture in more]
-    given[n_fixed:n_fixed] = _leaves_of(more, s)
+    captures += [_materialized(capture) for capture in late_captures]
+    late_leaves = _leaves_of(late_captures, s)
+    invariants[n_fixed:n_fixed] = late_leaves
     with mode:
-        examples[n_fixed:n_fixed] = [leaf.example() for leaf in _leaves_of(more, s)]
-    closed_over = [*base.captures, *more]
-    return _Traced(
+        examples[n_fixed:n_fixed] = [leaf.example() for leaf in late_leaves]
+    originals = [*base.captures, *late_captures]
+    return _TracedStep(
         graph=graph,
-        given=given,
+        invariants=invariants,
         sequences=sequences,
-        examples=examples[: len(given)],
+        examples=examples[: len(invariants)],
         captures=captures,
-        copied=[(a, b) for a, b in zip(closed_over, captures, strict=True) if a is not b],
+        copied=[(a, b) for a, b in zip(originals, captures, strict=True) if a is not b],
         packings=packings,
         out_spec=base.out_spec,
         outs=base.outs,
     )
 
 
-def _trace_alone(
+def _trace_callers_step(
     step: Step, s: Signature, buffer_names: Sequence[str], state: list[Tensor], mode: FakeTensorMode
 ) -> StepGraph:
-    """The caller's step as it is written."""
+    """The caller's step, as it is called: on the full state."""
     with mode:
         params, buffers, inputs = (
             [leaf.example() for leaf in group] for group in (s.params, s.buffers, s.x)
@@ -187,59 +189,61 @@ def _trace_alone(
     )
 
 
-def _loops(
+def _make_loops(
     recipe: Recipe,
     s: Signature,
-    traced: _Traced,
+    traced: _TracedStep,
     graph: fx.GraphModule,
     preparation: Preparation | None,
     trained: list[int],
-    graded: Sequence[bool],
+    outs_with_grad: Sequence[bool],
     mode: FakeTensorMode,
 ) -> LoopPair:
-    """The loops of a step of which the preparation has been taken out, under the levels of vmap."""
-    trained_invariants, batched = list(trained), _batched(s, traced.given)
+    """The loops of a step from which the preparation was taken out, under the levels of vmap."""
+    trained_invariants, batched = list(trained), _batched(s, traced.invariants)
     if preparation is not None:
-        trained_invariants += [len(traced.given) + i for i in preparation.graded]
+        first_prepared = len(traced.invariants)
+        trained_invariants += [first_prepared + i for i in preparation.with_grad]
         batched = [[*a, *b] for a, b in zip(batched, preparation.batched, strict=True)]
-    n_parts, n_sequences = sum(how.count for how in traced.packings), len(traced.sequences)
-    n_invariants = len(graph.graph.find_nodes(op="placeholder")) - n_sequences - n_parts
-    of_sequences = _batched(s, traced.sequences)
-    return make_loops(
-        graph,
-        (n_invariants, n_sequences, n_parts),
-        graded,
-        trained_invariants,
-        range(len(s.x) - recipe.probes, len(s.x)),
-        s.levels,
-        [[*a, *b, *([True] * n_parts)] for a, b in zip(batched, of_sequences, strict=True)],
-        mode,
-        recompute=recipe.recompute,
+    n_parts = sum(packing.count for packing in traced.packings)
+    n_sequences = len(traced.sequences)
+    roles = StepRoles(
+        invariants=len(graph.graph.find_nodes(op="placeholder")) - n_sequences - n_parts,
+        sequences=n_sequences,
+        carries=n_parts,
+        trained_invariants=trained_invariants,
+        trained_sequences=list(range(len(s.x) - recipe.probes, len(s.x))),
+        outs_with_grad=[i for i, flag in enumerate(outs_with_grad) if flag],
     )
+    batched_sequences = _batched(s, traced.sequences)
+    batched = [
+        [*a, *b, *([True] * n_parts)] for a, b in zip(batched, batched_sequences, strict=True)
+    ]
+    return make_loops(graph, roles, s.levels, batched, mode, recompute=recipe.recompute)
 
 
 def _batched(s: Signature, leaves: Sequence[Leaf]) -> list[list[bool]]:
-    """For each level of vmap, which of the leaves have its axis."""
+    """For each level of vmap, whether each leaf has its axis."""
     return [[leaf.batched[i] for leaf in leaves] for i in range(len(s.levels))]
 
 
 def _leaves_of(captures: Sequence[Tensor], s: Signature) -> list[Leaf]:
-    """What a step closes over has the axis of no level."""
+    """The leaves of captured tensors, which have no axis of a vmap."""
     unbatched = (False,) * len(s.levels)
     return [Leaf(tuple(t.shape), t.dtype, t.device, unbatched) for t in captures]
 
 
-def _in_memory(tensor: Tensor) -> Tensor:
-    """The tensor, without what torch has put off."""
+def _materialized(tensor: Tensor) -> Tensor:
+    """The tensor with pending conjugations and negations computed."""
     return tensor.resolve_conj().resolve_neg()
 
 
-def _on_device(base: StepGraph, device: torch.device, first: int) -> list[Tensor]:
-    """What the step closes over, on the device that it moves it to in every step anyway.
+def _on_device(base: StepGraph, device: torch.device, first_capture: int) -> list[Tensor]:
+    """The step's captures; those that it only moves to ``device`` at every step are moved now.
 
-    A copy from pageable memory waits for a GPU, which nothing in a CUDA graph may.
+    A copy from pageable memory waits for the GPU, which is not allowed in a CUDA graph.
     """
-    nodes = base.module.graph.find_nodes(op="placeholder")[first:]
+    nodes = base.module.graph.find_nodes(op="placeholder")[first_capture:]
 
     def only_moved(node: Node) -> bool:
         return all(
@@ -250,6 +254,6 @@ def _on_device(base: StepGraph, device: torch.device, first: int) -> list[Tensor
         )
 
     return [
-        _in_memory(capture.to(device) if only_moved(node) else capture)
+        _materialized(capture.to(device) if only_moved(node) else capture)
         for capture, node in zip(base.captures, nodes, strict=False)
     ]

@@ -21,22 +21,22 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Level:
-    """One level of ``vmap`` around the segment; a batched tensor has the new axis in front."""
+    """One level of ``vmap`` around the segment; its axis is the first of a batched tensor."""
 
     size: int
     randomness: str
 
 
-Autocast = tuple[str, torch.dtype]  # the type of the device, and what is computed in
+Autocast = tuple[str, torch.dtype]  # the arguments of torch.autocast: device type and dtype
 
 
 def under(autocast: Autocast | None) -> AbstractContextManager[Any]:
-    """The caller's autocast, around the caller's functions."""
+    """The caller's autocast, for around the caller's functions."""
     return nullcontext() if autocast is None else torch.autocast(*autocast)
 
 
 def as_traced(autocast: Autocast | None) -> AbstractContextManager[Any]:
-    """Around everything else: the casts are in the graphs, and what is not cast is to stay so."""
+    """No autocast, for around everything else: the graphs already contain the casts."""
     return nullcontext() if autocast is None else torch.autocast(autocast[0], enabled=False)
 
 
@@ -44,14 +44,15 @@ def as_traced(autocast: Autocast | None) -> AbstractContextManager[Any]:
 class Leaf:
     """A tensor of a call, without its vmap axes and, for a sequence, without its time axis.
 
-    ``batched`` says for each level of vmap, the innermost first, whether the leaf has its axis.
+    ``batched`` says for each level of vmap, innermost first, whether the leaf has its axis;
+    ``shared`` whether it has that of ``in_dims``.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     batched: tuple[bool, ...]
-    shared: bool = False  # has the axis of ``in_dims``
+    shared: bool = False
 
     def example(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -73,14 +74,14 @@ class Signature:
     specs: Specs
     params: tuple[Leaf, ...]
     buffers: tuple[Leaf, ...]
-    initial: tuple[Leaf, ...]  # a given initial state, not one computed from the parameters
+    initial: tuple[Leaf, ...]  # of an initial state that is not computed from the parameters
     state: tuple[Leaf, ...]
     x: tuple[Leaf, ...]
     y: tuple[Leaf, ...]
     reset: Leaf | None
     mask: Leaf | None
     levels: tuple[Level, ...]
-    shared: Level | None  # the batch axis of in_dims, inside which gradients are averaged
+    shared: Level | None  # the batch axis of in_dims, over which the loss is averaged
     time_dim: int
     autocast: Autocast | None
 
@@ -94,9 +95,9 @@ class Recipe:
     initial_state: Tree | Callable[[Tree], Tree] | None
     recompute: bool
     context: int = 0
-    window: int | None = None  # how far each step's loss reaches back, and
-    stride: int = 1  # how many steps do so together
-    probes: int = 0  # the last leaves of x, by which there is a gradient at every step
+    window: int | None = None  # steps that each loss reaches back, for a sliding window
+    stride: int = 1  # steps between windows
+    probes: int = 0  # how many of the last leaves of x get a gradient at every step
 
     @cached_property
     def _modules_of_loss(self) -> list[nn.Module]:
@@ -116,7 +117,7 @@ def vmapped(
 ) -> Callable[..., Any]:
     """``function`` under each level of vmap, innermost first; ``batched`` flags its arguments.
 
-    ``out_dims``: where each result gets the axis, if not all in front.
+    ``dim`` is the axis in the arguments, ``out_dims`` that in each result (default: the first).
     """
     for level, flags in zip(levels, batched, strict=True):
         dims = tuple(dim if flag else None for flag in flags)
@@ -127,7 +128,7 @@ def vmapped(
 
 
 def _moved(function: Callable[..., Any], out_dims: Sequence[int]) -> Callable[..., Any]:
-    """vmap's own ``out_dims`` puts the axis of a result that has none in front all the same."""
+    """Moves the axis by hand: vmap ignores ``out_dims`` for a result that is not batched."""
 
     def run(*args: Tensor) -> list[Tensor]:
         return [t.movedim(0, dim) for t, dim in zip(function(*args), out_dims, strict=True)]
@@ -138,7 +139,7 @@ def _moved(function: Callable[..., Any], out_dims: Sequence[int]) -> Callable[..
 def with_level_axes(
     values: Sequence[Tensor], levels: Sequence[Level], batched: Sequence[Sequence[bool]]
 ) -> list[Tensor]:
-    """Fake examples with the axes that each level of vmap adds in front."""
+    """Fake examples with the axes that the levels of vmap add, the outermost first."""
     values = list(values)
     for level, flags in zip(levels, batched, strict=True):
         for i, flag in enumerate(flags):

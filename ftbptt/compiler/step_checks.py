@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -180,7 +181,7 @@ def _wrong_leaves(step: Step, inputs: dict[Node, str], operand: Node, other: Nod
         return {
             name: node
             for node, name in inputs.items()
-            if name.split("[")[0] == group and value_of(node).dtype == dtype
+            if re.match(rf"{group}\b", name) and value_of(node).dtype == dtype
         }
 
     if leaves("params", dtype) or not leaves("params", expected):
@@ -193,11 +194,14 @@ def _wrong_leaves(step: Step, inputs: dict[Node, str], operand: Node, other: Nod
     if not wrong:
         return None
     verb = "is" if len(wrong) == 1 else "are"
-    convert_params = "" if step.module is None else f" (module.{_conversion(dtype)})"
+    convert_params = "."
+    if dtype.is_floating_point:
+        call = "" if step.module is None else f" (module.{_conversion(dtype)})"
+        convert_params = f", or the parameters as {dtype}{call}."
     return (
         f"step: {' and '.join(wrong)} {verb} {dtype}, but the parameters are {expected}, and "
         f"{step.name} multiplies the two. Give {wrong[0]} as {expected} "
-        f"({wrong[0]}.{_conversion(expected)}), or the parameters as {dtype}{convert_params}."
+        f"({wrong[0]}.{_conversion(expected)}){convert_params}"
     )
 
 

@@ -1,8 +1,8 @@
-"""The sum of a value over the steps, as few operations on whole sequences.
+"""The sum of a value over the steps, as few operations on full sequences.
 
 A parameter's gradient is a sum over the steps of what each step contributes. Summation is pushed
 through everything linear, so that ``sum_t A_t @ B_t`` becomes one GEMM over the K steps and the
-rows together: never K small ones, never K contributions in memory that are summed afterwards.
+batch together, instead of K small ones or K contributions in memory that are summed afterwards.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ Values = Callable[[Node], Tensor]
 
 @dataclass(frozen=True)
 class Term:
-    """A sum over the steps: of ``node`` itself, or ``kind`` applied to other values.
+    """The sum of ``node`` over the steps; ``kind`` says how it is computed from ``operands``.
 
-    ``kind`` is ``sum`` (add up the sequence), ``times_steps`` (an invariant, K times), ``gemm``
-    (one GEMM over all steps and rows), ``convolution`` (its weight's gradient, in the same way),
-    ``rows`` (the sum over all steps and rows), ``scatter`` (one scatter of all steps' rows),
-    ``total`` (a sum that a loop hands back), or ``apply`` (the node's own operation on the sums of
-    its arguments).
+    - ``sum``: add up the sequence of the node;
+    - ``times_steps``: the node is an invariant, times K;
+    - ``gemm``: one GEMM over all steps and the batch;
+    - ``convolution``: the gradient of its weight, over all steps and the batch in the same way;
+    - ``rows``: the sum of the operand over all steps and the batch;
+    - ``scatter``: one scatter of all steps and the batch;
+    - ``total``: a sum that the node's loop returns;
+    - ``apply``: the node's operation, applied to the sums of its arguments.
     """
 
     kind: str
@@ -46,29 +49,29 @@ class Term:
             yield from term.leaves()
 
     def terms(self) -> list[Term]:
-        """The sums it is made of."""
+        """The sums among its operands."""
         return [operand for operand in tree_leaves(self.operands) if isinstance(operand, Term)]
 
     def all(self) -> Iterator[Term]:
-        """It and all the sums in it."""
+        """This term and, recursively, the sums among its operands."""
         yield self
         for term in self.terms():
             yield from term.all()
 
     def with_totals(self, nodes: set[Node]) -> Term:
-        """The same where loops sum these nodes over all steps and rows."""
+        """The same, given that loops return the sums of these nodes over steps and batch."""
         if self.kind == "rows" and self.node in nodes:
             return Term("total", self.node)
 
         def changed(operand: Any) -> Any:
             if isinstance(operand, list):
-                return [changed(own) for own in operand]
+                return [changed(item) for item in operand]
             return operand.with_totals(nodes) if isinstance(operand, Term) else operand
 
         return replace(self, operands=tuple(map(changed, self.operands)))
 
     def evaluate(self, sequence: Values, total: Values, invariant: Values, steps: Any) -> Tensor:
-        """The value, from each leaf's sequence ``[K, ...]``, its total, and each invariant."""
+        """The value, from functions for a node's sequence ``[K, ...]``, total and invariant."""
         if self.kind in ("sum", "total"):
             return total(self.node)
         if self.kind == "times_steps":
@@ -89,7 +92,7 @@ class Term:
             if isinstance(operand, Term):
                 return operand.evaluate(sequence, total, invariant, steps)
             if isinstance(operand, list):
-                return [value(own) for own in operand]
+                return [value(item) for item in operand]
             return invariant(operand) if isinstance(operand, fx.Node) else operand
 
         return self.node.target(*map(value, self.operands), **self.node.kwargs)
@@ -103,7 +106,7 @@ def _gemm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _sum_of_rows(x: Tensor) -> Tensor:
-    """``[K, B, N] -> [N]``, many rows by products with ones: a library reads them in order."""
+    """``[K, B, N] -> [N]``; a large batch by products with ones, which read it in order."""
     if x.shape[1] < _ROWS_FOR_A_PRODUCT:
         return x.sum((0, 1))
     ones = x.new_ones(1, 1, x.shape[1]).expand(x.shape[0], 1, x.shape[1])
@@ -115,82 +118,88 @@ _ROWS_FOR_A_PRODUCT = 16
 _LINEAR_VIEWS = VIEWS - {aten.lift_fresh.default}
 
 
-def time_sum(node: Node, varying: set[Node], given: set[Node]) -> Term:
-    """time_sum : a node of the step -> the sum of its value over the steps
+def time_sum(node: Node, varying: set[Node], inputs: set[Node]) -> Term:
+    """time_sum : a node of the step, what varies with the step, the loop's inputs -> Term
 
-    ``given`` are the inputs of the loop: what a saved value was made of is not there any more.
+    Changes its arguments: where a weight's gradient is a transposed GEMM, the operands' transposes
+    may be added to the node's graph, and are then added to ``varying``. ``inputs`` are not looked
+    into: what a saved value was computed from does not exist in the reverse loop.
     """
 
-    def pushed(*operands: Any) -> Term:
+    def apply(*operands: Any) -> Term:
         return Term("apply", node, operands)
 
-    def into(arg: Any) -> Any:
-        return time_sum(arg, varying, given) if isinstance(arg, fx.Node) else arg
+    def sum_of(arg: Any) -> Any:
+        return time_sum(arg, varying, inputs) if isinstance(arg, fx.Node) else arg
 
     if node not in varying:
         return Term("times_steps", node)
     target, args = node.target, node.args
-    if node in given or node.op != "call_function":
+    if node in inputs or node.op != "call_function":
         return Term("sum", node)
     if target is aten.permute.default and args[0].target in (aten.mm.default, aten.bmm.default):
-        swapped = _swapped_gemm(args[0], args[1], varying, given)
+        swapped = _swapped_gemm(args[0], args[1], varying, inputs)
         if swapped is not None:
             return swapped
     if target is aten.sum.dim_IntList and _sums_rows(node) and args[0] in varying:
         return Term("rows", node, (args[0],))
     if target in _LINEAR_VIEWS or target is aten.sum.dim_IntList or target is aten.neg.default:
-        return pushed(into(args[0]), *args[1:])
+        return apply(sum_of(args[0]), *args[1:])
     if target in (aten.add.Tensor, aten.sub.Tensor):
         if all(isinstance(a, fx.Node) for a in args[:2]):
-            return pushed(into(args[0]), into(args[1]))
+            return apply(sum_of(args[0]), sum_of(args[1]))
         return Term("sum", node)
     if target in (aten.mul.Tensor, aten.div.Tensor, aten.mm.default, aten.bmm.default):
         a_varies, b_varies = args[0] in varying, args[1] in varying
         if a_varies and not b_varies:
-            return pushed(into(args[0]), args[1])
+            return apply(sum_of(args[0]), args[1])
         if b_varies and not a_varies and target is not aten.div.Tensor:
-            return pushed(args[0], into(args[1]))
+            return apply(args[0], sum_of(args[1]))
         if a_varies and b_varies and target in (aten.mm.default, aten.bmm.default):
             return Term("gemm", node, (args[0], args[1]))
         return Term("sum", node)
-    if target is aten.cat.default and len(node.users) == 1:  # others read it joined
-        return pushed([into(arg) for arg in args[0]], *args[1:])
+    if target is aten.cat.default and len(node.users) == 1:  # other users need it concatenated
+        return apply([sum_of(arg) for arg in args[0]], *args[1:])
     if target in (aten.slice_scatter.default, aten.select_scatter.default):
-        return pushed(into(args[0]), into(args[1]), *args[2:])
+        return apply(sum_of(args[0]), sum_of(args[1]), *args[2:])
     if target is weight_gradient and args[2] not in varying:
         return Term("convolution", node, args[:2])
-    by_row = target is aten.embedding_dense_backward.default and not args[4]
-    if by_row and args[0] in varying and args[1] in varying:
+    # args[4]: scale_grad_by_freq, whose frequencies are those of one step.
+    is_scatter = target is aten.embedding_dense_backward.default and not args[4]
+    if is_scatter and args[0] in varying and args[1] in varying:
         return Term("scatter", node, tuple(args))
     return Term("sum", node)
 
 
 def _sums_rows(node: Node) -> bool:
-    """Whether the node sums a matrix of floating point numbers over its rows."""
+    """Whether the node sums a floating point matrix over its first axis."""
     value, dims = value_of(node.args[0]), node.args[1]
     return value.dim() == 2 and list(dims) == [0] and value.is_floating_point()
 
 
 def _swapped_gemm(
-    product: Node, dims: Sequence[int], varying: set[Node], given: set[Node]
+    product: Node, dims: Sequence[int], varying: set[Node], inputs: set[Node]
 ) -> Term | None:
-    """``(a @ b)^T = b^T @ a^T``: the gradient of a weight comes out contiguous."""
+    """``(a @ b)^T`` as ``b^T @ a^T``, so that the gradient of a weight comes out contiguous.
+
+    None if it does not apply. Changes the graph and ``varying``, see :func:`time_sum`.
+    """
     rank = product.meta["val"].dim()
     swaps = list(dims) == [*range(rank - 2), rank - 1, rank - 2]
-    if not swaps or len(product.users) > 1 or product in given:
+    if not swaps or len(product.users) > 1 or product in inputs:
         return None
     a, b = product.args[:2]
     if a not in varying or b not in varying:
         return None
-    flipped = (_transposed(b, dims, given), _transposed(a, dims, given))
-    varying.update(flipped)
-    return Term("gemm", product, flipped)
+    operands = (_transposed(b, dims, inputs), _transposed(a, dims, inputs))
+    varying.update(operands)
+    return Term("gemm", product, operands)
 
 
-def _transposed(node: Node, dims: Sequence[int], given: set[Node]) -> Node:
-    """A node of the graph that is ``node`` transposed; made if there is none."""
-    flips = node.target is aten.permute.default and list(node.args[1]) == list(dims)
-    if flips and node not in given:
+def _transposed(node: Node, dims: Sequence[int], inputs: set[Node]) -> Node:
+    """A node of the graph that is ``node`` transposed; added to the graph if there is none."""
+    is_transpose = node.target is aten.permute.default and list(node.args[1]) == list(dims)
+    if is_transpose and node not in inputs:
         return node.args[0]
     graph = node.graph
     for user in node.users:
