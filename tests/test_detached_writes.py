@@ -1,4 +1,4 @@
-"""What is written under no_grad, or into what was detached: new numbers with the old gradient."""
+"""In-place writes under no_grad or after detach(): new values with the old gradient."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def halved(h: Tensor) -> Tensor:
     return h
 
 
-def halved_under_its_own_name(h: Tensor) -> Tensor:
+def halved_by_an_operator(h: Tensor) -> Tensor:
     with torch.no_grad():
         h *= 0.5
     return h
@@ -86,29 +86,29 @@ def detached_and_seen(h: Tensor) -> Tensor:
     return h * other
 
 
-def of_no_other_name(h: Tensor) -> Tensor:
+def detached_result(h: Tensor) -> Tensor:
     return h + (h * 2).detach().clamp_(-0.1, 0.1) * h
 
 
 def buffer(h: Tensor) -> Tensor:
     with torch.no_grad():
-        kept = torch.full_like(h, -torch.inf)
-        kept[0].copy_(h[0])
-        kept[1:].clamp_(min=-1)
-    return h * kept
+        buffer = torch.full_like(h, -torch.inf)
+        buffer[0].copy_(h[0])
+        buffer[1:].clamp_(min=-1)
+    return h * buffer
 
 
 def buffer_from_before(h: Tensor) -> Tensor:
-    kept, count = torch.full_like(h, -torch.inf), torch.zeros(B, dtype=torch.long)
+    largest, count = torch.full_like(h, -torch.inf), torch.zeros(B, dtype=torch.long)
     with torch.no_grad():
-        torch.maximum(kept, h, out=kept)
+        torch.maximum(largest, h, out=largest)
         count += 1
-    return h * kept * count[:, None]
+    return h * largest * count[:, None]
 
 
 WRITES = [
-    halved, halved_under_its_own_name, of_itself, set_in_part, view_of_it, parts_of_it,
-    given_as_out, by_a_function, detached, view_of_detached, detached_and_seen, of_no_other_name,
+    halved, halved_by_an_operator, of_itself, set_in_part, view_of_it, parts_of_it,
+    given_as_out, by_a_function, detached, view_of_detached, detached_and_seen, detached_result,
     buffer, buffer_from_before,
 ]  # fmt: skip
 
@@ -123,8 +123,8 @@ def problem(change: Any, loss: Any = mse) -> Problem:
     return Problem(step, params, state, draw.sequence(B, H), draw.sequence(B, H), loss)
 
 
-def checked(given: Problem) -> None:
-    check(make_train_segment(given.step, given.loss, backend="eager"), given, K)
+def checked(problem: Problem) -> None:
+    check(make_train_segment(problem.step, problem.loss, backend="eager"), problem, K)
 
 
 @pytest.mark.parametrize("change", WRITES, ids=lambda change: change.__name__)
@@ -147,14 +147,16 @@ def data_assigned(h: Tensor) -> Tensor:
     return h
 
 
-@pytest.mark.parametrize("change", [through_data, data_assigned], ids=lambda own: own.__name__)
+@pytest.mark.parametrize(
+    "change", [through_data, data_assigned], ids=lambda change: change.__name__
+)
 def test_what_autograd_does_not_see_is_refused(change: Callable[[Tensor], Tensor]) -> None:
-    """torch's own gradient is that of numbers that are no longer there."""
-    words = r"writes through \.data.*write h \+ \(new - h\)\.detach\(\)"
-    with pytest.raises(RuntimeError, match="step " + words) as caught:
+    """torch would compute the gradient from values that were overwritten."""
+    message = r"writes through \.data.*write h \+ \(new - h\)\.detach\(\)"
+    with pytest.raises(RuntimeError, match="step " + message) as caught:
         checked(problem(change))
     assert "test_detached_writes.py" in "".join(caught.value.__notes__)
-    with pytest.raises(RuntimeError, match="loss " + words):
+    with pytest.raises(RuntimeError, match="loss " + message):
         checked(problem(lambda h: h, lambda out, y: change(out - y).square().mean()))
 
 

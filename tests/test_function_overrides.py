@@ -1,6 +1,6 @@
-"""Functions that cannot be traced as they are, states in parts, and what a segment is given lazily.
+"""Functions that cannot be traced, losses of one K, states in parts, pending conjugations.
 
-All against the plain loop.
+All compared with the plain loop.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def problem(
     return Problem(step, params, state, draw.sequence(B, H), draw.sequence(*out), loss)
 
 
-def checked(given: Problem, backend: str = "eager") -> Any:
-    segment = make_train_segment(given.step, given.loss, backend=backend)
-    check(segment, given, K)
+def checked(case: Problem, backend: str = "eager") -> Any:
+    segment = make_train_segment(case.step, case.loss, backend=backend)
+    check(segment, case, K)
     return segment
 
 
-# -- composed of others -------------------------------------------------------------------------
+# -- compositions -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -59,8 +59,8 @@ def test_bags_of_embeddings(mode: str, padding: int | None) -> None:
         h = torch.tanh(bag + h @ params["w"])
         return h, h
 
-    given = problem(step)
-    params, state, _, y = given.data(K)
+    case = problem(step)
+    params, state, _, y = case.data(K)
     x = Draw(0).tokens(5, B, 3)(K)
     x[:, 0] = 2  # a bag of nothing but padding
     segment = make_train_segment(step, mse, backend="eager")
@@ -69,8 +69,8 @@ def test_bags_of_embeddings(mode: str, padding: int | None) -> None:
 
 def test_weighted_bags() -> None:
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        own = torch.tensor([[0, 1, 2, 3, 4, 1, 0]] * B)
-        bag = F.embedding_bag(own, params["table"], mode="sum", per_sample_weights=x_t)
+        indices = torch.tensor([[0, 1, 2, 3, 4, 1, 0]] * B)
+        bag = F.embedding_bag(indices, params["table"], mode="sum", per_sample_weights=x_t)
         h = torch.tanh(bag + h @ params["w"])
         return h, h
 
@@ -79,7 +79,7 @@ def test_weighted_bags() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_gaussian_likelihood(reduction: str) -> None:
-    """It looks at whether a variance is negative."""
+    """It checks for negative variances."""
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         value = F.gaussian_nll_loss(out, y, out[..., 0].square() + 0.1, True, reduction=reduction)
@@ -96,21 +96,21 @@ def test_infinite_variances_and_lengths() -> None:
         return (likely, torch.polar(wide, torch.ones_like(h)).real), h
 
     def loss(out: Tree, y: Tensor) -> Tensor:
-        return sum(mse(own.where(own.isfinite(), 0.0), y) for own in out)
+        return sum(mse(leaf.where(leaf.isfinite(), 0.0), y) for leaf in out)
 
-    given = problem(step, loss)
-    arguments = given.data(K)
-    found = make_train_segment(step, loss, backend="eager")(*arguments)
+    case = problem(step, loss)
+    arguments = case.data(K)
+    result = make_train_segment(step, loss, backend="eager")(*arguments)
     expected = reference_segment(step, loss, *arguments)
-    assert all(own.isinf().any() for own in expected.out)
-    for own, wanted in zip(found.out, expected.out, strict=True):
-        torch.testing.assert_close(own, wanted)
-    assert_close(found[:3], expected[:3])
+    assert all(leaf.isinf().any() for leaf in expected.out)
+    for leaf, expected_leaf in zip(result.out, expected.out, strict=True):
+        torch.testing.assert_close(leaf, expected_leaf)
+    assert_close(result[:3], expected[:3])
 
 
 @pytest.mark.parametrize("correction", [0, 1])
 def test_covariance(correction: int) -> None:
-    """It looks at whether weights are sound that nobody gave."""
+    """It validates weights, also if there are none."""
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         features = (out + y).reshape(-1, H)
@@ -140,14 +140,14 @@ def test_complex_numbers_of_two_real_ones(backend: str) -> None:
         return z.real + torch.polar(x_t @ params["w"], x_t).imag, z
 
     draw = Draw(1)
-    given = problem(step, state=torch.complex(draw(B, H), draw(B, H)))
-    segment = make_train_segment(given.step, given.loss, backend=backend)
+    case = problem(step, state=torch.complex(draw(B, H), draw(B, H)))
+    segment = make_train_segment(case.step, case.loss, backend=backend)
     for steps in (K, 1, 2):
-        check(segment, given, steps)
+        check(segment, case, steps)
 
 
 def buffered(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
-    """A delay line whose place is a tensor of one number."""
+    """A delay line whose position is a tensor of one number."""
     buffer, t = state
     new = torch.tanh(x_t + buffer[:, (t + 1) % 3] @ params["w"])
     buffer = buffer.clone()
@@ -156,15 +156,15 @@ def buffered(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
     return buffer[:, t % 3 - 1], (buffer, t + 1)
 
 
-def test_a_place_in_a_buffer() -> None:
+def test_a_position_in_a_buffer() -> None:
     draw = Draw(1)
-    given = problem(buffered, state=(draw(B, 3, H), torch.tensor(1)))
-    segment = checked(given)
-    params, _, x, y = given.data(K)
+    case = problem(buffered, state=(draw(B, 3, H), torch.tensor(1)))
+    segment = checked(case)
+    params, _, x, y = case.data(K)
     calls = [(params, (draw(B, 3, H), torch.tensor(i)), x, y) for i in (0, 2)]
     batch = [stacked([call[i] for call in calls]) for i in range(1, 4)]
-    found = vmap(segment, in_dims=(None, 0, 0, 0))(params, *batch)
-    assert_close(found, looped(given, calls))
+    mapped = vmap(segment, in_dims=(None, 0, 0, 0))(params, *batch)
+    assert_close(mapped, looped(case, calls))
 
 
 def test_rows_that_a_mask_chooses() -> None:
@@ -181,19 +181,19 @@ def test_rows_that_a_mask_chooses() -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_a_gradient_that_is_written_in_place() -> None:
-    """affine_grid's is; what was written was dropped, and fresh memory was the gradient."""
+    """affine_grid's is. The write was dropped, and uninitialized memory was the gradient."""
 
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         h = linear(params, x_t, h)
         return F.affine_grid(h[:, :6].reshape(B, 2, 3), [B, 1, 2, 3], align_corners=False), h
 
-    given = problem(step, out=(B, 2, 3, 2))
-    checked(given)
+    case = problem(step, out=(B, 2, 3, 2))
+    checked(case)
     segment = make_train_segment(step, mse, backend="eager")
-    found = vmap(segment, in_dims=(None, 0, 0, 0))(
-        given.params, *(stacked([leaf, leaf]) for leaf in given.data(K)[1:])
+    mapped = vmap(segment, in_dims=(None, 0, 0, 0))(
+        case.params, *(stacked([leaf, leaf]) for leaf in case.data(K)[1:])
     )
-    assert_close(found.loss[1], reference(given, K).loss)
+    assert_close(mapped.loss[1], reference(case, K).loss)
 
 
 def test_a_loss_whose_decomposition_is_wrong() -> None:
@@ -225,13 +225,13 @@ def test_a_loss_that_is_compiled_for_many_lengths() -> None:
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return (out - y).square().reshape(len(out) * B, H).sum(0).mean() / float(len(out))
 
-    given = problem(tanh_step, loss)
+    case = problem(tanh_step, loss)
     segment = make_train_segment(tanh_step, loss, backend="eager")
     for steps in (2, 3, 4, 5, 3):
-        check(segment, given, steps)
+        check(segment, case, steps)
     with pytest.warns(RuntimeWarning, match="the loss is compiled anew for each number of steps"):
-        check(segment, given, 6)
-    check(segment, given, 7)
+        check(segment, case, 6)
+    check(segment, case, 7)
 
 
 # -- states in parts ------------------------------------------------------------------------------
@@ -264,12 +264,12 @@ def test_a_product_of_parts_of_other_dtypes(transposed: bool) -> None:
     checked(problem(step))
 
 
-# -- what torch has put off -----------------------------------------------------------------------
+# -- pending conjugations -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["eager", "fused"])
 def test_conjugated_tensors(backend: str, kernels: None) -> None:
-    """A conjugate is a mark on the same memory."""
+    """In torch a conjugate is a flag on the same memory."""
     captured = Draw(3).complex(B, H).conj()
 
     def step(params: Tree, x_t: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,10 +278,10 @@ def test_conjugated_tensors(backend: str, kernels: None) -> None:
         return state.abs() + x_t.real + (state.conj() * x_t).imag, state
 
     draw = Draw(0)
-    given = problem(step, state=draw.complex(B, H).conj())
+    case = problem(step, state=draw.complex(B, H).conj())
     x = draw.complex(K, B, H).conj()
     segment = make_train_segment(step, mse, backend=backend)
-    params, state, _, y = given.data(K)
+    params, state, _, y = case.data(K)
     expected = reference_segment(step, mse, params, state, x, y)
     for _ in range(2):  # the second call is recalled
         assert_close(segment(params, state, x, y), expected)
@@ -295,10 +295,10 @@ def test_the_default_dtype_may_change() -> None:
         h = torch.tanh(x_t + h @ params["w"] * torch.full((), 1 / 3).to(h.dtype))
         return h, h
 
-    given = problem(step)
-    segment = checked(given)
+    case = problem(step)
+    segment = checked(case)
     torch.set_default_dtype(torch.float64)
     try:
-        check(segment, given, K)
+        check(segment, case, K)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -1,4 +1,4 @@
-"""Steps that cannot become a graph: the error names the line of the step and the way out."""
+"""Steps that cannot become a graph: the error names the line of the step and a remedy."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def test_an_operation_whose_result_depends_on_values() -> None:
         return h, h + x_t * params["w"]
 
     segment = make_train_segment(step, loss, backend="eager")
-    words = r"loss loss cannot be compiled: what aten._ctc_loss\S* does.*depends on the values"
-    with pytest.raises(RuntimeError, match=words) as caught:
+    message = r"loss loss cannot be compiled: what aten._ctc_loss\S* does.*depends on the values"
+    with pytest.raises(RuntimeError, match=message) as caught:
         segment({"w": torch.ones(H)}, torch.zeros(B, H), torch.ones(K, B, H), torch.ones(K, B, H))
     assert 'test_untraceable.py", line' in str(caught.value)
 
@@ -228,10 +228,10 @@ def test_a_gradient_by_torch_autograd() -> None:
         return h, h
 
     for step in (by_grad, by_backward):
-        words = (
+        message = (
             rf"step {step.__name__} takes a gradient by torch\.autograd.*\n.*test_untraceable.py"
         )
-        with pytest.raises(RuntimeError, match=words) as caught:
+        with pytest.raises(RuntimeError, match=message) as caught:
             call(step)
         assert "torch.func.grad(f)(x)" in str(caught.value)
 
@@ -243,8 +243,8 @@ def test_a_gradient_by_torch_func_and_marks_that_do_not_matter() -> None:
         return h + torch.zeros(H).requires_grad_(False), h
 
     arguments = {"w": torch.ones(H)}, torch.zeros(B, H), torch.randn(K, B, H), torch.randn(K, B, H)
-    found = make_train_segment(step, mse, backend="eager")(*arguments)
-    torch.testing.assert_close(found.grads, reference_segment(step, mse, *arguments).grads)
+    result = make_train_segment(step, mse, backend="eager")(*arguments)
+    torch.testing.assert_close(result.grads, reference_segment(step, mse, *arguments).grads)
 
 
 def test_a_branch_of_torch() -> None:
@@ -252,8 +252,8 @@ def test_a_branch_of_torch() -> None:
         h = h + x_t * params["w"]
         return h, torch.cond(h.sum() > 0, lambda h: -h, lambda h: h + 1, (h,))
 
-    words = "step: uses an operation that contains graphs, such as torch.cond.*torch.where"
-    with pytest.raises(TypeError, match=words):
+    message = "step: uses an operation that contains graphs, such as torch.cond.*torch.where"
+    with pytest.raises(TypeError, match=message):
         call(step)
 
 
@@ -282,10 +282,10 @@ class Remembers(nn.Module):
         return self.h, state
 
 
-def test_a_module_that_keeps_its_state_in_an_attribute() -> None:
+def test_a_module_with_its_state_in_an_attribute() -> None:
     module = Remembers()
-    words = r"step Remembers changes its attribute 'h'.*from the state and return it"
-    with pytest.raises(RuntimeError, match=words):
+    message = r"step Remembers changes its attribute 'h'.*from the state and return it"
+    with pytest.raises(RuntimeError, match=message):
         call(module)
     assert module.h is None, "the module is as it was"
 
@@ -319,10 +319,10 @@ class Normalised(nn.Module):
 def test_batch_norm_in_train_mode_names_its_buffer() -> None:
     module = Normalised()
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    words = (
+    message = (
         r"step Normalised changes its buffer '?norm\.(running_mean|running_var|num_batches).*eval"
     )
-    with pytest.raises(RuntimeError, match=words):
+    with pytest.raises(RuntimeError, match=message):
         call(module)
     assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
 
@@ -371,7 +371,7 @@ def test_a_step_that_closes_over_what_it_should_be_given(kind: str) -> None:
         call(step)
 
 
-def test_a_loss_with_a_parameter_of_its_own() -> None:
+def test_a_loss_with_a_parameter() -> None:
     """A readout in the loss, which only the step's parameters would be trained beside."""
     readout = nn.Linear(H, H, bias=False)
 
@@ -475,7 +475,7 @@ def test_operands_that_the_step_converts(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "returned, words",
+    "returned, message",
     [
         (lambda h: h, "found a Tensor"),
         (lambda h: None, "found a NoneType"),
@@ -483,8 +483,8 @@ def test_operands_that_the_step_converts(backend: str) -> None:
         (lambda h: (h, h, h), "found a tuple of 3"),
     ],
 )
-def test_a_step_that_returns_no_pair(returned: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=rf"step: expected \(out_t, state\), {words}"):
+def test_a_step_that_returns_no_pair(returned: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=rf"step: expected \(out_t, state\), {message}"):
         call(lambda params, x_t, h: returned(h + x_t * params["w"]))
 
 
@@ -495,10 +495,10 @@ def test_out_that_is_no_tensor() -> None:
         call(lambda params, x_t, h: ({"h": h * params["w"], "n": 3}, h))
 
 
-def test_a_step_that_fails_keeps_its_own_error() -> None:
+def test_the_error_of_a_step_is_raised() -> None:
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        raise KeyError("my own mistake")
+        raise KeyError("a mistake")
 
-    with pytest.raises(KeyError, match="my own mistake") as caught:
+    with pytest.raises(KeyError, match="a mistake") as caught:
         call(step)
     assert "while step step was traced" in "".join(caught.value.__notes__)

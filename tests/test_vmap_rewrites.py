@@ -1,4 +1,4 @@
-"""Noise that vmap has no rule for: other numbers at each step, as in the loop."""
+"""Noise without a vmap rule: different numbers at each step, as in the plain loop."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def test_noise_is_drawn_at_each_step(backend: str) -> None:
     segment = make_train_segment(step, loss, backend=backend)
     data = problem()
     one, two = segment(*data).out, segment(*data).out
-    for name, found in one.items():
+    for name, noise in one.items():
         for t in range(K - 1):
-            assert not torch.equal(found[t], found[t + 1]), name
-        assert not torch.equal(found, two[name]), name
+            assert not torch.equal(noise[t], noise[t + 1]), name
+        assert not torch.equal(noise, two[name]), name
     assert 2 <= one["uniform"].min() < one["uniform"].max() <= 3
     assert 1 <= one["integers"].min() < one["integers"].max() < 1000
     assert 0 <= one["any integers"].min() < 0.5 < one["any integers"].max() <= 1
@@ -89,11 +89,11 @@ def test_the_largest_number_is_drawn_too() -> None:
 
     segment = make_train_segment(draw, lambda out, y: y.mean(), backend="eager")
     x = torch.zeros(10, 1)
-    found = segment({"w": torch.ones(1)}, torch.zeros(1), x, x).out
-    assert [own.dtype for own in found] == DTYPES
-    for own, largest in zip(found, [1, 255, 127, None, None, 256, None], strict=True):
-        assert own.min() >= 0
-        assert largest is None or own.max() == largest
+    out = segment({"w": torch.ones(1)}, torch.zeros(1), x, x).out
+    assert [drawn.dtype for drawn in out] == DTYPES
+    for drawn, largest in zip(out, [1, 255, 127, None, None, 256, None], strict=True):
+        assert drawn.min() >= 0
+        assert largest is None or drawn.max() == largest
 
 
 def test_vmap_asks_how_noise_is_meant() -> None:
@@ -103,5 +103,5 @@ def test_vmap_asks_how_noise_is_meant() -> None:
     with pytest.raises(RuntimeError, match="random operation while in randomness error mode"):
         torch.vmap(segment, in_dims=(None, 0, 0, 0))(params, *data)
     mapped = torch.vmap(segment, in_dims=(None, 0, 0, 0), randomness="different")
-    for name, found in mapped(params, *data).out.items():
-        assert not torch.equal(found[0], found[1]), name
+    for name, noise in mapped(params, *data).out.items():
+        assert not torch.equal(noise[0], noise[1]), name

@@ -1,4 +1,4 @@
-"""Which operations a traced graph is made of: decompositions of torch's, and of this package."""
+"""The operations that traced graphs consist of: decompositions, torch's and this package's."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return source.to(target.dtype).expand(target.shape)
 
 
-# Matrix-vector products as matrix products: one kind of GEMM to hoist and to differentiate. And
-# what functionalize makes of in-place operations, where autograd knows only those.
+# Matrix-vector products as matrix products: one kind of GEMM to hoist and to differentiate. And the
+# results of functionalize (copy, fill, zero), where autograd knows only the in-place operations.
 BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.mv.default: _mv,
     aten.dot.default: _dot,
@@ -54,9 +54,9 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
 def past_autograd() -> dict[Any, Callable[..., Any]]:
     """Inductor's table of decompositions into core operations.
 
-    Without those whose parts the engine wants whole (one node of the reverse loop each) or that
-    vmap has no rule for (``flip`` becomes a prim); with biases apart from products, and ``split``
-    and ``unbind`` as single slices.
+    Without the decompositions of operations that should stay one node of the reverse loop, and
+    those into operations that vmap has no rule for (``flip`` becomes a prim). Biases are added
+    after products; ``split`` and ``unbind`` become single slices.
     """
     table = inductor_decompositions()
     for op in (
@@ -71,8 +71,8 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
         aten._to_copy,
         aten.mm,
         aten.bmm,
-        aten.add,  # of complex numbers: as views of real ones
-        aten.multilabel_margin_loss_forward,  # is wrong up to torch 2.13
+        aten.add,  # torch's takes complex numbers apart, as views of real ones
+        aten.multilabel_margin_loss_forward,  # torch's is wrong up to 2.13
     ):
         for overload in op.overloads():
             table.pop(getattr(op, overload), None)

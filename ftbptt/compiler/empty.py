@@ -1,4 +1,4 @@
-"""Values of no elements, such as a state of 0 features: nothing that a loop must carry or read."""
+"""Values without elements, such as a state of 0 features, need not be carried or read."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .graphs import aten
 
 
 def without_empty_values(module: fx.GraphModule) -> fx.GraphModule:
-    """without_empty_values : step graph -> one in which they are constants, whatever they were
+    """without_empty_values : step graph -> the same, with constants in the place of empty values
 
-    Inductor cannot take a step of a sequence of them.
+    Inductor cannot index a sequence of empty values by the step.
     """
     graph = module.graph
     first = graph.find_nodes(op="placeholder")[-1].next
@@ -18,8 +18,8 @@ def without_empty_values(module: fx.GraphModule) -> fx.GraphModule:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and not value.numel() and node.users:
             with graph.inserting_before(first):
-                kind = {"dtype": value.dtype, "device": value.device}
-                empty = graph.call_function(aten.full.default, (list(value.shape), 0), kind)
+                options = {"dtype": value.dtype, "device": value.device}
+                empty = graph.call_function(aten.full.default, (list(value.shape), 0), options)
                 empty.meta["val"] = value
             node.replace_all_uses_with(empty)
     graph.eliminate_dead_code()

@@ -1,6 +1,6 @@
-"""Functions of torch that cannot be traced as they are, composed of ones that can be.
+"""Functions of torch that cannot be traced, replaced by compositions of functions that can.
 
-Some look at values to check them, some read a number out of a tensor, some have no rule for vmap.
+Some read values to validate them, some read a number out of a tensor, some have no vmap rule.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._straight_through import with_gradient_of
 from .._trees import tree_map
-from .detached_writes import DATA, Hidden, written
+from .detached_writes import DATA, HiddenAliases, written_tensor
 from .rnn import RECURRENT
 from .signature import differentiable
 
@@ -28,20 +28,20 @@ def _embedding_bag(
     sparse: bool = False, per_sample_weights: Any = None, include_last_offset: bool = False,
     padding_idx: Any = None,
 ) -> Any:  # fmt: skip
-    """A bag for each row of ``input``; of bags of unequal lengths the shapes depend on values."""
+    """A bag for each row of ``input``; not for bags of unequal lengths, given by ``offsets``."""
     if input.dim() != 2 or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented
-    found = F.embedding(input, weight)
+    embedded = F.embedding(input, weight)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     counts = torch.ones_like(input) if padding_idx is None else (input != padding_idx).long()
     if mode == "max":
-        there = counts.bool().unsqueeze(-1)
-        largest = found.masked_fill(~there, -math.inf).amax(1)
-        return torch.where(there.any(1), largest, torch.zeros_like(largest))
+        counted = counts.bool().unsqueeze(-1)
+        largest = embedded.masked_fill(~counted, -math.inf).amax(1)
+        return torch.where(counted.any(1), largest, torch.zeros_like(largest))
     if per_sample_weights is not None:
-        found = found * per_sample_weights.unsqueeze(-1)
-    total = (found * counts.unsqueeze(-1)).sum(1)
+        embedded = embedded * per_sample_weights.unsqueeze(-1)
+    total = (embedded * counts.unsqueeze(-1)).sum(1)
     return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)
 
 
@@ -49,11 +49,11 @@ def _gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Any:  # fmt: skip
-    """Without the look at whether a variance is negative."""
+    """Without the check for negative variances."""
     var = torch.as_tensor(var, dtype=input.dtype, device=input.device)
     if var.dim() and var.shape != input.shape and var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
-    bounded = with_gradient_of(var.clamp(min=eps), var)  # it passes, as in torch
+    bounded = with_gradient_of(var.clamp(min=eps), var)  # as in torch, the clamp passes it on
     loss = 0.5 * (bounded.log() + (input - target).square() / bounded)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
@@ -61,16 +61,16 @@ def _gaussian_nll_loss(
 
 
 def _cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
-    """Without the look at whether weights that were not given are sound."""
+    """Without the validation of weights, which also runs if there are none."""
     if input.dim() > 2 or fweights is not None or aweights is not None:
         return NotImplemented
     x = input.reshape(1, -1) if input.dim() < 2 else input
-    apart = x - x.mean(1, keepdim=True)
-    return (apart @ apart.mH / max(x.shape[1] - correction, 0)).squeeze()
+    centered = x - x.mean(1, keepdim=True)
+    return (centered @ centered.mH / max(x.shape[1] - correction, 0)).squeeze()
 
 
 def _hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
-    """torch has no meta function for the gradient of this one, nor of the next."""
+    """torch has no meta function for the gradients of hardshrink and softshrink."""
     return torch.where((input >= -lambd) & (input <= lambd), 0.0, input)
 
 
@@ -80,70 +80,80 @@ def _softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
 
 
 def _complex(real: Tensor, imag: Tensor) -> Tensor:
-    """torch's own has strides that Inductor reads as numbers, which fixes K."""
+    """The strides of torch's result are read as numbers by Inductor, which fixes K."""
     return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imag), -1))
 
 
 def _polar(abs: Tensor, angle: Tensor) -> Tensor:
-    # Of a negative one torch's gradient has the other sign.
+    # torch's gradient by a negative abs has the other sign.
     abs = with_gradient_of(abs, abs, abs.detach().sign())
     return _complex(abs * angle.cos(), abs * angle.sin())
 
 
-def _is_place(entry: Any) -> bool:
-    """Whether it is a tensor that stands for one index, as the place in a ring buffer."""
+def _is_position(entry: Any) -> bool:
+    """Whether it is a tensor of one index, such as the position in a ring buffer."""
     if not isinstance(entry, Tensor) or entry.dim() or entry.dtype is torch.bool:
         return False
     return not (entry.is_floating_point() or entry.is_complex())
 
 
-def _place_in(x: Tensor, index: Any) -> tuple[list[Any], int] | None:
-    """The entries of an index with one place in it, and the axis of that; None for another."""
+class _TensorIndex(NamedTuple):
+    """An index like ``[:, t, 2:]`` with one tensor ``t``, which is ``entries[dim]``."""
+
+    entries: list[Any]
+    dim: int  # also the axis that it indexes: no ellipsis is left
+
+
+def _as_tensor_index(x: Tensor, index: Any) -> _TensorIndex | None:
+    """None if it is another kind of index."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    places = [i for i, entry in enumerate(entries) if _is_place(entry)]
-    others = [entry for i, entry in enumerate(entries) if i not in places]
+    positions = [i for i, entry in enumerate(entries) if _is_position(entry)]
+    others = [entry for i, entry in enumerate(entries) if i not in positions]
     plain = all(
         entry is ... or (isinstance(entry, (slice, int)) and not isinstance(entry, bool))
         for entry in others
     )
-    if len(places) != 1 or not plain:
+    if len(positions) != 1 or not plain:
         return None
-    dots = [i for i, entry in enumerate(entries) if entry is ...]
-    if dots:
-        (at,) = dots
-        entries[at : at + 1] = [slice(None)] * (x.dim() - len(entries) + 1)
-        places = [places[0] + (x.dim() - len(others) - 1 if places[0] > at else 0)]
-    return entries, places[0]
+    (dim,) = positions
+    ellipses = [i for i, entry in enumerate(entries) if entry is ...]
+    if ellipses:
+        (ellipsis,) = ellipses
+        added = x.dim() - len(entries)  # the axes that the ellipsis stands for, less one
+        entries[ellipsis : ellipsis + 1] = [slice(None)] * (added + 1)
+        dim += added if dim > ellipsis else 0
+    return _TensorIndex(entries, dim)
 
 
-def _rows_at(x: Tensor, dim: int, place: Tensor) -> Tensor:
-    """``place`` as the index of one row, which may count from the end."""
-    place = place.reshape(1).long()
-    return torch.where(place < 0, place + x.shape[dim], place)
+def _row_numbers(x: Tensor, index: _TensorIndex) -> Tensor:
+    """``[1]``: the position along its axis, counted from the start."""
+    position = index.entries[index.dim].reshape(1).long()
+    return torch.where(position < 0, position + x.shape[index.dim], position)
+
+
+def _within_row(index: _TensorIndex) -> tuple[Any, ...]:
+    """The same index into the one row that was selected, which keeps the axis."""
+    return (*index.entries[: index.dim], 0, *index.entries[index.dim + 1 :])
 
 
 def _getitem(x: Tensor, index: Any) -> Any:
-    """``x[:, t]`` reads the number t in Python if t is a tensor of one number."""
-    found = _place_in(x, index)
-    if found is None:
+    """``x[:, t]``, for which torch reads the number in Python if t is a tensor of one number."""
+    tensor_index = _as_tensor_index(x, index)
+    if tensor_index is None:
         return NotImplemented
-    entries, dim = found
-    row = x.index_select(dim, _rows_at(x, dim, entries[dim]))
-    entries[dim] = 0
-    return row[tuple(entries)]
+    row = x.index_select(tensor_index.dim, _row_numbers(x, tensor_index))
+    return row[_within_row(tensor_index)]
 
 
 def _setitem(x: Tensor, index: Any, value: Any) -> Any:
     """``x[:, t] = value``, see :func:`_getitem`."""
-    found = _place_in(x, index)
-    if found is None:
+    tensor_index = _as_tensor_index(x, index)
+    if tensor_index is None:
         return NotImplemented
-    entries, dim = found
-    rows = _rows_at(x, dim, entries[dim])
-    entries[dim] = 0
-    row = x.index_select(dim, rows)
-    row[tuple(entries)] = value
-    x.index_copy_(dim, rows, row)
+    numbers = _row_numbers(x, tensor_index)
+    row = x.index_select(tensor_index.dim, numbers)
+    row[_within_row(tensor_index)] = value
+    x.index_copy_(tensor_index.dim, numbers, row)
     return x
 
 
@@ -164,7 +174,7 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
 }
 
 
-# What reads a tensor outside of torch, where a fake one would give a wrong value silently.
+# These hand a tensor's values to Python or NumPy: a fake tensor would give wrong ones silently.
 _LEAVES_TORCH = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__}
 
 
@@ -172,14 +182,14 @@ _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class Composed(TorchFunctionMode):
-    """Within it, these functions, torch's recurrent layers and dropout run as plain operations.
+    """While active, the functions above and torch's recurrent layers run as plain operations.
 
-    ``argument`` says what runs, "step" or "loss".
+    ``argument``: what runs, "step" or "loss", for errors.
     """
 
     def __init__(self, argument: str) -> None:
         super().__init__()
-        self.argument, self.hidden = argument, Hidden(argument)
+        self.argument, self.hidden = argument, HiddenAliases(argument)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -193,18 +203,18 @@ class Composed(TorchFunctionMode):
                 "Scale the gradient in the forward (x * s + x.detach() * (1 - s)), or change the "
                 "gradients that the segment returns."
             )
-        if func == _REQUIRES_GRAD:  # a fake tensor has none; in the loop that is meant it would
+        if func == _REQUIRES_GRAD:  # False for fake tensors, but not in the loop they stand for
             return torch.is_grad_enabled() and differentiable(args[0])
         if func is Tensor.requires_grad_:
-            # Which torch.func.grad asks for, and may: else nothing depends on it.
+            # It only matters to torch.func.grad, which may call it; elsewhere it fails.
             with suppress(RuntimeError):
                 func(*args, **kwargs)
             return args[0]
-        target = written(func, args, kwargs)
+        target = written_tensor(func, args, kwargs)
         if target is not None:
             return self.hidden.write(self._run, func, target, args, kwargs)
         result = self._run(func, args, kwargs)
-        # What the step keeps from autograd must stay constant when its graph is differentiated.
+        # What the step hides from autograd must be constant when its graph is differentiated.
         if func == DATA or not torch.is_grad_enabled():
             result = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, result)
         self.hidden.note(self._run, func, args, kwargs, result)

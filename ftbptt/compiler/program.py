@@ -1,12 +1,12 @@
-"""Blocks -> functions on whole tensors: what a backend runs, or compiles.
+"""Blocks -> functions on sequences: what a backend runs, or compiles.
 
 A program works on a chunk of K consecutive steps. Its functions are plain torch on tensors with
 time as axis 0, pure, and hold for any K, so a compiler can trace them with K as a symbol:
 
-    prepare(*given)                                -> [*prepared]            once per segment
+    prepare(*inputs)                               -> [*prepared]            once per segment
     forward(*invariants, *x, *state)               -> [*state, *out, *saved]
     reverse(*invariants, *x, *saved, *d_out, *d_state) -> [*d_state, *d_probes, *d_invariants]
-    finish(*given, *d_prepared)                    -> [*d_given]             once per segment
+    finish(*inputs, *d_prepared)                   -> [*d_inputs]            once per segment
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .._interrupt import uninterrupted
 from .distribute import DistributedLoop, MapBlock, ScanBlock, ShiftBlock
 from .graphs import Node
 
-# A scan block as a callable: (block, invariants, sequences [K, ...], carries, steps, reverse) ->
-# (final carries, histories [K + 1, ...] or None for each carry, emits [K, ...] and behind them
-# totals). Index t of a history is the carry before step t in a forward loop; in a reverse loop
-# index t + 1 is the carry that comes into step t. This is the whole interface of a backend.
+# Runs a scan block: (block, invariants, sequences [K, ...], carries, steps, reverse) -> (final
+# carries, histories [K + 1, ...] or None for each carry, [*emits [K, ...], *totals]). Index t of a
+# history is the carry before step t in a forward loop; in a reverse loop index t + 1 is the carry
+# that enters step t. A backend need not know more of a loop than this.
 RunScan = Callable[
     [ScanBlock, list[Tensor], list[Tensor], list[Tensor], Any, bool],
     tuple[list[Tensor], list[Tensor | None], list[Tensor]],
@@ -34,7 +34,7 @@ RunScan = Callable[
 
 @dataclass
 class _Values:
-    """The values of a running loop: invariants, and sequences with the steps in front."""
+    """The values of a running loop by node; sequences have the steps as axis 0."""
 
     invariant: dict[Node, Tensor]
     sequence: dict[Node, Tensor]
@@ -53,8 +53,8 @@ def run_loop(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """run_loop : a loop's inputs -> (final carries, stacked values [K, ...], summed values)
 
-    With ``windows`` so many loops run side by side: the sequences are ``[K, windows, ...]``, the
-    carries ``[windows, ...]``.
+    With ``windows`` > 0 as many loops run side by side: the sequences are ``[K, windows, ...]``,
+    the carries ``[windows, ...]``.
     """
     loop = distributed.loop
     values = _Values(
@@ -65,14 +65,14 @@ def run_loop(
     )
     start = dict(zip(loop.carries, carries, strict=True))
     if distributed.hoisted is not None:
-        work = distributed.hoisted(*invariants)
-        values.invariant.update(zip(distributed.hoisted_nodes, work, strict=True))
-    at_all_steps = (steps, windows) if windows else (steps,)
+        hoisted = distributed.hoisted(*invariants)
+        values.invariant.update(zip(distributed.hoisted_nodes, hoisted, strict=True))
+    leading_axes = (steps, windows) if windows else (steps,)
 
     def sequence(node: Node) -> Tensor:
         if node not in values.sequence:  # the same at every step
             value = _invariant(node, values)
-            values.sequence[node] = value.expand(*at_all_steps, *value.shape)
+            values.sequence[node] = value.expand(*leading_axes, *value.shape)
         return values.sequence[node]
 
     for block in distributed.blocks:
@@ -99,7 +99,7 @@ def run_loop(
 
 
 def _invariant(node: Node, values: _Values) -> Tensor:
-    """An invariant that no block made: a view of a parameter, or a constant."""
+    """The value of an invariant; a view of a parameter, or a constant, is computed here."""
     if node not in values.invariant:
 
         def operand(arg: Node) -> Tensor:
@@ -118,7 +118,7 @@ def _run_map(block: MapBlock, values: _Values, steps: Any, windows: int) -> None
         sequences = [sequence.flatten(0, 1) for sequence in sequences]
         steps = steps * windows
     dims = (None,) * len(invariants) + (0,) * len(sequences)
-    if not sequences:  # random numbers need something to be batched over
+    if not sequences:  # random numbers only: vmap needs something to batch over
         sequences, dims = [torch.empty(steps, 0)], (*dims, 0)
         function: Callable[..., Any] = lambda *args: block.batched(*args[:-1])  # noqa: E731
     else:
@@ -133,12 +133,12 @@ def _run_map(block: MapBlock, values: _Values, steps: Any, windows: int) -> None
 def _run_shift(
     block: ShiftBlock, values: _Values, start: Tensor, reverse: bool, source: Tensor
 ) -> None:
-    one = start.unsqueeze(0)
+    start = start.unsqueeze(0)
     if reverse:
-        values.sequence[block.carry] = torch.cat([source[1:], one])
+        values.sequence[block.carry] = torch.cat([source[1:], start])
         values.final[block.carry] = source[0].clone()
     else:
-        values.sequence[block.carry] = torch.cat([one, source[:-1]])
+        values.sequence[block.carry] = torch.cat([start, source[:-1]])
         values.final[block.carry] = source[-1].clone()
 
 
@@ -156,12 +156,12 @@ def _run_recurrence(
     finals, histories, emits = run_scan(block, invariants, sequences, carries, steps, reverse)
     values.sequence.update(zip(block.emits, emits, strict=False))
     values.total.update(zip(block.totals, emits[len(block.emits) :], strict=True))
-    for carry, after, final, history in zip(
+    for carry, next_carry, final, history in zip(
         block.carries, block.next_carries, finals, histories, strict=True
     ):
         values.final[carry] = final
         if history is not None:
-            before, behind = history[:-1], history[1:]
-            values.sequence[carry] = behind if reverse else before
-            if after is not carry:
-                values.sequence[after] = before if reverse else behind
+            first, last = history[:-1], history[1:]  # the first and the last K of K + 1
+            values.sequence[carry] = last if reverse else first
+            if next_carry is not carry:
+                values.sequence[next_carry] = first if reverse else last

@@ -1,7 +1,7 @@
 """The step with restarts and padding: ``reset`` and ``mask`` as part of the graph of one step.
 
 Both become a ``where`` on each part of the state, which the loop fuses with its other elementwise
-work: rows restart independently and no kernel is added per reset.
+work: rows restart independently, and a reset adds no kernel.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def with_reset_and_mask(
     n_params, n_initial, n_x = len(s.params), len(s.initial), len(s.x)
 
     def initial_parts(
-        params: Sequence[Tensor], given: Sequence[Tensor], parts: list[Tensor]
+        params: Sequence[Tensor], initial: Sequence[Tensor], parts: list[Tensor]
     ) -> list[Tensor]:
-        leaves = list(given)
+        leaves = list(initial)
         if callable(recipe.initial_state):
             with under(s.autocast):
                 tree = recipe.initial_state(tree_unflatten(list(params), s.specs[0]))
@@ -60,28 +60,28 @@ def with_reset_and_mask(
             leaves, spec = tree_flatten(in_order_of(like, tree))
             if spec != s.specs[1]:
                 raise TypeError(
-                    "initial_state: expected the structure of the state, found another one.\n"
+                    "initial_state: expected the structure of the state, found a different one.\n"
                     f"  state:         {s.specs[1]}\n  initial_state: {spec}"
                 )
         elif not n_initial:
             return [torch.zeros_like(part) for part in parts]
-        found = []
-        for leaf, own, packing in zip(leaves, s.state, packings, strict=True):
-            if leaf.dim() > len(own.shape) or not _broadcasts(leaf.shape, own.shape):
+        unpacked: list[Tensor] = []
+        for leaf, state_leaf, packing in zip(leaves, s.state, packings, strict=True):
+            if leaf.dim() > len(state_leaf.shape) or not _broadcasts(leaf.shape, state_leaf.shape):
                 raise ValueError(
                     f"initial_state: returned a leaf of shape {list(leaf.shape)} where the state "
-                    f"has {list(own.shape)}. Return that shape, or one that broadcasts to it."
+                    f"has {list(state_leaf.shape)}. Return that shape, or one that broadcasts to it."
                 )
-            found += packing.unpack(leaf.expand(own.shape))
-        return found
+            unpacked += packing.unpack(leaf.expand(state_leaf.shape))
+        return unpacked
 
     def choose(flags: Tensor, yes: list[Tensor], no: list[Tensor]) -> list[Tensor]:
         chosen: list[Tensor] = []
         for packing, axis in zip(packings, row_axes, strict=True):
-            own_axis = packing.row_axis(axis)
+            part_axis = packing.row_axis(axis)
             for _ in range(packing.count):
                 pair = yes[len(chosen)], no[len(chosen)]
-                chosen.append(broadcast_rows(torch.where, flags, *pair, _always(own_axis)))
+                chosen.append(broadcast_rows(torch.where, flags, *pair, _always(part_axis)))
         return chosen
 
     def run(*args: Tensor) -> list[Tensor]:

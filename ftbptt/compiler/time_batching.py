@@ -1,9 +1,9 @@
-"""One step of a map block -> all steps at once: ``vmap`` over time, with rules of our own.
+"""One step of a map block -> all steps at once: ``vmap`` over time, with some rules replaced.
 
 functorch's rules for ``cat``, ``gather``, writes into a slice, convolutions and others read sizes
-as numbers, which would pin a program to one K. Its rule for products with a shared weight repeats
-the weight K times if the other operand lies in memory in another order; here the steps always
-become rows of one GEMM.
+as numbers, which would fix a program to one K. Its rule for products with a shared weight repeats
+the weight K times for some strides of the other operand; here the steps always become rows of one
+GEMM.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _with_rule(run: Callable[..., Tensor], rule: Callable[..., Any]) -> Callable
 
 
 def _along(operation: Callable[..., Tensor], *axes: int) -> Callable[..., Tensor]:
-    """An operation that broadcasts nothing and finds its axes in ``args[i] for i in axes``."""
+    """An operation without broadcasting, whose arguments at the positions ``axes`` are axes."""
 
     def rule(steps: Any, dims: Any, options: Any, *args: Any) -> tuple[Tensor, int]:
         moved = [in_front(steps, d, arg) for d, arg in zip(dims[1:], args, strict=True)]
@@ -62,12 +62,12 @@ def _along(operation: Callable[..., Tensor], *axes: int) -> Callable[..., Tensor
     apply = _with_rule(lambda options, *args: operation(*args, **options), rule)
 
     def batched(*args: Any, **options: Any) -> Tensor:
-        rank, own = args[0].dim(), list(args)
-        if rank == 0 or len(args) <= max(axes, default=0):  # axes that are not there
+        rank, new_args = args[0].dim(), list(args)
+        if rank == 0 or len(args) <= max(axes, default=0):  # a scalar, or axes left at a default
             return operation(*args, **options)
         for i in axes:
-            own[i] %= rank
-        return apply(options, *own)
+            new_args[i] %= rank
+        return apply(options, *new_args)
 
     return batched
 
@@ -104,7 +104,7 @@ def _product_over_time(steps: Any, dims: Any, a: Tensor, b: Tensor) -> tuple[Ten
     return matrix_product(a, b), 0
 
 
-_OURS = {
+_BATCHABLE = {
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.slice_scatter.default: _along(aten.slice_scatter.default, 2),
@@ -125,8 +125,8 @@ _OURS = {
 
 
 def for_any_length(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of the block with operations that batch over time as above, along one axis."""
+    """A copy of the block, with the operations above that vmap over time for any K."""
     graph = copy.deepcopy(module.graph)
     for node in graph.nodes:
-        node.target = _OURS.get(node.target, node.target)
+        node.target = _BATCHABLE.get(node.target, node.target)
     return fx.GraphModule(module, graph)

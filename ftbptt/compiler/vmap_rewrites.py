@@ -1,7 +1,7 @@
-"""Operations that ``vmap`` has no rule for, or a wrong one, in those that it has a rule for.
+"""Operations without a correct ``vmap`` rule, written with operations that have one.
 
-Applied while a step is traced, before it is differentiated. Noise that is written in place has no
-rule: one number would be drawn for all steps.
+Applied while a step is traced, before it is differentiated. Noise written in place is one of them:
+the same numbers would be drawn for all steps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from .graphs import aten
 
 
 def _drawn(draw: Callable[..., Tensor], like: Tensor, generator: Any) -> Tensor:
-    """Numbers in the shape of a tensor. Without a generator, by an operation that K may vary in."""
-    own = {} if generator is None else {"generator": generator}
-    return draw(like.shape, dtype=like.dtype, device=like.device, **own)
+    """Random numbers in the shape of a tensor.
+
+    The operation that takes no generator is called where none is given: it holds for any K.
+    """
+    options = {} if generator is None else {"generator": generator}
+    return draw(like.shape, dtype=like.dtype, device=like.device, **options)
 
 
 def _normal_like(x: Tensor, mean: Any = 0.0, std: Any = 1.0, *, generator: Any = None) -> Tensor:
@@ -27,8 +30,8 @@ def _normal_like(x: Tensor, mean: Any = 0.0, std: Any = 1.0, *, generator: Any =
 
 
 def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
-    """Of a mean or a deviation, or both, for each number."""
-    like = torch.broadcast_tensors(*(own for own in (mean, std) if isinstance(own, Tensor)))[0]
+    """With a mean, a standard deviation or both as tensors."""
+    like = torch.broadcast_tensors(*(arg for arg in (mean, std) if isinstance(arg, Tensor)))[0]
     return _normal_like(like, mean, std, generator=generator)
 
 
@@ -51,14 +54,17 @@ def _uniform(x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: Any =
 
 
 def _random(x: Tensor, *bounds: int | None, generator: Any = None) -> Tensor:
-    """``x.random_(high)``, ``x.random_(low, high)``, or over all that the dtype tells apart."""
+    """``x.random_(high)``, ``x.random_(low, high)`` or ``x.random_()``.
+
+    The last draws integers up to the largest that the dtype can tell from its neighbours.
+    """
     low = bounds[0] if len(bounds) == 2 else 0
     high = bounds[-1] if bounds else None
     if high is None and x.dtype.is_floating_point:
         high = round(2 / torch.finfo(x.dtype).eps) + 1
     elif high is None and x.dtype is torch.bool:
         high = 2
-    elif high is None:  # which is not drawn itself
+    elif high is None:  # exclusive, and itself an int64
         high = min(torch.iinfo(x.dtype).max + 1, torch.iinfo(torch.int64).max)
     return _drawn(partial(torch.randint, low, high), x, generator)
 
@@ -66,7 +72,10 @@ def _random(x: Tensor, *bounds: int | None, generator: Any = None) -> Tensor:
 def _index_put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Any:
-    """``x[mask] = number``, or as many numbers for each place: how many places is no constant."""
+    """``x[mask] = value`` with a value that broadcasts over the selected positions, as a where.
+
+    (How many positions are selected depends on the values of the mask.)
+    """
     mask = indices[0]
     if len(indices) > 1 or mask is None or mask.dtype is not torch.bool:
         return NotImplemented

@@ -1,10 +1,10 @@
 """Windows of a reverse loop that run together: a sliding window in the gradient.
 
 Each step's loss reaches back over the same number of steps, so there are about as many reverse
-loops as steps. They differ only in the steps they read, so they run as one, with the windows as
-one more axis of the carry. All that a reverse loop does is linear in the gradients: what the
-recurrences of the windows hand back is added up step by step, and the rest (the parameters'
-gradients among it) is done once for all windows, on the totals.
+loops as steps. They differ only in the steps they read, so they run as one, with the windows as an
+additional axis of the carry. A reverse loop is linear in the gradients: the results of the windows'
+recurrences are added up step by step, and the rest (which includes the parameters' gradients) is
+done once for all windows, on these totals.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .trace import trace_function
 
 
 class Block(NamedTuple):
-    """Some windows that run at once, ``stride`` steps apart from each other.
+    """Windows that run at once, each ``stride`` steps after the one before.
 
-    ``start`` is the first step of the first one, ``losses`` how many of a window's last steps have
-    a loss.
+    ``start`` is the first step of the first window, ``losses`` how many of a window's last steps
+    have a loss.
     """
 
     start: int
@@ -38,10 +38,10 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Sliding:
-    """Every ``stride`` steps a window begins to slide: its losses reach back ``length`` steps.
+    """A window of ``length`` steps starts every ``stride`` steps; its last ``stride`` have a loss.
 
-    The first windows begin before the segment does. Sequences are padded for that, with what is
-    read there of no meaning: no gradient comes back from it.
+    The first windows start before the segment does, so sequences are padded. The values of the
+    padding do not matter: no gradient comes back from it.
     """
 
     length: int
@@ -49,55 +49,61 @@ class Sliding:
 
     def blocks(self, first: int, steps: int, count: int) -> list[Block]:
         """The windows whose losses are at the steps from ``first`` on, up to ``count`` at once."""
-        whole = (steps - first) // self.stride
-        found = []
-        for w in range(0, whole, count):
+        full_windows = (steps - first) // self.stride
+        blocks = []
+        for w in range(0, full_windows, count):
             start = first + (w + 1) * self.stride - self.length
-            found.append(Block(start, min(count, whole - w), self.stride))
-        rest = steps - first - whole * self.stride
-        if rest:
-            found.append(Block(steps - self.length, 1, rest))
-        return found
+            blocks.append(Block(start, min(count, full_windows - w), self.stride))
+        losses_left = steps - first - full_windows * self.stride
+        if losses_left:
+            blocks.append(Block(steps - self.length, 1, losses_left))
+        return blocks
 
     def padded(self, sequence: Tensor, count: int) -> Tensor:
-        """``[K, ...]`` with room for ``count`` windows at its first and at its last step."""
+        """``[K, ...]`` with room for ``count`` windows at its first and at its last step.
+
+        Step t is at index ``t + length - 1``.
+        """
         last = len(sequence) - 1
-        behind = len(sequence) + count * self.stride + self.length
-        at = torch.arange(1 - self.length, behind, device=sequence.device)
-        return sequence.index_select(0, at.clamp(0, last))
+        end = len(sequence) + count * self.stride + self.length
+        steps = torch.arange(1 - self.length, end, device=sequence.device)
+        return sequence.index_select(0, steps.clamp(0, last))
 
     def part(self, padded: Tensor, block: Block, count: int) -> Tensor:
-        """The steps of a padded sequence that ``count`` windows from a block's first on read."""
+        """The steps of a padded sequence that ``count`` windows read, from the block's first on."""
         return padded.narrow(
             0, block.start + self.length - 1, self.length + (count - 1) * self.stride
         )
 
     def side_by_side(self, part: Tensor) -> Tensor:
-        """The steps of windows as ``[length, windows, ...]``: a view of them, nothing is copied."""
+        """The steps of windows as a view ``[length, windows, ...]``."""
         return part.unfold(0, self.length, self.stride).movedim(-1, 0)
 
     def with_loss(self, d_out: Tensor, block: Block, count: int) -> Tensor:
-        """The gradient of a padded output, ``[length, windows, ...]``, where it has one."""
-        own = d_out.new_zeros((self.length, count, *d_out.shape[1:]))
-        given = self.side_by_side(self.part(d_out, block, count))
-        where = slice(self.length - block.losses, None), slice(block.windows)
-        own[where] = given[where]
-        return own
+        """The gradients of a padded output for each window, ``[length, windows, ...]``.
 
-    def add(self, total: Tensor, block: Block, own: Tensor) -> None:
-        """Adds what each window has at its steps, ``[length, windows, ...]``, to a padded total."""
+        They are 0 at the steps of a window without a loss.
+        """
+        d_windows = d_out.new_zeros((self.length, count, *d_out.shape[1:]))
+        all_steps = self.side_by_side(self.part(d_out, block, count))
+        has_loss = slice(self.length - block.losses, None), slice(block.windows)
+        d_windows[has_loss] = all_steps[has_loss]
+        return d_windows
+
+    def add(self, total: Tensor, block: Block, values: Tensor) -> None:
+        """Adds the windows' values, ``[length, windows, ...]``, to the steps of a padded total."""
         for i in range(self.length):
-            at = block.start + self.length - 1 + i
-            steps = total[at : at + (block.windows - 1) * self.stride + 1 : self.stride]
-            steps += own[i, : block.windows]
+            first = block.start + self.length - 1 + i
+            steps = total[first : first + (block.windows - 1) * self.stride + 1 : self.stride]
+            steps += values[i, : block.windows]
 
 
 @dataclass(frozen=True)
 class WindowedLoop:
-    """A reverse loop in two: the recurrences of each window, and what is linear in their results.
+    """A reverse loop in two: the recurrences, for each window, and the rest, once for all windows.
 
-    ``alone`` reads ``reads`` of the loop's sequences and stacks what ``together``, a loop without a
-    recurrence, takes as sequences behind all of the loop's own.
+    ``alone`` has the recurrences. It reads the loop's sequences number ``reads`` and stacks its
+    results. ``together``, without a recurrence, takes all sequences of the loop and these results.
     """
 
     alone: DistributedLoop
@@ -107,14 +113,14 @@ class WindowedLoop:
 
 def split_windows(loop: Loop) -> WindowedLoop:
     """split_windows : reverse loop -> WindowedLoop"""
-    handed_back: set[Node] = set()
+    recurrent: set[Node] = set()  # the results of the recurrences
     for block in distribute(loop).blocks:
         if isinstance(block, ScanBlock):
-            handed_back |= {*block.carries, *block.next_carries, *block.emits}
+            recurrent |= {*block.carries, *block.next_carries, *block.emits}
         elif isinstance(block, ShiftBlock):
-            handed_back.add(block.carry)
-    read = needed_for(loop.summed, stop=[*loop.sequences, *loop.invariants, *handed_back])
-    boundary = [node for node in loop.graph.nodes if node in read & handed_back]
+            recurrent.add(block.carry)
+    read = needed_for(loop.summed, stop=[*loop.sequences, *loop.invariants, *recurrent])
+    boundary = [node for node in loop.graph.nodes if node in read & recurrent]
     alone = distribute(replace(loop, stacked=boundary, summed=[]))
     inputs: set[Node] = set(boundary)
     for block in alone.blocks:
@@ -127,16 +133,17 @@ def split_windows(loop: Loop) -> WindowedLoop:
 
 
 def on_windows(run_scan: RunScan, loop: DistributedLoop, windows: int) -> RunScan:
-    """Runs the loop's scan blocks on so many windows at once: values are ``[windows, ...]``."""
-    wide = {id(b): _widened(b, windows) for b in loop.blocks if isinstance(b, ScanBlock)}
+    """Runs the loop's scan blocks on many windows at once: their values are ``[windows, ...]``."""
+    widened = {id(b): _widened(b, windows) for b in loop.blocks if isinstance(b, ScanBlock)}
 
-    def run(block: ScanBlock, *given: Any) -> Any:
-        return run_scan(wide[id(block)], *given)
+    def run(block: ScanBlock, *args: Any) -> Any:
+        return run_scan(widened[id(block)], *args)
 
     return run
 
 
 def _widened(block: ScanBlock, windows: int) -> ScanBlock:
+    """The block with an axis of windows in front of its sequences and carries."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     n_inv, n_carries = len(block.invariants), len(block.carries)
     with mode:
@@ -154,13 +161,13 @@ def _widened(block: ScanBlock, windows: int) -> ScanBlock:
     )
     placeholders = module.graph.find_nodes(op="placeholder")
     results = list(module.graph.output_node().args[0])
-    n = n_inv + len(block.sequences)
+    first_carry = n_inv + len(block.sequences)
     return replace(
         block,
-        carries=placeholders[n:],
+        carries=placeholders[first_carry:],
         next_carries=results[:n_carries],
         invariants=placeholders[:n_inv],
-        sequences=placeholders[n_inv:n],
+        sequences=placeholders[n_inv:first_carry],
         emits=results[n_carries:],
         module=module,
     )
