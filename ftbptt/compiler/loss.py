@@ -111,8 +111,7 @@ class LossTracer:
             for shape, o in zip(shapes, outs, strict=True)
         ]
         self.leaves = [*self.outs, *signature.y, *mask]
-        self._graphs: dict[int, LossGraphs] = {}  # by K
-        self._is_any_right_for: dict[int, bool] = {}  # by K, whether the graphs for any K hold
+        self._graphs: dict[int, KeyedGraphs] = {}  # by the K that was asked for
         # With a symbol for K; else with a number that no loss expects; else with the caller's.
         self._symbolic = _unless_it_fails(lambda: self._trace_loss(None))
         traced = self._symbolic
@@ -125,23 +124,30 @@ class LossTracer:
 
     def graphs_for(self, steps: int) -> KeyedGraphs:
         """The loss of K steps."""
-        if steps not in self._is_any_right_for:
-            self._is_any_right_for[steps] = self._any_holds_for(steps)
-        if self._is_any_right_for[steps]:
-            assert self._for_any is not None
-            return KeyedGraphs(ANY_STEPS, self._for_any)
         if steps not in self._graphs:
-            with TRACING:
-                self._graphs[steps] = self._make_graphs(self._trace_loss(steps))
-            if self._for_any is None and len(self._graphs) == _MANY_LENGTHS:
-                warnings.warn(
-                    "ftbptt: the loss is compiled anew for each number of steps (this is the "
-                    f"{len(self._graphs)}th): it reads K as a number, as by len(out) or a reshape. "
-                    "Leave that to mean() or flatten(), or give segments of fewer lengths.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return KeyedGraphs(steps, self._graphs[steps])
+            self._graphs[steps] = self._make_graphs_for(steps)
+        return self._graphs[steps]
+
+    def _make_graphs_for(self, steps: int) -> KeyedGraphs:
+        for_any = self._for_any
+        if for_any is not None and not for_any.holds_for(steps):
+            for_any = None
+        if for_any is not None and steps > 1:
+            return KeyedGraphs(ANY_STEPS, for_any)
+        with TRACING:
+            traced = self._trace_loss(steps)
+            graphs = self._make_graphs(traced)
+            if for_any is not None and self._is_same(graphs, for_any, traced.mode):
+                return KeyedGraphs(ANY_STEPS, for_any)
+        if self._for_any is None and len(self._graphs) + 1 == _MANY_LENGTHS:
+            warnings.warn(
+                "ftbptt: the loss is compiled anew for each number of steps (this is the "
+                f"{_MANY_LENGTHS}th): it reads K as a number, as by len(out) or a reshape. "
+                "Leave that to mean() or flatten(), or give segments of fewer lengths.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return KeyedGraphs(steps, graphs)
 
     @cached_property
     def _for_any(self) -> LossGraphs | None:
@@ -153,24 +159,16 @@ class LossTracer:
             graphs = _unless_it_fails(lambda: self._make_graphs(traced))
         return None if graphs is None or is_pinned(graphs.steps) else graphs
 
-    def _any_holds_for(self, steps: int) -> bool:
-        if self._for_any is None or not self._for_any.holds_for(steps):
-            return False
-        return steps > 1 or self._is_same_for_one(self._for_any)
-
-    def _is_same_for_one(self, for_any: LossGraphs) -> bool:
+    def _is_same(self, for_one: LossGraphs, for_any: LossGraphs, mode: FakeTensorMode) -> bool:
         """Whether the loss does with a single step what it does with more."""
-        with TRACING:
-            traced = self._trace_loss(1)
-            self._graphs[1] = self._make_graphs(traced)
-            examples = self._examples(traced.mode, 1, self._axes())
-            graphs = _unless_it_fails(  # it may have shapes that only more steps have
-                lambda: [
-                    trace_function(loss.joint, examples, traced.mode, functional=True)
-                    for loss in (self._graphs[1], for_any)
-                ]
-            )
-        return graphs is not None and is_same_graph(*graphs)
+        examples = self._examples(mode, 1, self._axes())
+        modules = _unless_it_fails(  # it may have shapes that only more steps have
+            lambda: [
+                trace_function(graphs.joint, examples, mode, functional=True)
+                for graphs in (for_one, for_any)
+            ]
+        )
+        return modules is not None and is_same_graph(*modules)
 
     def _trace_loss(self, steps: int | None) -> _TracedLoss:
         """The loss of one sequence or batch, for K ``steps`` (None: a symbol)."""
