@@ -70,7 +70,7 @@ def with_reset_and_mask(
             if leaf.dim() > len(state_leaf.shape) or not _broadcasts(leaf.shape, state_leaf.shape):
                 raise ValueError(
                     f"initial_state: returned a leaf of shape {list(leaf.shape)} where the state "
-                    f"has {list(state_leaf.shape)}. Return that shape, or one that broadcasts to it."
+                    f"has {list(state_leaf.shape)}. Return that, or one that broadcasts to it."
                 )
             unpacked += packing.unpack(leaf.expand(state_leaf.shape))
         return unpacked
