@@ -1,4 +1,4 @@
-"""Backends: how a program runs. ``auto`` is ``fused``, and another where that fails."""
+"""Backends: how a program runs. ``auto`` tries ``fused`` and falls back where that fails."""
 
 from .base import Backend
 from .compile import COMPILE
@@ -20,5 +20,5 @@ def choose(name: str) -> Backend:
 
 
 def fallback(failed: Backend, device_type: str) -> Backend:
-    """The backend to try after one that has failed."""
+    """The backend to try after ``failed``."""
     return CUDAGRAPH if device_type == "cuda" and failed.name == "fused" else EAGER

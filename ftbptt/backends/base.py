@@ -1,4 +1,4 @@
-"""What a backend is: how each scan block runs, and how a whole function is made ready to run."""
+"""What a backend is: how each scan block runs, and how a traced function is compiled."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ Function = Callable[..., list[Tensor]]
 
 @dataclass(frozen=True)
 class Backend:
-    """``run_scan`` is the one function from a scan block to its values.
+    """One way to run a program.
 
-    ``build(function, examples, mode)`` makes a function of the program ready for tensors like the
-    fake ``examples``; None: it runs as it is. ``describe`` says in words how a scan block runs.
-    ``captured``: on a GPU, a whole segment becomes one CUDA graph. ``fusion``: what its loops can
-    take in of the work after them.
+    - ``describe(block)`` says, for the user, how a scan block runs.
+    - ``run_scan(block, invariants, sequences, carries, steps, reverse)`` runs all steps of a scan
+      block and returns ``(finals, histories, emits)``.
+    - ``build(function, examples, mode)`` compiles a function of the program for tensors like the
+      fake ``examples``, which belong to the fake tensor mode ``mode``. None: run it uncompiled.
+    - ``captured``: on a GPU, a segment is captured as one CUDA graph.
+    - ``fusion``: which of the operations after a loop its kernel can absorb. None: no fusion.
     """
 
     name: str
@@ -31,3 +34,9 @@ class Backend:
     build: Callable[[Function, Sequence[Tensor], Any], Function] | None
     captured: bool = False
     fusion: Fusion | None = None
+
+
+def histories_by_carry(block: ScanBlock, histories: Sequence[Tensor]) -> list[Tensor | None]:
+    """One entry per carry: its history, or None for a carry that has none."""
+    remaining = iter(histories)
+    return [next(remaining) if flag else None for flag in block.history]

@@ -1,9 +1,9 @@
-"""The compile backend: a whole program through Inductor, each loop as one ``while_loop`` in it.
+"""The compile backend: Inductor compiles the full program, with each loop as a ``while_loop``.
 
 The program is traced with the number of steps as a symbol, so one compilation serves every K. A
-loop's body is compiled once, and its cost does not grow with K. Unlike torch's ``scan`` operator,
-the loop here writes each step's values straight into their place in the sequences, and a reverse
-loop indexes backwards instead of flipping its inputs.
+loop's body is compiled once, and the cost of compiling does not grow with K. Unlike torch's
+``scan`` operator, the loop writes each step's values directly into the stacked sequences, and a
+reverse loop indexes backwards instead of flipping its inputs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -20,7 +21,7 @@ from .._compat import inductor_compile, inductor_decompositions, make_fx, while_
 from .._interrupt import uninterrupted
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import gemm_flops
-from .base import Backend, Function
+from .base import Backend, Function, histories_by_carry
 from .inductor_workarounds import work_around_defects
 from .parallel_matmul import products_in_cpp, share_products
 
@@ -33,121 +34,193 @@ def run_scan(
     steps: Any,
     reverse: bool,
 ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-    """A scan block as one ``while_loop``; meant to be traced, with ``steps`` a symbol."""
-    device = carries[0].device
-    invariants = [value.contiguous() for value in invariants]
-    module = with_small_products(block.module) if device.type == "cpu" else block.module
-    n_carries, n_seq = len(carries), len(sequences)
-    # A carry whose history is read lives in it; the others are passed from step to step.
-    kept = [i for i, flag in enumerate(block.history) if flag]
-    passed = [i for i, flag in enumerate(block.history) if not flag]
-    histories = _Buffers([carries[i] for i in kept], steps + 1)
-    emits = _Buffers([node.meta["val"] for node in block.emits], steps)
-    for history, i in zip(histories.views(), kept, strict=True):
-        history.select(0, -1 if reverse else 0).copy_(carries[i])
-
-    n_histories, n_emits = len(histories.tensors), len(emits.tensors)
-    direction = -1 if reverse else 1
-
-    def loop(carried: Sequence[Tensor], first: Any, behind: Any, stride: int) -> list[Tensor]:
-        """Steps from ``first`` up to ``behind``, ``stride`` of them in each turn of the loop."""
-
-        def again(counter: Tensor, *rest: Tensor) -> Tensor:
-            return counter != rest[-1]
-
-        def body(counter: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            own_histories, rest = rest[:n_histories], rest[n_histories:]
-            own_emits, rest = rest[:n_emits], rest[n_emits:]
-            own, rest = rest[: len(passed)], rest[len(passed) :]
-            sequences, invariants = rest[:n_seq], rest[n_seq:-1]
-            written, stacked = histories.views(own_histories), emits.views(own_emits)
-            start: Any = counter.item()
-            torch._check(start >= 0)
-            values: dict[int, Tensor] = dict(zip(passed, own, strict=True))
-            for i, history in zip(kept, written, strict=True):
-                values[i] = history.select(0, start + 1 if reverse else start)
-            for turn in range(stride):
-                t = start + direction * turn
-                inputs = [*(s.select(0, t) for s in sequences), *map(values.get, range(n_carries))]
-                result = module(*invariants, *inputs)
-                values = dict(enumerate(result[:n_carries]))
-                for i, history in zip(kept, written, strict=True):
-                    history.select(0, t if reverse else t + 1).copy_(values[i])
-                for sequence, value in zip(stacked, result[n_carries:], strict=True):
-                    sequence.select(0, t).copy_(value)
-            following = [values[i].clone(memory_format=torch.contiguous_format) for i in passed]
-            return (counter + direction * stride, *own_histories, *own_emits, *following)
-
-        # The counter is the step itself, and its end a tensor: the symbol K stays out of the loop.
-        counter = torch.full((), first, dtype=torch.int64)
-        end = torch.full((), behind, dtype=torch.int64)
-        _, *result = while_loop(again, body, (counter, *carried), (*sequences, *invariants, end))
-        return result
-
-    first, behind = (steps - 1, -1) if reverse else (0, steps)
-    result = [*histories.tensors, *emits.tensors, *(carries[i].clone() for i in passed)]
-    is_short = isinstance(steps, int) and steps < _UNROLLED  # a loss that holds for one K
-    if device.type == "cpu" and _is_small(block) and not is_short:
-        middle = first + direction * (steps // _UNROLLED * _UNROLLED)
-        result = loop(result, first, middle, _UNROLLED)
+    """A scan block as ``while_loop``; meant to be traced, with ``steps`` a symbol."""
+    loop = _ScanLoop(block, carries, steps, reverse)
+    tensors = loop.allocate(invariants, sequences, carries)
+    first, end = (steps - 1, -1) if reverse else (0, steps)
+    # ``steps`` is an int only for a loss that is compiled for one K.
+    is_short = isinstance(steps, int) and steps < _UNROLLED
+    if carries[0].device.type == "cpu" and _is_small(block) and not is_short:
+        middle = first + loop.direction * (steps // _UNROLLED * _UNROLLED)
+        tensors = loop.run(tensors, first, middle, stride=_UNROLLED)
         first = middle
-    result = loop(result, first, behind, 1)
-    finals = dict(zip(passed, result[n_histories + n_emits :], strict=True))
-    traces: list[Tensor | None] = [None] * n_carries
-    for i, history in zip(kept, histories.views(result[:n_histories]), strict=True):
-        finals[i], traces[i] = history.select(0, 0 if reverse else -1).clone(), history
-    stacked = emits.views(result[n_histories:][:n_emits])
-    return [finals[i] for i in range(n_carries)], traces, stacked
+    tensors = loop.run(tensors, first, end, stride=1)
+    return loop.collect(tensors)
 
 
-# A turn of the loop costs some microseconds whatever is in it: a small body does several steps.
+class _LoopTensors(NamedTuple):
+    """The tensors of a ``while_loop``, which takes and returns them as one flat list."""
+
+    histories: list[Tensor]  # buffers (see ``_Buffers``), written in place, as are the emits
+    emits: list[Tensor]
+    carries: list[Tensor]  # those without a history, at their current value
+    sequences: list[Tensor]
+    invariants: list[Tensor]
+
+    def carried(self) -> list[Tensor]:
+        return [*self.histories, *self.emits, *self.carries]
+
+    def inputs(self) -> list[Tensor]:
+        return [*self.sequences, *self.invariants]
+
+    def unflatten(self, flat: Sequence[Tensor]) -> _LoopTensors:
+        """``[*carried, *inputs]``, split into groups of the same lengths as these."""
+        remaining = iter(flat)
+        return _LoopTensors(*(list(islice(remaining, len(group))) for group in self))
+
+
+class _ScanLoop:
+    """A scan block as a ``while_loop``.
+
+    A carry with a history is read from and written to that history; the other carries are loop
+    variables. A history has K + 1 slots: step t reads slot t and writes slot t + 1, or the other
+    way round in reverse.
+    """
+
+    def __init__(
+        self, block: ScanBlock, carries: Sequence[Tensor], steps: Any, reverse: bool
+    ) -> None:
+        on_cpu = carries[0].device.type == "cpu"
+        self.module = with_small_products(block.module) if on_cpu else block.module
+        self.block, self.reverse = block, reverse
+        self.direction = -1 if reverse else 1
+        self.with_history = [i for i, flag in enumerate(block.history) if flag]
+        self.without_history = [i for i, flag in enumerate(block.history) if not flag]
+        self.histories = _Buffers([carries[i] for i in self.with_history], steps + 1)
+        self.emits = _Buffers([node.meta["val"] for node in block.emits], steps)
+
+    def allocate(
+        self,
+        invariants: Sequence[Tensor],
+        sequences: Sequence[Tensor],
+        carries: Sequence[Tensor],
+    ) -> _LoopTensors:
+        """The tensors that the loop starts with; each history holds its carry's initial value."""
+        for history, i in zip(self.histories.views(), self.with_history, strict=True):
+            history.select(0, -1 if self.reverse else 0).copy_(carries[i])
+        return _LoopTensors(
+            self.histories.tensors,
+            self.emits.tensors,
+            [carries[i].clone() for i in self.without_history],
+            list(sequences),
+            [value.contiguous() for value in invariants],
+        )
+
+    def run(self, tensors: _LoopTensors, first: Any, end: Any, stride: int) -> _LoopTensors:
+        """Runs the steps from ``first`` up to but excluding ``end``, ``stride`` in each turn."""
+
+        def is_unfinished(counter: Tensor, *flat: Tensor) -> Tensor:
+            return counter != flat[-1]
+
+        def body(counter: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
+            updated = self._turn(tensors.unflatten(flat[:-1]), counter, stride)
+            return (counter + self.direction * stride, *updated.carried())
+
+        # The counter is the index of the step. Its end is a tensor too, which keeps the symbol K
+        # out of the loop.
+        counter = torch.full((), first, dtype=torch.int64)
+        last = torch.full((), end, dtype=torch.int64)
+        inputs = tensors.inputs()
+        _, *carried = while_loop(
+            is_unfinished, body, (counter, *tensors.carried()), (*inputs, last)
+        )
+        return tensors.unflatten([*carried, *inputs])
+
+    def _turn(self, tensors: _LoopTensors, counter: Tensor, stride: int) -> _LoopTensors:
+        """Runs ``stride`` steps, of which ``counter`` is the first."""
+        histories = self.histories.views(tensors.histories)
+        emits = self.emits.views(tensors.emits)
+        first: Any = counter.item()
+        torch._check(first >= 0)
+        slot = first + 1 if self.reverse else first
+        saved = histories_by_carry(self.block, [h.select(0, slot) for h in histories])
+        passed = iter(tensors.carries)
+        carries = [next(passed) if carry is None else carry for carry in saved]
+        for offset in range(stride):
+            t = first + self.direction * offset
+            inputs = [sequence.select(0, t) for sequence in tensors.sequences]
+            result = self.module(*tensors.invariants, *inputs, *carries)
+            carries = result[: len(carries)]
+            for history, i in zip(histories, self.with_history, strict=True):
+                history.select(0, t if self.reverse else t + 1).copy_(carries[i])
+            for emit, value in zip(emits, result[len(carries) :], strict=True):
+                emit.select(0, t).copy_(value)
+        return tensors._replace(
+            carries=[
+                carries[i].clone(memory_format=torch.contiguous_format)
+                for i in self.without_history
+            ]
+        )
+
+    def collect(
+        self, tensors: _LoopTensors
+    ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
+        """``(finals, histories, emits)`` of a finished loop."""
+        histories = histories_by_carry(self.block, self.histories.views(tensors.histories))
+        last_slot = 0 if self.reverse else -1
+        passed = iter(tensors.carries)
+        finals = [
+            next(passed) if history is None else history.select(0, last_slot).clone()
+            for history in histories
+        ]
+        return finals, histories, self.emits.views(tensors.emits)
+
+
+# A turn of the loop has an overhead of some microseconds, so a small body does several steps.
 _UNROLLED = 4
 _SMALL_FLOPS = 300_000
 _SMALL_NODES = 40
 
 
 def _is_small(block: ScanBlock) -> bool:
-    """Few enough FLOPs, and few enough operations that the longer body compiles quickly."""
+    """Whether several steps should share a turn: few FLOPs, and few operations to compile."""
     nodes = [node for node in block.module.graph.nodes if node.op == "call_function"]
     return len(nodes) <= _SMALL_NODES and sum(map(gemm_flops, nodes)) < _SMALL_FLOPS
 
 
 class _Buffers:
-    """Sequences of ``length`` steps for values like ``examples``, those alike in one tensor.
+    """Sequences of ``length`` steps for values like ``examples``.
 
-    Every tensor that a loop is given costs it time at every step; a group of them costs once.
+    Those of the same shape and dtype share one tensor ``[count, length, *shape]``: every tensor
+    passed to a loop costs time at every step.
     """
 
     def __init__(self, examples: Sequence[Tensor], length: Any) -> None:
         groups: dict[Any, list[int]] = {}
         for i, example in enumerate(examples):
             groups.setdefault((example.shape, example.dtype), []).append(i)
-        self.places = {
-            i: (g, at) for g, own in enumerate(groups.values()) for at, i in enumerate(own)
+        # Example -> (the tensor, the index in it).
+        self.positions = {
+            i: (group, index)
+            for group, members in enumerate(groups.values())
+            for index, i in enumerate(members)
         }
         self.tensors = [
-            torch.empty((len(own), length, *shape), dtype=dtype, device=examples[own[0]].device)
-            for (shape, dtype), own in groups.items()
+            torch.empty(
+                (len(members), length, *shape), dtype=dtype, device=examples[members[0]].device
+            )
+            for (shape, dtype), members in groups.items()
         ]
 
     def views(self, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """The sequence ``[length, ...]`` of each example, in these tensors or others like them."""
+        """The sequence ``[length, ...]`` of each example, in ``tensors`` or else in its own."""
         tensors = self.tensors if tensors is None else tensors
-        return [tensors[g].select(0, at) for _, (g, at) in sorted(self.places.items())]
+        positions = (position for _, position in sorted(self.positions.items()))
+        return [tensors[group].select(0, index) for group, index in positions]
 
 
-# Up to this many rows a library GEMM costs more to call than to compute.
+# Up to this many rows, calling a library GEMM costs more than the arithmetic.
 _FEW_ROWS = 2
 
 
 def with_small_products(module: fx.GraphModule) -> fx.GraphModule:
-    """The body with products of very few rows as multiply and add, which Inductor fuses."""
+    """The step with products of very few rows as multiply and sum, which Inductor fuses."""
     graph = copy.deepcopy(module.graph)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
         if node.meta["val"].shape[0] <= _FEW_ROWS:
             with graph.inserting_before(node):
-                fused = graph.call_function(_small_product, node.args)
-            node.replace_all_uses_with(fused)
+                product = graph.call_function(_small_product, node.args)
+            node.replace_all_uses_with(product)
             graph.erase_node(node)
     return fx.GraphModule(module, graph)
 
@@ -158,11 +231,12 @@ def _small_product(a: Tensor, b: Tensor) -> Tensor:
 
 @cache
 def _keep_freed_memory() -> None:
-    """Lets the C allocator keep what a segment frees, for the next one.
+    """Makes the C allocator keep the memory that a segment frees, for the next segment.
 
-    glibc hands a large block back to the system when it is freed, and every segment would pay a
-    page fault for each of its pages again, a quarter of its time. It stops to do so for blocks up
-    to the largest it has seen freed, 32 MiB at most (mallopt(3), M_MMAP_THRESHOLD): show it one.
+    glibc returns a large block to the system when it is freed. Every segment would then fault all
+    of its pages in again, which takes a quarter of its time. glibc stops returning blocks up to
+    the size of the largest one freed so far, at most 32 MiB (mallopt(3), M_MMAP_THRESHOLD), so we
+    free one of nearly that size.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
 
@@ -170,9 +244,12 @@ def _keep_freed_memory() -> None:
 def build(
     function: Function, examples: Sequence[Tensor], mode: Any, calls_python: bool = False
 ) -> Function:
-    """The function as one Inductor graph; whether there are operators in it that are Python."""
+    """The function compiled as one Inductor graph.
+
+    ``calls_python``: the graph has custom operators that are implemented in Python.
+    """
     _keep_freed_memory()
-    with uninterrupted(), mode:  # torch's modes do not survive Ctrl-C
+    with uninterrupted(), mode:  # Ctrl-C would leave torch's modes in a broken state
         program = make_fx(function, decomposition_table=inductor_decompositions())(*examples)
     work_around_defects(program)
     share_products(program)

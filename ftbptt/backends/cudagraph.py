@@ -1,9 +1,9 @@
-"""The cudagraph backend: each block's step compiled once, all of a segment in one CUDA graph.
+"""The cudagraph backend: each block's step is compiled once, a segment runs as one CUDA graph.
 
-On a GPU torch's own loop operator waits for the device at every step. Here a loop is a custom
-operator that calls the compiled step from Python, which only puts kernels into a queue, and the
-graph (see ``_capture``) replays them all without Python. The rest of the program is compiled
-around the loops, as by ``compile``. It runs on a CPU as well, without a graph.
+On a GPU torch's ``while_loop`` synchronizes with the device at every step. Here a loop is a custom
+operator that calls the compiled step from Python, which only launches kernels; the CUDA graph (see
+``_capture``) then replays all of them without Python. The rest of the program is compiled around
+the loops, as by ``compile``. The backend also runs on a CPU, without a graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from .._compat import FakeTensorMode, not_traced
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import value_of
-from .base import Backend, Function
+from .base import Backend, Function, histories_by_carry
 from .compile import build
 
 _library = torch.library.Library("ftbptt", "FRAGMENT")
@@ -29,80 +29,91 @@ _library.define(
     tags=(torch.Tag.needs_exact_strides,),
 )
 
-# An operator is given numbers, not blocks.
+# An operator cannot take a block as an argument: it takes a number, by which the block is found.
 _numbers: WeakKeyDictionary[ScanBlock, int] = WeakKeyDictionary()
 _blocks: WeakValueDictionary[int, ScanBlock] = WeakValueDictionary()
-_steps: WeakKeyDictionary[ScanBlock, Function] = WeakKeyDictionary()
-_next = count()
+_compiled_steps: WeakKeyDictionary[ScanBlock, Function] = WeakKeyDictionary()
+_next_number = count()
 
 
 def _outputs(inputs: Sequence[Tensor], number: int, steps: Any, reverse: bool) -> list[Tensor]:
-    """``[*finals, *histories, *emits]``, not yet filled: what fake tensors become."""
-    block = _blocks[number]
-    values = [value_of(node) for node in block.carries]
-    kept = [value for value, flag in zip(values, block.history, strict=True) if flag]
-    emits = [value_of(node) for node in block.emits]
-    lengths: list[tuple[Tensor, tuple[Any, ...]]] = [(value, ()) for value in values]
-    lengths += [(value, (steps + 1,)) for value in kept] + [(value, (steps,)) for value in emits]
-    device = inputs[-1].device
+    """``[*finals, *histories, *emits]``, uninitialized. Also the operator's fake implementation."""
+    block, device = _blocks[number], inputs[-1].device
+
+    def empty(value: Tensor, *length: Any) -> Tensor:
+        return torch.empty((*length, *value.shape), dtype=value.dtype, device=device)
+
+    carries = [value_of(node) for node in block.carries]
+    with_history = [value for value, flag in zip(carries, block.history, strict=True) if flag]
     return [
-        torch.empty((*length, *value.shape), dtype=value.dtype, device=device)
-        for value, length in lengths
+        *(empty(value) for value in carries),
+        *(empty(value, steps + 1) for value in with_history),
+        *(empty(value_of(node), steps) for node in block.emits),
     ]
 
 
 def _run(inputs: Sequence[Tensor], number: int, steps: int, reverse: bool) -> list[Tensor]:
+    """The operator's implementation: a Python loop over the compiled step."""
     block, outputs = _blocks[number], _outputs(inputs, number, steps, reverse)
     n_inv, n_seq, n_carries = map(len, (block.invariants, block.sequences, block.carries))
     invariants = [tensor.contiguous() for tensor in inputs[:n_inv]]
     sequences, carries = inputs[n_inv : n_inv + n_seq], inputs[n_inv + n_seq :]
-    finals, rest = outputs[:n_carries], outputs[n_carries:]
-    emits = rest[sum(block.history) :]
-    # A carry without a history goes to and fro between two places.
-    kept = iter(rest)
-    places = [
-        next(kept) if flag else torch.empty((2, *carry.shape), dtype=carry.dtype,
-                                            device=carry.device)
-        for carry, flag in zip(carries, block.history, strict=True)
-    ]  # fmt: skip
-    step = _compiled(block)
+    first_emit = n_carries + sum(block.history)
+    finals, emits = outputs[:n_carries], outputs[first_emit:]
+    histories = histories_by_carry(block, outputs[n_carries:first_emit])
+    # Where a carry lies: in its history, or in a buffer of two slots, used in turn.
+    buffers = [
+        torch.empty((2, *carry.shape), dtype=carry.dtype, device=carry.device)
+        if history is None
+        else history
+        for carry, history in zip(carries, histories, strict=True)
+    ]
+    step = _compiled_step(block)
 
-    def at(slot: int) -> list[Tensor]:
-        return [p[slot if f else slot % 2] for p, f in zip(places, block.history, strict=True)]
+    def carries_at(slot: int) -> list[Tensor]:
+        return [
+            buffer[slot if flag else slot % 2]
+            for buffer, flag in zip(buffers, block.history, strict=True)
+        ]
 
-    for place, carry in zip(at(steps if reverse else 0), carries, strict=True):
-        place.copy_(carry)
+    for buffer, carry in zip(carries_at(steps if reverse else 0), carries, strict=True):
+        buffer.copy_(carry)
     for t in range(steps - 1, -1, -1) if reverse else range(steps):
         before, after = (t + 1, t) if reverse else (t, t + 1)
-        now = [s[t] for s in sequences]
-        step(*invariants, *now, *at(before), *at(after), *(e[t] for e in emits))
-    for final, last in zip(finals, at(0 if reverse else steps), strict=True):
+        step(
+            *invariants,
+            *(sequence[t] for sequence in sequences),
+            *carries_at(before),
+            *carries_at(after),
+            *(emit[t] for emit in emits),
+        )
+    for final, last in zip(finals, carries_at(0 if reverse else steps), strict=True):
         final.copy_(last)
     return outputs
 
 
-def _compiled(block: ScanBlock) -> Function:
-    """The step, which writes its results where they belong: ``step(*inputs, *places)``."""
-    if block not in _steps:
+def _compiled_step(block: ScanBlock) -> Function:
+    """``step(*inputs, *targets)``, which writes its results to ``targets``. Compiled once."""
+    if block not in _compiled_steps:
         module = block.module
-        given = [value_of(node) for node in module.graph.find_nodes(op="placeholder")]
+        inputs = [value_of(node) for node in module.graph.find_nodes(op="placeholder")]
         results = [value_of(node) for node in module.graph.output_node().args[0]]
 
         def step(*args: Tensor) -> list[Tensor]:
-            places = args[len(given) :]
-            for place, value in zip(places, module(*args[: len(given)]), strict=True):
-                place.copy_(value)
-            return list(places)
+            targets = args[len(inputs) :]
+            for target, value in zip(targets, module(*args[: len(inputs)]), strict=True):
+                target.copy_(value)
+            return list(targets)
 
         with not_traced():
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             with mode:
                 examples = [
                     torch.empty(value.shape, dtype=value.dtype, device=value.device)
-                    for value in (*given, *results)
+                    for value in (*inputs, *results)
                 ]
-            _steps[block] = build(step, examples, mode)
-    return _steps[block]
+            _compiled_steps[block] = build(step, examples, mode)
+    return _compiled_steps[block]
 
 
 for _device in ("CPU", "CUDA"):
@@ -118,14 +129,13 @@ def run_scan(
     steps: Any,
     reverse: bool,
 ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-    """A scan block as calls of its step, in one operator of the program."""
-    number = _numbers.setdefault(block, next(_next))
+    """A scan block as one operator of the program, which calls the step K times."""
+    number = _numbers.setdefault(block, next(_next_number))
     _blocks[number] = block
     result = torch.ops.ftbptt.steps([*invariants, *sequences, *carries], number, steps, reverse)
-    n, n_kept = len(carries), sum(block.history)
-    kept = iter(result[n : n + n_kept])
-    histories = [next(kept) if flag else None for flag in block.history]
-    return result[:n], histories, result[n + n_kept :]
+    first_history, first_emit = len(carries), len(carries) + sum(block.history)
+    histories = histories_by_carry(block, result[first_history:first_emit])
+    return result[:first_history], histories, result[first_emit:]
 
 
 def _describe(block: ScanBlock) -> str:

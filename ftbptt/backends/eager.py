@@ -1,4 +1,4 @@
-"""The eager backend: the blocks as they are, operation by operation. For debugging and fallback."""
+"""The eager backend: runs the blocks operation by operation. For debugging, and as a fallback."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def run_scan(
         states.reverse()
         emits.reverse()
     histories = [
-        torch.stack([state[i] for state in states]) if kept else None
-        for i, kept in enumerate(block.history)
+        torch.stack([state[i] for state in states]) if flag else None
+        for i, flag in enumerate(block.history)
     ]
     return finals, histories, [torch.stack(values) for values in zip(*emits, strict=True)]
 

@@ -1,8 +1,8 @@
-"""The fused backend: each scan block that a kernel can be made of is one call of that kernel.
+"""The fused backend: a scan block becomes one call of a generated kernel that runs all K steps.
 
-The kernel is in C++ on a CPU, in Triton on a GPU. The call is a custom operator, so the rest of the
-program is compiled around it as by ``compile``, which also runs the blocks that do not qualify on a
-CPU; on a GPU they run as by ``cudagraph``.
+The kernel is written in C++ for a CPU and in Triton for a GPU. The call is a custom operator, and
+the rest of the program is compiled around it as by ``compile``. Blocks for which no kernel can be
+generated run as by ``compile`` on a CPU and as by ``cudagraph`` on a GPU.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ..kernels.rowloop import RowLoop
 from ..kernels.toolchain import INCLUDE
 from ..kernels.triton_module import launch, write
 from ..kernels.triton_source import print_triton
-from .base import Backend, Function
+from .base import Backend, Function, histories_by_carry
 from .compile import COMPILE
 from .compile import build as build_program
 from .cudagraph import CUDAGRAPH
 
-# c10::ScalarType, by which C++ knows a dtype.
+# The values of c10::ScalarType.
 _SCALAR_TYPES = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4,
     torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.complex64: 9,
@@ -42,8 +42,9 @@ _SCALAR_TYPES = {
 }  # fmt: skip
 _DTYPES = {code: dtype for dtype, code in _SCALAR_TYPES.items()}
 
-# Runs a kernel, which is a library on disk. ``numbers`` are the kernel's own; ``shapes``, ``ranks``
-# and ``dtypes`` say what its outputs are, so that all of a call stands in the program.
+# Runs the kernel in ``library``, a file, with ``numbers`` as its integer arguments. ``shapes`` (of
+# all outputs, one after the other), ``ranks`` and ``dtypes`` describe the outputs. So a compiled
+# program contains all of the call, and refers to no state of this process.
 _library = torch.library.Library("ftbptt", "FRAGMENT")
 _library.define(
     "scan(Tensor[] inputs, str library, SymInt[] numbers, SymInt[] shapes, int[] ranks, "
@@ -60,7 +61,7 @@ def _outputs(
     ranks: Sequence[int],
     dtypes: Sequence[int],
 ) -> list[Tensor]:
-    """The outputs, not yet filled: what the operator returns for fake tensors."""
+    """The outputs, uninitialized. Also the operator's fake implementation."""
     ends = list(accumulate(ranks))
     return [
         torch.empty(list(shapes[end - rank : end]), dtype=_DTYPES[code], device=inputs[0].device)
@@ -69,7 +70,7 @@ def _outputs(
 
 
 def _scan(inputs: Sequence[Tensor], library: str, numbers: Sequence[int], *spec: Any) -> Any:
-    """The operator outside of a compiled program, which calls the kernel as SHIM does."""
+    """The operator's implementation outside of compiled programs, which use ``shim.h``."""
     outputs = _outputs(inputs, library, numbers, *spec)
     if library.endswith(".py"):
         launch(library, inputs, outputs, numbers)
@@ -88,7 +89,11 @@ _SHIM = (INCLUDE / "shim.h").read_text()
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel's library, and which of its block's tensors it takes."""
+    """A kernel's library, and which of its block's tensors it takes.
+
+    ``invariants``, ``weights`` (the invariants that products multiply with) and ``sequences`` are
+    indices into the block's. ``row_axes``: the sizes of the axes that are rows.
+    """
 
     library: str
     invariants: list[int]
@@ -99,11 +104,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Language:
-    """What kernels are written in: what prints the source of one, and what makes it ready.
+    """A language in which kernels are written.
 
-    ``least_features``: the axes that are never rows. A CPU's vectors go along the last one; on a
-    GPU each element of a loop that is elementwise can be a row, with a thread of its own.
-    ``takes_in``: whether kernels do more than their loop, for which a GPU has no registers left.
+    ``print_source(loop, history, reverse=...)`` is the source of a kernel; ``make_ready(source)``
+    compiles or stores it, and returns the path of its library.
+    ``least_features``: how many trailing axes are never rows. A CPU vectorizes along the last
+    axis; on a GPU each element of an elementwise loop can be a row, with one thread.
+    ``takes_in``: whether kernels absorb operations after the loop; a GPU lacks the registers.
     """
 
     name: str
@@ -113,15 +120,14 @@ class Language:
     takes_in: bool
 
 
-# By the type of the device.
-LANGUAGES = {
+LANGUAGES = {  # device type -> language
     "cpu": Language("C++", print_cpp, start, least_features=1, takes_in=True),
     "cuda": Language("Triton", print_triton, write, least_features=0, takes_in=False),
 }
 
 
 def _source_for(block: ScanBlock, reverse: bool) -> tuple[Language, RowLoop, str]:
-    """The block's kernel as it is written; raises Unsupported."""
+    """The block's language, row loop and kernel source; raises Unsupported."""
     device_type = value_of(block.carries[0]).device.type
     if device_type not in LANGUAGES:
         raise Unsupported(f"there are no kernels for {device_type}")
@@ -132,7 +138,7 @@ def _source_for(block: ScanBlock, reverse: bool) -> tuple[Language, RowLoop, str
 
 
 def _kernel_for(block: ScanBlock, reverse: bool) -> Kernel:
-    """The block's kernel, built if it is new; raises Unsupported."""
+    """The block's kernel, compiled if it is new; raises Unsupported."""
     language, loop, source = _source_for(block, reverse)
     return Kernel(
         str(language.make_ready(source)),
@@ -151,32 +157,32 @@ def run_scan(
     steps: Any,
     reverse: bool,
 ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-    """A scan block as one call of its kernel, or as another backend's loop if it has none."""
+    """A scan block as one call of its kernel, or as a loop of another backend if it has none."""
     try:
         kernel = _kernel_for(block, reverse)
     except Unsupported:
-        assert not block.totals  # they are only there where there is a kernel
-        other = _otherwise(block)
+        assert not block.totals  # fusion creates totals only where there is a kernel
+        other = _fallback(block)
         return other.run_scan(block, invariants, sequences, carries, steps, reverse)
-    # The strides of a weight are those of the numbers that the kernel sees.
+    # Resolved before their strides are read below: resolving may copy.
     weights = [invariants[i].resolve_conj().resolve_neg() for i in kernel.weights]
-    own = [_steps_in_order(sequences[i]) for i in kernel.sequences]
+    kernel_sequences = [_contiguous_steps(sequences[i]) for i in kernel.sequences]
     inputs = [
-        *(_in_order(invariants[i]) for i in kernel.invariants),
+        *(_contiguous(invariants[i]) for i in kernel.invariants),
         *weights,
-        *own,
-        *map(_in_order, carries),
+        *kernel_sequences,
+        *map(_contiguous, carries),
     ]
-    numbers = [steps, *kernel.row_axes, *(t.stride(0) for t in own)]
+    numbers = [steps, *kernel.row_axes, *(sequence.stride(0) for sequence in kernel_sequences)]
     for weight in weights:
         numbers += weight.stride() if weight.dim() == 3 else (0, *weight.stride())
     finals, emits, totals = (
         [value_of(node) for node in nodes] for nodes in (block.carries, block.emits, block.totals)
     )
-    kept = [value for value, flag in zip(finals, block.history, strict=True) if flag]
+    with_history = [value for value, flag in zip(finals, block.history, strict=True) if flag]
     shapes = [
         *(tuple(value.shape) for value in finals),
-        *((steps + 1, *value.shape) for value in kept),
+        *((steps + 1, *value.shape) for value in with_history),
         *((steps, *value.shape) for value in emits),
         *(tuple(value.shape) for value in totals),
     ]
@@ -186,25 +192,25 @@ def run_scan(
         numbers,
         [size for shape in shapes for size in shape],
         [len(shape) for shape in shapes],
-        [_SCALAR_TYPES[value.dtype] for value in (*finals, *kept, *emits, *totals)],
+        [_SCALAR_TYPES[value.dtype] for value in (*finals, *with_history, *emits, *totals)],
     )
-    behind = iter(result[len(finals) : len(finals) + len(kept)])
-    histories = [next(behind) if flag else None for flag in block.history]
-    return result[: len(finals)], histories, result[len(finals) + len(kept) :]
+    first_history, first_emit = len(finals), len(finals) + len(with_history)
+    histories = histories_by_carry(block, result[first_history:first_emit])
+    return result[:first_history], histories, result[first_emit:]
 
 
-def _otherwise(block: ScanBlock) -> Backend:
-    """The backend for a block that no kernel is made of."""
+def _fallback(block: ScanBlock) -> Backend:
+    """The backend for a block without a kernel."""
     return CUDAGRAPH if value_of(block.carries[0]).device.type == "cuda" else COMPILE
 
 
-def _steps_in_order(sequence: Tensor) -> Tensor:
-    """Each step of it in order; the steps may lie anyhow, as those of windows that overlap."""
+def _contiguous_steps(sequence: Tensor) -> Tensor:
+    """The sequence with each step contiguous; the steps may overlap, as sliding windows do."""
     sequence = sequence.resolve_conj().resolve_neg()
     return sequence if sequence[0].is_contiguous() else sequence.contiguous()
 
 
-def _in_order(tensor: Tensor) -> Tensor:
+def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
@@ -212,7 +218,7 @@ def _describe(block: ScanBlock) -> str:
     try:
         language, _, _ = _source_for(block, reverse=False)
     except Unsupported as reason:
-        return f"{_otherwise(block).describe(block)}; not fused: {reason}"
+        return f"{_fallback(block).describe(block)}; not fused: {reason}"
     return f"one generated {language.name} kernel for all steps"
 
 
@@ -228,12 +234,12 @@ def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Functio
 
 
 def _takes_in(node: Node) -> bool:
-    """Whether a kernel does this operation, if it has its operands."""
+    """Whether a kernel can compute this operation, given its operands."""
     return is_elementwise(node) or node.target in VIEWS or node.target is aten.sum.dim_IntList
 
 
 def _is_kernel(block: ScanBlock, reverse: bool) -> bool:
-    """Whether one kernel can do all of a block that has taken something in."""
+    """Whether one kernel can compute a block that has absorbed operations."""
     try:
         language, _, _ = _source_for(block, reverse)
     except Unsupported:

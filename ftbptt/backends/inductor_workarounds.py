@@ -1,4 +1,4 @@
-"""Defects of Inductor, with wrong numbers or a crash, worked around in the graph of a program."""
+"""Workarounds, in the graph of a program, for Inductor bugs that give wrong numbers or crash."""
 
 from __future__ import annotations
 
@@ -11,57 +11,58 @@ from ..compiler.graphs import VIEWS, Node, aten
 
 
 def work_around_defects(program: fx.GraphModule) -> None:
-    """Changes the graph where Inductor would take it for another."""
-    _write_to_whole_tensors(program.graph)
-    _compute_once(program.graph)
-    _give_loops_what_views_look_at(program.graph)
-    _sum_once(program.graph)
+    """Rewrites the patterns that Inductor compiles wrongly."""
+    _copy_before_index_put(program.graph)
+    _materialize_before_comparison(program.graph)
+    _skip_identity_views_of_loop_inputs(program.graph)
+    _deduplicate_sums(program.graph)
     program.recompile()
 
 
-def _write_to_whole_tensors(graph: fx.Graph) -> None:
-    """Copies an expanded tensor before ``index_put``.
+def _copy_before_index_put(graph: fx.Graph) -> None:
+    """Copies an expanded tensor before ``index_put`` writes to it.
 
-    Inductor (2.11 to 2.13) does index_put in place on what nothing else reads, also where it is a
-    tensor expanded over the steps: all of them would be written to the memory of one.
+    Inductor (2.11 to 2.13) does an index_put in place if nothing else reads its target, even if
+    the target is expanded over the steps: all steps would be written to the memory of one.
     """
     for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
-        whole = node.args[0]
-        value = whole.meta["val"]
+        target = node.args[0]
+        value = target.meta["val"]
         if any(s == 0 and n != 1 for s, n in zip(value.stride(), value.shape, strict=True)):
             with graph.inserting_before(node):
-                copied = graph.call_function(
+                copy = graph.call_function(
                     aten.clone.default,
-                    (whole,),
+                    (target,),
                     {"memory_format": torch.contiguous_format},
                 )
-                copied.meta["val"] = value.contiguous()
-            node.replace_input_with(whole, copied)
+                copy.meta["val"] = value.contiguous()
+            node.replace_input_with(target, copy)
 
 
-def _compute_once(graph: fx.Graph) -> None:
-    """Puts into memory what is compared with its own maximum, as the gradient of ``amax`` does.
+def _materialize_before_comparison(graph: fx.Graph) -> None:
+    """Materializes a value that is compared with its own maximum, as in the gradient of ``amax``.
 
-    Inductor (2.11 to 2.13) computes it once for the maximum and once for the comparison, in C++
-    once with a library's ``erf`` or ``tanh`` and once with that of vectors: nothing is equal then.
+    Inductor (2.11 to 2.13) computes such a value twice, for the maximum and for the comparison. In
+    C++ one of the two may use the scalar ``erf`` or ``tanh`` and the other the vectorized one,
+    which round differently, so that no element equals the maximum.
     """
     for node in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
         for value, other in (node.args[:2], node.args[1::-1]):
             while isinstance(other, fx.Node) and other.target in VIEWS:
                 other = other.args[0]
-            of_value = isinstance(other, fx.Node) and value in other.args
-            if not of_value or other.target not in (aten.amax.default, aten.amin.default):
+            reads_value = isinstance(other, fx.Node) and value in other.args
+            if not reads_value or other.target not in (aten.amax.default, aten.amin.default):
                 continue
-            kept = _in_memory(graph, value)
+            materialized = _materialize(graph, value)
             for user in (node, other):
-                user.replace_input_with(value, kept)
+                user.replace_input_with(value, materialized)
 
 
-def _give_loops_what_views_look_at(graph: fx.Graph) -> None:
-    """Takes views that change nothing (a transpose's transpose) from the inputs of loops.
+def _skip_identity_views_of_loop_inputs(graph: fx.Graph) -> None:
+    """Removes views that change nothing (the transpose of a transpose) from the inputs of loops.
 
-    Inductor (2.11 to 2.13) makes one temporary handle for such a view before a loop and lets go of
-    it at the end of each step: the second one reads freed memory.
+    Inductor (2.11 to 2.13) creates one temporary handle for such a view before a loop and releases
+    it at the end of every step: the second step reads freed memory.
     """
     for loop in graph.find_nodes(op="call_function", target=torch.ops.higher_order.while_loop):
         for value in {arg for args in loop.args[2:] for arg in args if isinstance(arg, fx.Node)}:
@@ -72,46 +73,49 @@ def _give_loops_what_views_look_at(graph: fx.Graph) -> None:
                 loop.replace_input_with(value, source)
 
 
-def _sum_once(graph: fx.Graph) -> None:
-    """Copies a sum in 16 bits where the same one is asked for twice, as for an LSTM's two biases.
+def _deduplicate_sums(graph: fx.Graph) -> None:
+    """Replaces the second of two equal 16-bit sums (an LSTM's two biases) by a copy of the first.
 
-    Inductor (2.11 to 2.13) rounds one accumulator twice in C++, under one name, which no compiler
-    takes.
+    For such a pair Inductor (2.11 to 2.13) rounds one accumulator twice in C++, under one name,
+    which does not compile.
     """
-    known: dict[Any, Node] = {}
+    sums: dict[Any, Node] = {}
     for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         if node.meta["val"].dtype not in (torch.bfloat16, torch.float16):
             continue
-        first = known.setdefault((node.args[0], str(node.args[1:]), str(node.kwargs)), node)
+        first = sums.setdefault((node.args[0], str(node.args[1:]), str(node.kwargs)), node)
         if first is not node:
             with graph.inserting_before(node):
-                copied = graph.call_function(aten.clone.default, (first,))
-                copied.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(copied)
+                copy = graph.call_function(aten.clone.default, (first,))
+                copy.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(copy)
             graph.erase_node(node)
 
 
 def _layout(node: Node) -> tuple[Any, ...]:
-    """Size, strides and offset; symbols by their names, so that nothing is learnt of them."""
+    """Dtype, sizes, strides and offset; symbols as strings, so that comparing adds no guard."""
     value = node.meta["val"]
     return value.dtype, *map(str, (*value.shape, *value.stride(), value.storage_offset()))
 
 
-def _in_memory(graph: fx.Graph, value: Node) -> Node:
-    """The value, computed before it is used: no other operation makes Inductor do that."""
+def _materialize(graph: fx.Graph, value: Node) -> Node:
+    """The value, computed once and read from memory by its users.
+
+    ``clone`` alone would be inlined; ``as_strided`` forces Inductor to realize its input.
+    """
     fake = value.meta["val"].contiguous()
     with graph.inserting_after(value):
-        whole = graph.call_function(
+        copy = graph.call_function(
             aten.clone.default, (value,), {"memory_format": torch.contiguous_format}
         )
-    with graph.inserting_after(whole):
-        kept = graph.call_function(aten.as_strided.default)
-    with graph.inserting_before(kept):
+    with graph.inserting_after(copy):
+        materialized = graph.call_function(aten.as_strided.default)
+    with graph.inserting_before(materialized):
         shape: list[Any] = list(fake.shape)
         for i, n in enumerate(shape):
             if not isinstance(n, int):
-                shape[i] = graph.call_function(aten.sym_size.int, (whole, i))
+                shape[i] = graph.call_function(aten.sym_size.int, (copy, i))
                 shape[i].meta["val"] = n
-    kept.args = (whole, shape, list(fake.stride()))
-    whole.meta["val"] = kept.meta["val"] = fake
-    return kept
+    materialized.args = (copy, shape, list(fake.stride()))
+    copy.meta["val"] = materialized.meta["val"] = fake
+    return materialized
