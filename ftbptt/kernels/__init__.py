@@ -1,9 +1,13 @@
-"""Kernels: a scan block -> one function that runs all K steps of it, row by row.
+"""Kernels: a scan block -> one function that runs all its K steps, row by row.
 
-In the order of the data: ``expressions`` (operations as arithmetic), ``accesses`` (what a value is
-for one row), ``normalize`` (fewer kinds of nodes), ``lower`` (the block as a ``rowloop``: maps,
-reductions and products of rows), ``schedule`` (which of them share a loop), ``cpp`` (the loop in
-C++), ``build`` (the C++ as a function); and for a GPU ``tiles`` (what stays in registers),
-``triton_source`` (the loop in Triton), ``triton_module`` (a call of it). Up to ``schedule`` no
-language is in it.
+A block is lowered to a ``rowloop`` (maps, reductions and products of one row of the batch) by
+``lower``, with the help of ``normalize`` (fewer kinds of nodes), ``accesses`` (values and views as
+seen by one row) and ``expressions`` (operations as arithmetic). From the row loop,
+
+- for a CPU, ``schedule`` decides which operations share a loop, ``cpp`` prints C++, and ``build``
+  compiles and loads it;
+- for a GPU, ``tiles`` decides what stays in registers, ``triton_source`` prints Triton, and
+  ``triton_module`` stores and launches it.
+
+Nothing up to the row loop depends on the target language.
 """

@@ -1,8 +1,9 @@
-"""What a node of a step is for one row of the batch, and how one value reads another.
+"""The nodes of a step as seen by one row of the batch: features, and strided reads of them.
 
-The rows of a batch never meet inside a recurrence, so a kernel sees one row at a time: a value is
-its *features*, what is left of its shape behind the rows. A view computes nothing; it is an offset
-and strides into the features of the value it looks at, found by doing the view on an empty tensor.
+The rows of a batch are independent inside a recurrence, so a kernel sees one row at a time. A
+value is then its *features*: what is left of its shape after the row axes. A view computes nothing:
+it is an offset and strides into the features of its base, which we find by applying the view to an
+empty tensor.
 """
 
 from __future__ import annotations
@@ -29,18 +30,22 @@ class Strided:
 
 @dataclass(frozen=True)
 class RowPattern:
-    """Where a row finds its part of a tensor: at ``row // after % count * unit`` elements.
+    """Where a row's part of a tensor starts: ``row // after % count * unit`` elements in.
 
-    ``after`` and ``count`` are ranges of the row axes, whose sizes are known when the kernel runs:
-    the axes behind the part's own, and its own. No axes of its own: the same for all rows.
+    The tensor varies along the row axes ``axes[0]`` to ``axes[1] - 1`` and is constant along the
+    others. ``count`` is the product of the sizes of those axes and ``after`` that of the row axes
+    after them; the sizes are known when the kernel runs. An empty range: all rows share one part.
     """
 
-    own: tuple[int, int]
+    axes: tuple[int, int]
     unit: int
 
 
 class RowView:
-    """The rows of a block: its leading axes ``dims``, and what each node is for one of them."""
+    """The rows of a block (its leading axes), and what each node is for one row.
+
+    ``dims``: the sizes of the row axes, without those of size 1.
+    """
 
     def __init__(self, dims: Sequence[int]) -> None:
         self.dims = tuple(n for n in dims if n != 1)
@@ -48,12 +53,12 @@ class RowView:
         self._strided: dict[Node, Strided] = {}
 
     def rank(self, node: Node) -> int:
-        """How many leading axes of the node's value are the rows."""
+        """The number of leading axes of the node's value that are row axes."""
         shape = value_of(node).shape
         for rank in range(len(shape) + 1):
             if math.prod(shape[:rank]) == self.total:
                 return rank
-        raise refuse(node, f"its value of shape {list(shape)} has no row for each of the batch")
+        raise refuse(node, f"its shape {list(shape)} does not start with the rows of the batch")
 
     def features(self, node: Node) -> tuple[int, ...]:
         return tuple(value_of(node).shape[self.rank(node) :])
@@ -62,7 +67,7 @@ class RowView:
         return math.prod(self.features(node))
 
     def strided(self, node: Node) -> Strided:
-        """The node as a strided view of something computed, or of an input."""
+        """The node as a strided view of a computed value or an input."""
         if node not in self._strided:
             self._strided[node] = self._make_strided(node)
         return self._strided[node]
@@ -71,47 +76,49 @@ class RowView:
         shape = value_of(node).shape
         if node.op != "call_function" or node.target not in VIEWS:
             return Strided(node, 0, contiguous(shape))
-        seen = self.strided(node.args[0])
-        source = value_of(node.args[0])
-        memory = torch.empty(value_of(seen.base).numel(), device="meta", dtype=source.dtype)
-        before = memory.as_strided(source.shape, seen.strides, seen.offset)
+        source = self.strided(node.args[0])
+        value = value_of(node.args[0])
+        memory = torch.empty(value_of(source.base).numel(), device="meta", dtype=value.dtype)
+        before = memory.as_strided(value.shape, source.strides, source.offset)
         after = node.target(before, *node.args[1:], **node.kwargs)
         if not is_view_of(after, memory):
-            raise refuse(node, "a reshape that has to move its data")
-        return Strided(seen.base, int(after.storage_offset()), tuple(after.stride()))
+            raise refuse(node, "a reshape that has to copy its data")
+        return Strided(source.base, int(after.storage_offset()), tuple(after.stride()))
 
     def features_of(self, node: Node, shape: Sequence[int], rank: int) -> Strided:
-        """The node broadcast to ``shape``, whose first ``rank`` axes are the rows, for one row.
+        """One row of the node broadcast to ``shape``, whose first ``rank`` axes are the rows.
 
-        The strides are those of the axes behind. The node's base is a computed value or a carry,
-        which has each row's features in one piece.
+        The strides are those of the feature axes. The node's base must be a computed value or a
+        carry, in which the features of each row are contiguous.
         """
-        strides, seen = self._broadcast(node, shape)
-        size = self.size(seen.base)
-        whole = RowPattern((0, len(self.dims)), size if self.dims else 0)
-        if self._pattern(node, shape[:rank], strides[:rank]) != whole:
+        strides, source = self._broadcast(node, shape)
+        size = self.size(source.base)
+        by_row = RowPattern((0, len(self.dims)), size if self.dims else 0)
+        if self._pattern(node, shape[:rank], strides[:rank]) != by_row:
             raise refuse(node, "it mixes rows of the batch")
         inner = strides[rank:]
-        last = seen.offset + sum((n - 1) * s for n, s in zip(shape[rank:], inner, strict=True))
+        last = source.offset + sum((n - 1) * s for n, s in zip(shape[rank:], inner, strict=True))
         if last >= max(size, 1):
             raise refuse(node, "it reads another row of the batch")
-        return Strided(seen.base, seen.offset, inner)
+        return Strided(source.base, source.offset, inner)
 
     def input_of(self, node: Node, shape: Sequence[int], rank: int) -> tuple[Strided, RowPattern]:
-        """As ``features_of`` for an input of the block, which a row may share with others."""
-        strides, seen = self._broadcast(node, shape)
+        """Like ``features_of``, for an input of the block, of which rows may share parts."""
+        strides, source = self._broadcast(node, shape)
         pattern = self._pattern(node, shape[:rank], strides[:rank])
-        return Strided(seen.base, seen.offset, strides[rank:]), pattern
+        return Strided(source.base, source.offset, strides[rank:]), pattern
 
     def _broadcast(self, node: Node, shape: Sequence[int]) -> tuple[tuple[int, ...], Strided]:
-        seen, own = self.strided(node), value_of(node).shape
-        strides = [0] * (len(shape) - len(own))
-        for size, wanted, stride in zip(own, shape[len(strides) :], seen.strides, strict=True):
-            strides.append(0 if size == 1 and wanted != 1 else stride)
-        return tuple(strides), seen
+        """(the strides of the node expanded to ``shape``, the node itself)"""
+        source, node_shape = self.strided(node), value_of(node).shape
+        strides = [0] * (len(shape) - len(node_shape))
+        expanded = shape[len(strides) :]
+        for size, target, stride in zip(node_shape, expanded, source.strides, strict=True):
+            strides.append(0 if size == 1 and target != 1 else stride)
+        return tuple(strides), source
 
     def _pattern(self, node: Node, sizes: Sequence[int], strides: Sequence[int]) -> RowPattern:
-        """How the row axes of a view lie in memory, in terms of the block's own row axes."""
+        """How the row axes of a view lie in memory, in terms of the block's row axes."""
         moving = [(i, s) for i, s in enumerate(strides) if sizes[i] != 1 and s != 0]
         if not moving:
             return RowPattern((0, 0), 0)
@@ -119,20 +126,20 @@ class RowView:
         unit = expected = strides[last]
         for i in range(last, first - 1, -1):
             if sizes[i] != 1 and strides[i] != expected:
-                raise refuse(node, "its rows do not lie one after the other")
+                raise refuse(node, "its rows are not evenly spaced in memory")
             expected *= sizes[i]
         start = self.axis(math.prod(sizes[:first]), node)
         stop = self.axis(math.prod(sizes[: last + 1]), node)
         return RowPattern((start, stop), unit)
 
     def axis(self, rows: int, node: Node) -> int:
-        """The row axis before which there are ``rows`` combinations of axes."""
+        """The row axis before which the sizes of the row axes multiply to ``rows``."""
         for axis in range(len(self.dims) + 1):
             if math.prod(self.dims[:axis]) == rows:
                 return axis
-        raise refuse(node, "it splits the rows of the batch in another way")
+        raise refuse(node, "it splits the rows of the batch differently from the carries")
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor of this shape with its elements in order."""
+    """The strides of a contiguous tensor of this shape."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -1,7 +1,8 @@
-"""How a carry's next value depends on it, where that is ``scale * carry + shift`` in each element.
+"""Recognizes steps that are affine in the carry: ``scale * carry + shift``, element by element.
 
-Such steps compose into one of the same form, so those of a stretch of time can be composed in any
-order, many at once (Blelloch, "Prefix Sums and Their Applications", 1990, section 1.4).
+The composition of two such steps has the same form, and composition is associative, so many steps
+can be computed at once by a parallel scan (Blelloch, "Prefix Sums and Their Applications", 1990,
+section 1.4).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from .rowloop import Map, Memory, Read, RowLoop, Value
 class Affine:
     """``scale * carry + shift``.
 
-    Without a ``scale`` the carry is not in it at all; without a ``shift`` that is zero. ``cut`` is
-    true where the carry has no part in it, be it infinite (a reset); ``scale`` says nothing there.
+    ``scale`` None: the expression does not read the carry. ``shift`` None: zero. ``cut``: a boolean
+    expression, true where the result is independent of the carry even if the carry is infinite or
+    NaN (a reset). ``scale`` is meaningless there.
     """
 
     scale: Expression | None
@@ -31,39 +33,40 @@ TRUE, FALSE = Literal(True, torch.bool), Literal(False, torch.bool)
 
 
 def affine_next(loop: RowLoop) -> Affine | None:
-    """affine_next : RowLoop -> how its carry goes on, or None if it is not of this form
+    """affine_next : RowLoop -> the next carry as an affine function of the carry, or None
 
-    The loop has one carry of one real number a row, kept as it is computed, and all its operations
-    are maps of such numbers. The expressions read sequences and invariants only.
+    Only for a loop with one float32 or float64 carry of one element per row, whose operations are
+    all maps of one element. The expressions of the result read only sequences and invariants.
     """
     maps = [op for op in loop.operations if isinstance(op, Map) and op.value.size == 1]
     if len(loop.carries) != 1 or len(maps) < len(loop.operations):
         return None
-    (carry,), (after,) = loop.carries, loop.nexts
+    (carry,), (next_carry,) = loop.carries, loop.nexts
     if carry.size != 1 or carry.dtype not in (torch.float32, torch.float64):
         return None
-    found: dict[Value | Memory, Affine | None] = {
+    forms: dict[Value | Memory, Affine | None] = {
         carry: Affine(Literal(1.0, carry.dtype), None, FALSE)
     }
     for op in maps:
-        found[op.value] = _affine(op.expression, found)
-    (last,) = (op.value for op in maps if op.value.memory is after)
-    own = found[last]
-    return own if own is not None and own.scale is not None else None
+        forms[op.value] = _affine(op.expression, forms)
+    (last,) = (op.value for op in maps if op.value.memory is next_carry)
+    form = forms[last]
+    return form if form is not None and form.scale is not None else None
 
 
-def _affine(expr: Expression, found: dict[Value | Memory, Affine | None]) -> Affine | None:
-    if isinstance(expr, Read) and expr.source in found:
-        return found[expr.source]
+def _affine(expr: Expression, forms: dict[Value | Memory, Affine | None]) -> Affine | None:
+    """The expression in affine form, given the ``forms`` of the values that it reads."""
+    if isinstance(expr, Read) and expr.source in forms:
+        return forms[expr.source]
     if not isinstance(expr, Apply):
         return Affine(None, expr, TRUE)
-    args = [own for own in (_affine(arg, found) for arg in expr.args) if own is not None]
+    args = [form for form in (_affine(arg, forms) for arg in expr.args) if form is not None]
     if len(args) < len(expr.args):
         return None
     name, dtype = expr.name, expr.dtype
-    with_carry = [i for i, own in enumerate(args) if own.scale is not None]
+    with_carry = [i for i, arg in enumerate(args) if arg.scale is not None]
     if not with_carry:
-        return Affine(None, Apply(name, tuple(own.shift for own in args), dtype), TRUE)
+        return Affine(None, Apply(name, tuple(arg.shift for arg in args), dtype), TRUE)
     if name in ("add", "sub"):
         return _sum(name, args[0], args[1], dtype)
     if name == "where" and 0 not in with_carry:
@@ -71,7 +74,7 @@ def _affine(expr: Expression, found: dict[Value | Memory, Affine | None]) -> Aff
     if len(with_carry) > 1 or name not in _LINEAR_IN.get(with_carry[0], ()):
         return None
     (i,) = with_carry
-    others = [own.shift for own in args]
+    others = [arg.shift for arg in args]
 
     def apply(x: Expression | None) -> Expression | None:
         return None if x is None else Apply(name, (*others[:i], x, *others[i + 1 :]), dtype)
@@ -79,7 +82,7 @@ def _affine(expr: Expression, found: dict[Value | Memory, Affine | None]) -> Aff
     return Affine(apply(args[i].scale), apply(args[i].shift), args[i].cut)
 
 
-# What is linear in its first operand, and in its second one.
+# Operand index -> the primitives that are linear in that operand.
 _LINEAR_IN = {0: ("neg", "mul", "div"), 1: ("mul",)}
 
 
@@ -110,7 +113,7 @@ def _where(condition: Expression, a: Affine, b: Affine, dtype: torch.dtype) -> A
 
 
 def _both(a: Expression, b: Expression) -> Expression:
-    """Their conjunction, without an operation where one is known."""
+    """``a & b``, simplified where one of them is constant."""
     if a is TRUE or b is FALSE:
         return b
     return a if b is TRUE or a is FALSE else Apply("bit_and", (a, b), torch.bool)

@@ -1,8 +1,8 @@
-"""C++ source -> a function, compiled once per content and kept on disk.
+"""C++ source -> a function, compiled once per source text and cached on disk.
 
-The library is built under another name and renamed when it is whole, so a build that is killed
-leaves nothing behind that looks like one, and processes that build the same at once do not meet.
-It ends with a hash of itself: one that was damaged later is built anew.
+A library is built in a temporary folder and renamed once complete. So a killed build leaves no
+partial library, and processes that build the same source at the same time do not interfere. A hash
+of the content is appended to the file: a library that was damaged later is rebuilt.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from .toolchain import commands, forget_header, header_to_compile, key_of
 
 
 class KernelBuildError(RuntimeError):
-    """The compiler has failed."""
+    """The C++ compiler failed on a kernel."""
 
 
 def kernel_cache_dir() -> Path:
-    """Where compiled kernels are kept: beside what Inductor keeps."""
+    """The folder of compiled kernels, inside Inductor's cache folder."""
     return Path(compile_cache_dir(), "ftbptt", torch.backends.cpu.get_cpu_capability())
 
 
 _builders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ftbptt-build")
 _started: dict[Path, Future[None]] = {}
-_with_header: set[Path] = set()  # folders of kernels for which this process has made a header
+_with_header: set[Path] = set()  # cache folders whose header this process has started compiling
 
 
 def start(source: str) -> Path:
-    """start : source of a kernel -> where its library will be, once ``finish`` has returned
+    """start : source of a kernel -> path of its library, which exists once ``finish`` returns
 
-    Several are compiled at once, and while the program around them is.
+    Kernels are compiled in the background, several at once, while Inductor compiles the program.
     """
     folder, key = kernel_cache_dir(), key_of(source)
     library = folder / f"{key}.so"
-    if library not in _started and not _is_whole(library):
+    if library not in _started and not _is_complete(library):
         folder.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=folder, prefix="build-")
-        path, built = Path(scratch.name) / f"{key}.cpp", Path(scratch.name) / f"{key}.so"
-        path.write_text(source)
-        tried = commands(path, built, folder)
-        _started[library] = _builders.submit(_build, scratch, tried, built, library)
+        source_file, built = Path(scratch.name) / f"{key}.cpp", Path(scratch.name) / f"{key}.so"
+        source_file.write_text(source)
+        attempts = commands(source_file, built, folder)
+        _started[library] = _builders.submit(_build, scratch, attempts, built, library)
     return library
 
 
 def finish() -> None:
-    """Waits for all that was started.
+    """Waits for all builds that were started.
 
-    Raises :class:`KernelBuildError` if the compiler refuses a source.
+    Raises :class:`KernelBuildError` if the compiler rejects a source.
     """
     folders = {library.parent for library in _started}
     for library, started in list(_started.items()):
         try:
             started.result()
         finally:
-            _started.pop(library, None)  # what failed is tried again
+            _started.pop(library, None)  # so that a failed build can be started again
     for folder in folders - _with_header:
         compile_header = header_to_compile(folder)
         if compile_header:
@@ -74,7 +74,7 @@ def finish() -> None:
 
 
 def abandon() -> None:
-    """What was started is not wanted any more, whether it fails or not."""
+    """Waits for all builds that were started, and ignores their errors."""
     for started in _started.values():
         started.exception()
     _started.clear()
@@ -82,7 +82,7 @@ def abandon() -> None:
 
 @cache
 def load(library: str) -> Callable[[Any, Any], None]:
-    """load : path of a library -> its function ``run(memory, numbers)``"""
+    """load : path of a library -> its function ``run(memory, numbers)`` (see ``cpp``)"""
     finish()
     run = ctypes.CDLL(library).run
     run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -91,17 +91,21 @@ def load(library: str) -> Callable[[Any, Any], None]:
 
 
 def _build(
-    scratch: tempfile.TemporaryDirectory[str], tried: list[list[str]], built: Path, library: Path
+    scratch: tempfile.TemporaryDirectory[str],
+    attempts: list[list[str]],
+    built: Path,
+    library: Path,
 ) -> None:
+    """Tries the commands of ``attempts``, which write ``built``; moves that to ``library``."""
     with scratch:
-        for command in tried:
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode == 0:
+        for command in attempts:
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode == 0:
                 break
         else:
-            said = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-            raise KernelBuildError(f"no kernel could be compiled: {' '.join(said[:3])}")
-        if command is not tried[0]:
+            errors = [line for line in result.stderr.splitlines() if "error" in line.lower()]
+            raise KernelBuildError(f"no kernel could be compiled: {' '.join(errors[:3])}")
+        if command is not attempts[0]:  # the compiled header was the problem
             forget_header(library.parent)
         content = built.read_bytes()
         built.write_bytes(content + _hash(content))
@@ -112,10 +116,10 @@ def _hash(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()
 
 
-def _is_whole(library: Path) -> bool:
-    """Whether all of the library is there: its last bytes are the hash of the others.
+def _is_complete(library: Path) -> bool:
+    """Whether the library's last bytes are the hash of the bytes before them.
 
-    One that was cut short, by a crash or a copy, would end the process when it is loaded.
+    Loading a library that was truncated, by a crash or a copy, would crash the process.
     """
     content = library.read_bytes() if library.exists() else b""
     size = len(_hash(b""))

@@ -1,4 +1,4 @@
-"""Loops over one row in C++: vectors of ``at::vec`` where all is of one type, else one by one."""
+"""Loops over one row in C++: vectorized with ``at::vec`` where all values have one type."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _C_TYPES = {
 }  # fmt: skip
 
 _NEUTRAL = {"sum": "0", "product": "1"}
+# Primitives with a vectorized form for complex numbers.
 _COMPLEX_VECTORS = {"add", "sub", "mul", "neg", "conj"}
 
 
@@ -33,11 +34,16 @@ def memory_name(memory: Memory) -> str:
 
 
 class NestPrinter:
-    """Prints one nest; pointers ``row_<memory>`` to the row's part of each memory are in scope."""
+    """Prints one nest. Pointers ``row_<memory>`` to the row's part of each memory are in scope.
 
-    def __init__(self, nest: Nest, kept: set[Value]) -> None:
-        self.nest, self.kept = nest, kept
-        self.made = {op.value for op in nest.operations if isinstance(op, Map)}
+    ``stored``: the values that are written to memory. ``type``: that of the vectors; None if the
+    nest is scalar.
+    """
+
+    def __init__(self, nest: Nest, stored: set[Value]) -> None:
+        self.nest, self.stored = nest, stored
+        self.mapped = {op.value for op in nest.operations if isinstance(op, Map)}
+        # (memory, offset, strides) of a load -> its variable. ``loaded`` is set for each loop body.
         self.hoisted: dict[tuple[Any, ...], str] = {}
         self.type = self._vector_type()
 
@@ -66,31 +72,32 @@ class NestPrinter:
     # -- types ------------------------------------------------------------------------------------
 
     def _vector_type(self) -> torch.dtype | None:
-        """The one type that all is computed in, if the innermost loop can be of vectors of it."""
+        """The common compute dtype of all values, if the innermost loop can be vectorized."""
         if not self.nest.shape or self.nest.shape[-1] < 4:
             return None
-        found: set[torch.dtype] = set()
+        dtypes: set[torch.dtype] = set()
         for op in self.nest.operations:
-            found |= {compute_dtype(d) for d in _dtypes(op.expression)}
-            found.add(compute_dtype(op.value.dtype))
+            dtypes |= {compute_dtype(d) for d in _dtypes(op.expression)}
+            dtypes.add(compute_dtype(op.value.dtype))
             inner = [read.strides[-1] for read in reads(op.expression)]
             if isinstance(op, Map):
                 inner.append(op.value.strides[-1])
             if not {0, 1}.issuperset(inner):
                 return None
-        found.discard(torch.bool)
-        if len(found) != 1:
+        dtypes.discard(torch.bool)  # a mask of vectors of any type
+        if len(dtypes) != 1:
             return None
-        dtype = found.pop()
+        dtype = dtypes.pop()
         if dtype.is_complex:
             names = {n for op in self.nest.operations for n in _names(op.expression)}
-            plain = all(isinstance(op, Map) for op in self.nest.operations)
-            return dtype if plain and names <= _COMPLEX_VECTORS else None
+            only_maps = all(isinstance(op, Map) for op in self.nest.operations)
+            return dtype if only_maps and names <= _COMPLEX_VECTORS else None
         return dtype if dtype.is_floating_point else None
 
     # -- the innermost loop -----------------------------------------------------------------------
 
     def _inner(self, n: int) -> Iterator[str]:
+        """The innermost loop over ``n`` elements: vectors, then a partial one for the tail."""
         if self.type is None:
             yield f"for (int64_t j = 0; j < {n}; ++j) {{"
             yield from self._body("")
@@ -108,28 +115,29 @@ class NestPrinter:
         yield "}"
 
     def _body(self, left: str) -> Iterator[str]:
+        """``left``: the last argument of loads and stores of a partial vector, or empty."""
         self.loaded: dict[tuple[Any, ...], str] = {}
-        self.extra: list[str] = []
+        self.loads: list[str] = []
         for op in self.nest.operations:
             value = self._print(op.expression, left)
             value = self._converted(value, _dtype(op.expression), compute_dtype(op.value.dtype))
-            yield from self.extra
-            self.extra = []
+            yield from self.loads
+            self.loads = []
             name = f"v_{op.value.name}"
             if isinstance(op, Reduce):
                 fold = f"{op.kind}_of(total_{op.value.name}, {value}"
                 yield f"total_{op.value.name} = {fold}{left});"
                 continue
             yield f"const auto {name} = {self._as_vector(op, value)};"
-            if op.value in self.kept:
-                at = _at(op.value.offset, op.value.strides, len(self.nest.shape))
+            if op.value in self.stored:
+                index = _index(op.value.offset, op.value.strides, len(self.nest.shape))
                 assert op.value.memory is not None
-                pointer = f"row_{memory_name(op.value.memory)} + {at}"
-                add = op.value.memory.kind == "total"
-                yield f"{'add_' if add else 'store_'}({pointer}, {name}{left});"
+                pointer = f"row_{memory_name(op.value.memory)} + {index}"
+                function = "add_" if op.value.memory.kind == "total" else "store_"
+                yield f"{function}({pointer}, {name}{left});"
 
     def _as_vector(self, op: Map, value: str) -> str:
-        """A constant, or what all of the row share, as the vector that a store wants."""
+        """The value as a vector, as stores need it: it may be a constant or one scalar per row."""
         if self.type is None:
             return f"static_cast<{c_type(compute_dtype(op.value.dtype))}>({value})"
         if op.value.dtype == torch.bool:
@@ -163,32 +171,34 @@ class NestPrinter:
         return text if self.type is None or literal.dtype == torch.bool else f"V({text})"
 
     def _load(self, read: Read, left: str) -> str:
-        source = read.source
-        if isinstance(source, Value) and source in self.made and _same_index(read, self.nest.shape):
-            return f"v_{source.name}"
-        memory = read.source.memory if isinstance(read.source, Value) else read.source
+        source, offset = read.source, read.offset
+        if isinstance(source, Value):
+            if source in self.mapped and _same_index(read, self.nest.shape):
+                return f"v_{source.name}"
+            memory, offset = source.memory, offset + source.offset
+        else:
+            memory = source
         assert memory is not None
-        offset = read.offset + (read.source.offset if isinstance(read.source, Value) else 0)
         key = (memory, offset, read.strides)
         pointer = f"row_{memory_name(memory)}"
         if self.type is None:
-            return f"load_({pointer} + {_at(offset, read.strides, len(self.nest.shape))})"
+            return f"load_({pointer} + {_index(offset, read.strides, len(self.nest.shape))})"
         if read.strides[-1] == 0:
             if key not in self.hoisted:
                 self.hoisted[key] = f"u{len(self.hoisted)}"
             return self.hoisted[key]
         if key not in self.loaded:
             name = f"x{len(self.loaded)}"
-            at = _at(offset, read.strides, len(self.nest.shape))
-            self.extra.append(f"const auto {name} = load_<V>({pointer} + {at}{left});")
+            index = _index(offset, read.strides, len(self.nest.shape))
+            self.loads.append(f"const auto {name} = load_<V>({pointer} + {index}{left});")
             self.loaded[key] = name
         return self.loaded[key]
 
     def _hoist(self) -> Iterator[str]:
-        """What does not change along the innermost loop is loaded before it."""
+        """Loads that do not depend on the innermost index, before the innermost loop."""
         for (memory, offset, strides), name in self.hoisted.items():
-            at = _at(offset, strides[:-1], len(self.nest.shape) - 1, inner=False)
-            load = f"load_(row_{memory_name(memory)} + {at})"
+            index = _index(offset, strides[:-1], len(self.nest.shape) - 1, inner=False)
+            load = f"load_(row_{memory_name(memory)} + {index})"
             t = c_type(self.type) if self.type is not None else ""
             is_bool = memory.dtype == torch.bool
             yield f"const auto {name} = {load};" if is_bool else f"const Vec<{t}> {name}({load});"
@@ -198,21 +208,21 @@ class NestPrinter:
     def _open(self, reductions: list[Reduce]) -> Iterator[str]:
         for op in reductions:
             t = c_type(compute_dtype(op.value.dtype))
-            start = _NEUTRAL.get(op.kind) or f"{op.kind}_neutral<{t}>()"
-            kind = t if self.type is None else f"Vec<{t}>"
-            yield f"{kind} total_{op.value.name}({start});"
+            neutral = _NEUTRAL.get(op.kind) or f"{op.kind}_neutral<{t}>()"
+            total_type = t if self.type is None else f"Vec<{t}>"
+            yield f"{total_type} total_{op.value.name}({neutral});"
 
     def _close(self, reductions: list[Reduce]) -> Iterator[str]:
         for op in reductions:
             name, memory = op.value.name, op.value.memory
             assert memory is not None
             total = f"total_{name}" if self.type is None else f"{op.kind}_all(total_{name})"
-            at = _at(op.value.offset, op.value.strides, op.outer, inner=False)
-            yield f"store_(row_{memory_name(memory)} + {at}, {total});"
+            index = _index(op.value.offset, op.value.strides, op.outer, inner=False)
+            yield f"store_(row_{memory_name(memory)} + {index}, {total});"
 
 
-def _at(offset: int, strides: tuple[int, ...], depth: int, *, inner: bool = True) -> str:
-    """The index of an element; the innermost of ``depth`` loops counts in j if ``inner``."""
+def _index(offset: int, strides: tuple[int, ...], depth: int, *, inner: bool = True) -> str:
+    """The index of an element in ``depth`` loops, of which the last counts in j if ``inner``."""
     terms = [str(offset)] if offset else []
     for axis, stride in enumerate(strides):
         name = "j" if inner and axis == depth - 1 else f"i{axis}"
@@ -222,6 +232,7 @@ def _at(offset: int, strides: tuple[int, ...], depth: int, *, inner: bool = True
 
 
 def _same_index(read: Read, shape: tuple[int, ...]) -> bool:
+    """Whether element i of the loop over ``shape`` reads element i of the value."""
     value = read.source
     assert isinstance(value, Value)
     return value.shape == shape and not read.offset and read.strides == contiguous(shape)

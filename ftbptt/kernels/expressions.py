@@ -1,7 +1,8 @@
-"""Elementwise operations of a graph -> arithmetic in a few primitives, in no language yet.
+"""Elementwise operations of a graph -> expressions in a few primitives, for any target language.
 
-A printer for a language (``cpp``) needs one spelling per primitive; what torch composes of them
-(``silu``, ``sigmoid_backward``, ...) is composed here, once for all languages.
+A printer (``cpp_nest``, ``triton_expressions``) needs one spelling per primitive. Operations that
+are compositions of primitives (``sigmoid_backward``, ``addcmul``, ...) are expanded here, once for
+all languages.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..compiler.graphs import Node, aten
 
 @dataclass(frozen=True)
 class Literal:
-    """A number in the code."""
+    """A constant."""
 
     value: Any
     dtype: torch.dtype
@@ -25,15 +26,15 @@ class Literal:
 
 @dataclass(frozen=True)
 class Apply:
-    """A primitive on expressions; ``dtype`` is that of the result."""
+    """A primitive applied to expressions. ``dtype``: that of the result."""
 
     name: str
     args: tuple[Any, ...]
     dtype: torch.dtype
 
 
-# Leaves of an expression are literals and whatever the caller made of the node's tensors, with a
-# ``dtype`` each.
+# A Literal, an Apply, or a leaf: whatever the caller of ``expression`` makes of a tensor, with an
+# attribute ``dtype``.
 Expression = Any
 
 _ARITHMETIC = {
@@ -53,10 +54,11 @@ _LOGICAL = {"logical_and": "bit_and", "logical_or": "bit_or", "logical_xor": "bi
 
 
 class Unsupported(Exception):
-    """A node that no kernel can be made of; the message says which and why."""
+    """A node that kernels do not support; the message names the node and the reason."""
 
 
 def refuse(node: Node, why: str) -> Unsupported:
+    """The error to raise: ``operation (node): why``."""
     name = getattr(node.target, "__name__", node.target) if node.op == "call_function" else node.op
     return Unsupported(f"{name} ({node.name}): {why}")
 
@@ -66,7 +68,7 @@ def is_elementwise(node: Node) -> bool:
 
 
 def is_constant(node: Node) -> bool:
-    """Whether the node makes the same number everywhere, out of nothing."""
+    """Whether the node is a tensor filled with one number, such as ``full`` or ``zeros_like``."""
     return node.op == "call_function" and node.target in _CONSTANTS
 
 
@@ -90,7 +92,7 @@ _CONSTANTS: dict[Any, Callable[[Node], Any]] = {
 
 
 def cast(x: Expression, dtype: torch.dtype) -> Expression:
-    """The expression converted to ``dtype``, if it has another one."""
+    """The expression converted to ``dtype``, if it has a different one."""
     if x.dtype == dtype:
         return x
     if isinstance(x, Literal) and dtype != torch.bool:
@@ -99,22 +101,25 @@ def cast(x: Expression, dtype: torch.dtype) -> Expression:
 
 
 def _rounded(x: Expression) -> Expression:
-    """A number as a tensor of its dtype has it, though a kernel computes in a wider one."""
+    """A 16-bit constant rounded to its dtype, since kernels compute 16-bit dtypes in float32."""
     if isinstance(x, Literal) and x.dtype in (torch.bfloat16, torch.float16):
         return Literal(torch.tensor(x.value, dtype=x.dtype).item(), x.dtype)
     return x
 
 
 def expression(node: Node, leaf: Callable[[Node], Expression]) -> Expression:
-    """expression : an elementwise node, node -> leaf -> the node's value as an expression"""
+    """expression : elementwise node x (operand node -> leaf) -> the node's value as an expression
+
+    Raises Unsupported.
+    """
     kind = _TABLE.get(_overload_name(node))
     if kind is None:
-        raise refuse(node, "no kernel is known for it")
+        raise refuse(node, "kernels do not support this operation")
     out = node.meta["val"].dtype
     complex_inputs = any(arg.meta["val"].dtype.is_complex for arg in node.all_input_nodes)
-    of_complex = out.is_complex and kind in (_arithmetic, _copied, _where)
-    if (out.is_complex or complex_inputs) and not of_complex:
-        raise refuse(node, "not known for complex numbers")
+    supports_complex = out.is_complex and kind in (_arithmetic, _copied, _where)
+    if (out.is_complex or complex_inputs) and not supports_complex:
+        raise refuse(node, "kernels do not support this operation on complex numbers")
 
     def operand(arg: Any) -> Expression:
         if isinstance(arg, (bool, int, float, complex)):
@@ -128,7 +133,7 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: to
 
 
 def _overload_name(node: Node) -> str:
-    """``add`` of ``aten.add.Tensor``; nothing for what is no operation of torch."""
+    """``add`` for ``aten.add.Tensor``; empty for targets outside of aten and prims."""
     if getattr(node.target, "namespace", None) not in ("aten", "prims"):
         return ""
     name: str = node.target.overloadpacket.__name__
@@ -136,7 +141,7 @@ def _overload_name(node: Node) -> str:
 
 
 def _common(node: Node) -> torch.dtype:
-    """The dtype that the operands of a comparison are compared in."""
+    """The dtype in which the operands of a comparison are compared."""
     operands = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in node.args[:2]]
     return torch.result_type(*operands)
 
@@ -146,18 +151,13 @@ def _arithmetic(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str,
     if out == torch.bool:
         raise refuse(node, "arithmetic on bool")
     if len(args) > 2:
-        raise refuse(node, "in this form no kernel is known for it")
-    if name == "div":
-        mode = kwargs.get("rounding_mode")
-        value = Apply("div", tuple(cast(a, out) for a in args), out)
-        if mode is not None:
-            raise refuse(node, "division with rounding")
-        return value
+        raise refuse(node, "kernels do not support it with these arguments")
+    if kwargs.get("rounding_mode") is not None:
+        raise refuse(node, "division with rounding")
     operands = [cast(a, out) for a in args]
     alpha = kwargs.get("alpha", 1)
     if alpha != 1:
-        scale = Literal(alpha, out)
-        operands[1] = Apply("mul", (operands[1], scale), out)
+        operands[1] = Apply("mul", (operands[1], Literal(alpha, out)), out)
     return Apply(name, tuple(operands), out)
 
 
@@ -180,7 +180,7 @@ def _bitwise(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, An
 
 def _not(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if _overload_name(node) == "bitwise_not" and out != torch.bool:
-        raise refuse(node, "bits of integers")
+        raise refuse(node, "bitwise_not of integers")
     return Apply("bit_not", (cast(args[0], torch.bool),), out)
 
 
@@ -192,7 +192,7 @@ _ROUNDED = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
 
 
 def _copied(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """A cast to 16 bits rounds, also where its result never comes into memory."""
+    """A copy or cast. A cast to 16 bits rounds even if its result is never stored in memory."""
     x = args[0]
     if out not in _ROUNDED or x.dtype in (out, torch.bool) or isinstance(x, Literal):
         return _rounded(cast(x, out))
@@ -216,8 +216,8 @@ def _clamped(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, An
 
 def _sigmoid_backward(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
     grad, y = (cast(a, out) for a in args)
-    one_less = Apply("sub", (Literal(1, out), y), out)
-    return Apply("mul", (grad, Apply("mul", (one_less, y), out)), out)
+    complement = Apply("sub", (Literal(1, out), y), out)
+    return Apply("mul", (grad, Apply("mul", (complement, y), out)), out)
 
 
 def _tanh_backward(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -252,7 +252,7 @@ def _reversed_sub(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[st
 def _test(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
     name = _overload_name(node)
     if not args[0].dtype.is_floating_point:
-        raise refuse(node, "on numbers that are not floating point")
+        raise refuse(node, "its operand is not floating point")
     if name == "isnan":
         return Apply("ne", (args[0], args[0]), out)
     infinite = Literal(float("inf"), args[0].dtype)
@@ -262,18 +262,20 @@ def _test(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any])
 def _unary_float(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
     name = _overload_name(node)
     if len(args) > 1 or kwargs:
-        raise refuse(node, "in this form no kernel is known for it")
+        raise refuse(node, "kernels do not support it with these arguments")
     if name in _ROUNDINGS and not out.is_floating_point:
         return cast(args[0], out)
     return Apply(_ARITHMETIC[name], (cast(args[0], out),), out)
 
 
+# On integers these are the identity.
 _ROUNDINGS = {"floor", "ceil", "trunc", "round"}
 _REAL_FUNCTIONS = {
     "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "sin", "cos", "tan", "sinh",
     "cosh", "atan", "tanh", "sigmoid", "erf", "erfc", "acos", "asin", "floor", "ceil", "trunc",
     "relu", "round", "sign",
 }  # fmt: skip
+# Operation -> the function (node, dtype of the result, operands, kwargs) -> expression.
 _TABLE: dict[str, Callable[[Node, torch.dtype, list[Any], dict[str, Any]], Any]] = {
     **{name: _unary_float if name in _REAL_FUNCTIONS else _arithmetic for name in _ARITHMETIC},
     **dict.fromkeys(_COMPARISONS, _compared),

@@ -1,10 +1,9 @@
-"""A scan block -> its row loop: the block's graph, gone through once for one row of the batch."""
+"""A scan block -> its row loop: one pass over the block's graph, for one row of the batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -33,8 +32,8 @@ _REDUCTIONS = {
 def make_row_loop(block: ScanBlock, *, least_features: int = 1) -> RowLoop:
     """make_row_loop : ScanBlock -> RowLoop
 
-    As many axes of the carries are rows as can be, but for ``least_features``. Raises Unsupported,
-    which names the node, for a block that no kernel can be made of.
+    As many leading axes of the carries as possible become rows, but not the last
+    ``least_features``. Raises Unsupported, which names the node, if no kernel can be generated.
     """
     shapes = [tuple(value_of(node).shape) for node in block.carries]
     shared = 0
@@ -45,22 +44,23 @@ def make_row_loop(block: ScanBlock, *, least_features: int = 1) -> RowLoop:
     for rank in range(most, -1, -1):
         try:
             return _Builder(block, RowView(shapes[0][:rank])).build()
-        except Unsupported as found:
-            # With as few row axes as possible, it is the operation that stands in the way.
-            error = found if error is None or rank > 0 else error
+        except Unsupported as reason:
+            # The reason to report is that of the smallest rank above 0: rank 0, all of the batch
+            # as one row, is refused for other reasons.
+            error = reason if error is None or rank > 0 else error
     assert error is not None
     raise error
 
 
 class _Builder:
-    """Goes through the graph once, with the leading axes of the carries as the rows."""
+    """Builds the loop in one pass over the graph, given which axes are the rows."""
 
     def __init__(self, block: ScanBlock, rows: RowView) -> None:
         self.block, self.rows = block, rows
         self.graph = normalize(block.module, self._has_rows)
-        self.values: dict[Node, Value] = {}
-        self.places: list[Value] = []
-        self.memories: dict[Node, Memory] = {}
+        self.values: dict[Node, Value] = {}  # of the nodes
+        self.all_values: list[Value] = []  # also copies, pieces of a cat, ...
+        self.memories: dict[Node, Memory] = {}  # of the carries
         self.operations: list[Operation] = []
         placeholders = self.graph.find_nodes(op="placeholder")
         n_inv, n_seq = len(block.invariants), len(block.sequences)
@@ -69,17 +69,19 @@ class _Builder:
         self.carries = placeholders[n_inv + n_seq :]
         self.loop = RowLoop(rows, self.operations, {}, {}, [], [], [])
         for i, node in enumerate(self.carries):
-            self.memories[node] = self._own_memory("carry", i, node)
+            self.memories[node] = self._memory("carry", i, node)
             self.loop.carries.append(self.memories[node])
 
     def _has_rows(self, node: Node) -> bool:
+        """Whether the node has a value per row."""
         try:
             self.rows.rank(node)
         except Unsupported:
             return False
         return True
 
-    def _own_memory(self, kind: str, index: int, node: Node) -> Memory:
+    def _memory(self, kind: str, index: int, node: Node) -> Memory:
+        """A memory with a part per row, for the node's value."""
         size = self.rows.size(node)
         pattern = RowPattern((0, len(self.rows.dims)), size)
         return Memory(kind, index, value_of(node).dtype, size, pattern)
@@ -101,9 +103,9 @@ class _Builder:
             elif node.target in (aten.mm.default, aten.bmm.default):
                 self._product(node)
             elif node.target is aten.cat.default:
-                self._join(node)
+                self._cat(node)
             else:
-                raise refuse(node, "no kernel is known for it")
+                raise refuse(node, "kernels do not support this operation")
         for i, node in enumerate(totals):
             self._total(node, i)
         for i, node in enumerate(outputs):
@@ -121,20 +123,20 @@ class _Builder:
     def _new_value(self, name: str, dtype: torch.dtype, features: Sequence[int]) -> Value:
         shape = tuple(n for n in features if n != 1)
         value = Value(name, dtype, shape, contiguous(shape))
-        self.places.append(value)
+        self.all_values.append(value)
         return value
 
     def _map(self, node: Node) -> None:
-        found = self._leaves(node, list(value_of(node).shape), self.rows.rank(node))
-        self.operations.append(Map(self._value(node), found))
+        value = self._expression(node, list(value_of(node).shape), self.rows.rank(node))
+        self.operations.append(Map(self._value(node), value))
 
-    def _leaves(self, node: Node, shape: list[int], rank: int) -> Expression:
-        """The node's expression; values that not every row has of its own are computed in it."""
+    def _expression(self, node: Node, shape: list[int], rank: int) -> Expression:
+        """The node's expression. Elementwise values that rows share are computed inside of it."""
 
         def leaf(arg: Node) -> Expression:
             base = self.rows.strided(arg).base
             if base is arg and is_elementwise(arg) and arg not in self.values:
-                return self._leaves(arg, shape, rank)
+                return self._expression(arg, shape, rank)
             return self._leaf(arg, shape, rank)
 
         return expression(node, leaf)
@@ -148,77 +150,78 @@ class _Builder:
         base = self.rows.strided(node).base
         source: Value | Memory
         if base in self.values or base in self.carries:
-            seen = self.rows.features_of(node, shape, rank)
+            access = self.rows.features_of(node, shape, rank)
             source = self.values[base] if base in self.values else self.memories[base]
         elif base in self.invariants or base in self.sequences:
-            seen, pattern = self.rows.input_of(node, shape, rank)
+            access, pattern = self.rows.input_of(node, shape, rank)
             source = self._input(base, pattern)
         else:
-            raise refuse(base, "not a value of each row")
-        strides = tuple(s for s, n in zip(seen.strides, shape[rank:], strict=True) if n != 1)
-        return Read(source, seen.offset, strides, value_of(node).dtype)
+            raise refuse(base, "it has no value for each row")
+        strides = tuple(s for s, n in zip(access.strides, shape[rank:], strict=True) if n != 1)
+        return Read(source, access.offset, strides, value_of(node).dtype)
 
     def _input(self, base: Node, pattern: RowPattern) -> Memory:
-        kind, numbers, found = "invariant", self.invariants, self.loop.invariants
+        """The memory of an input, of which all reads must have the same pattern."""
+        kind, indices, memories = "invariant", self.invariants, self.loop.invariants
         if base in self.sequences:
-            kind, numbers, found = "sequence", self.sequences, self.loop.sequences
-        index = numbers[base]
-        memory = found.setdefault(
+            kind, indices, memories = "sequence", self.sequences, self.loop.sequences
+        index = indices[base]
+        memory = memories.setdefault(
             index, Memory(kind, index, value_of(base).dtype, value_of(base).numel(), pattern)
         )
         if memory.pattern != pattern:
-            raise refuse(base, "read by row in two ways")
+            raise refuse(base, "it is read by row in two different ways")
         return memory
 
     def _reduce(self, node: Node) -> None:
         kind, source = _REDUCTIONS[node.target], node.args[0]
         dtype, value = value_of(node).dtype, value_of(source)
         if not value.dtype.is_floating_point or dtype != value.dtype:
-            raise refuse(node, "a reduction of other than floating point numbers")
+            raise refuse(node, "a reduction of numbers that are not floating point")
         rank, axes = self.rows.rank(source), list(range(value.dim()))
-        given = node.args[1] if len(node.args) > 1 else []
-        reduced = [d % value.dim() for d in ([given] if isinstance(given, int) else given)] or axes
+        dims = node.args[1] if len(node.args) > 1 else []
+        reduced = [d % value.dim() for d in ([dims] if isinstance(dims, int) else dims)] or axes
         if any(d < rank and value.shape[d] != 1 for d in reduced):
             raise refuse(node, "it mixes rows of the batch")
-        kept = [d for d in axes[rank:] if d not in reduced]
-        order = [*kept, *(d for d in axes[rank:] if d in reduced)]
         read = self._read(source, list(value.shape), rank)
-        outer = sum(value.shape[d] != 1 for d in kept)
-        strides = dict(zip(_wide(value.shape, rank), read.strides, strict=True))
-        order = [d for d in order if value.shape[d] != 1]
+        # The axes that are not reduced come first; axes of one element are left out.
+        features = [d for d in axes[rank:] if value.shape[d] != 1]
+        strides = dict(zip(features, read.strides, strict=True))
+        outer = [d for d in features if d not in reduced]
+        order = [*outer, *(d for d in features if d in reduced)]
         read = Read(read.source, read.offset, tuple(strides[d] for d in order), read.dtype)
-        if len(order) == outer:  # nothing to reduce
+        if len(order) == len(outer):  # nothing to reduce
             self.operations.append(Map(self._value(node), read))
             return
         shape = tuple(value.shape[d] for d in order)
-        self.operations.append(Reduce(self._value(node), kind, shape, outer, read))
+        self.operations.append(Reduce(self._value(node), kind, shape, len(outer), read))
 
     def _total(self, node: Node, index: int) -> None:
-        """A sum over the rows, that is added up over the steps as well."""
+        """A sum over the rows, which the kernel accumulates over the steps as well."""
         source, dims = node.args[:2]
         value = value_of(source)
         shape, rank = list(value.shape), self.rows.rank(source)
         if {d % len(shape) for d in dims} != set(range(rank)):
-            raise refuse(node, "a sum over other axes than the rows")
-        whole = self._new_value(f"total{index}", value_of(node).dtype, shape[rank:])
-        whole.memory = Memory("total", index, whole.dtype, whole.size, RowPattern((0, 0), 0))
-        self.loop.totals.append(whole.memory)
-        self.operations.append(Map(whole, self._leaf(source, shape, rank)))
+            raise refuse(node, "a sum over axes other than the rows")
+        total = self._new_value(f"total{index}", value_of(node).dtype, shape[rank:])
+        total.memory = Memory("total", index, total.dtype, total.size, RowPattern((0, 0), 0))
+        self.loop.totals.append(total.memory)
+        self.operations.append(Map(total, self._leaf(source, shape, rank)))
 
     def _product(self, node: Node) -> None:
         a, weight = node.args[:2]
         if weight not in self.invariants:
-            raise refuse(node, "a product with something that is not the same at every step")
+            raise refuse(node, "a product whose second operand changes with the step")
         value = value_of(node)
         if not value.dtype.is_floating_point:
-            raise refuse(node, "a product of other than floating point numbers")
+            raise refuse(node, "a product of numbers that are not floating point")
         shape, rank = list(value_of(a).shape), self.rows.rank(a)
         k, n = shape[-1], value.shape[-1]
         if math.prod(shape[:-1]) != self.rows.total:
-            raise refuse(node, "a product of several rows for each row of the batch")
-        # As many row axes in front as there are weights.
-        shared = node.target is aten.mm.default or value_of(weight).stride(0) == 0
-        grouped = 0 if shared else self.rows.axis(shape[0], node)
+            raise refuse(node, "a product with a matrix, not a vector, per row of the batch")
+        # Without a shared weight, the leading row axes that make up the batch axis of the bmm.
+        is_shared = node.target is aten.mm.default or value_of(weight).stride(0) == 0
+        grouped = 0 if is_shared else self.rows.axis(shape[0], node)
         read = self._read(a, shape, rank)
         strides = read.strides if k != 1 else (1,)
         if strides != (1,) or not _is_operand(read, self.rows):
@@ -228,55 +231,59 @@ class _Builder:
         self.operations.append(Product(self._value(node), read, index, k, n, grouped))
 
     def _copied(self, node: Node, shape: list[int], rank: int) -> Read:
-        """The node's elements in order, in memory of its own."""
+        """The node copied to a contiguous value."""
         read = self._read(node, shape, rank)
         name = f"{node.name}_copy{len(self.operations)}"
         value = self._new_value(name, read.dtype, shape[rank:])
         self.operations.append(Map(value, read))
         return Read(value, 0, contiguous(value.shape), read.dtype)
 
-    def _join(self, node: Node) -> None:
-        """``cat``: a value whose pieces are written straight into their places."""
+    def _cat(self, node: Node) -> None:
+        """``cat``: pieces that are written directly to their offsets in one memory."""
         pieces = [p for p in node.args[0] if value_of(p).numel()]
         shape, rank = value_of(node).shape, self.rows.rank(node)
         dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape)
         if dim < rank:
-            raise refuse(node, "it joins rows of the batch")
-        whole = self._value(node)
-        pattern = RowPattern((0, len(self.rows.dims)), whole.size)
-        whole.memory = Memory("scratch", -1, whole.dtype, whole.size, pattern)
+            raise refuse(node, "it concatenates rows of the batch")
+        result = self._value(node)
+        pattern = RowPattern((0, len(self.rows.dims)), result.size)
+        result.memory = Memory("scratch", -1, result.dtype, result.size, pattern)
         strides, offset = contiguous(shape[rank:]), 0
         for piece in pieces:
             features = value_of(piece).shape[rank:]
-            value = self._whole_of(piece) if math.prod(features[: dim - rank]) == 1 else None
-            if value is None or value.memory is not None or value.dtype != whole.dtype:
-                read = cast(self._leaf(piece, list(value_of(piece).shape), rank), whole.dtype)
-                value = self._new_value(f"{node.name}_at{offset}", whole.dtype, features)
+            is_contiguous = math.prod(features[: dim - rank]) == 1
+            value = self._same_value(piece) if is_contiguous else None
+            if value is None or value.memory is not None or value.dtype != result.dtype:
+                read = cast(self._leaf(piece, list(value_of(piece).shape), rank), result.dtype)
+                value = self._new_value(f"{node.name}_at{offset}", result.dtype, features)
                 value.strides = tuple(s for s, n in zip(strides, features, strict=True) if n != 1)
                 self.operations.append(Map(value, read))
-            value.memory, value.offset = whole.memory, offset
+            value.memory, value.offset = result.memory, offset
             offset += features[dim - rank] * strides[dim - rank]
 
-    def _whole_of(self, node: Node) -> Value | None:
-        """The computed value that the node is all of, in order, if there is one."""
-        seen = self.rows.strided(node)
-        value, own = self.values.get(seen.base), value_of(node).shape
-        if value is None or seen.offset or self.rows.size(node) != value.size:
+    def _same_value(self, node: Node) -> Value | None:
+        """The computed value that has the node's elements in the same order, if there is one."""
+        access, shape = self.rows.strided(node), value_of(node).shape
+        value = self.values.get(access.base)
+        if value is None or access.offset or self.rows.size(node) != value.size:
             return None
-        strides = [s for s, n in zip(seen.strides, own, strict=True) if n != 1]
-        ordered = [s for s, n in zip(contiguous(own), own, strict=True) if n != 1]
-        return value if strides == ordered else None
+        strides = [s for s, n in zip(access.strides, shape, strict=True) if n != 1]
+        expected = [s for s, n in zip(contiguous(shape), shape, strict=True) if n != 1]
+        return value if strides == expected else None
 
     def _store(self, node: Node, kind: str, index: int) -> None:
-        """Makes the value of ``node`` end in the memory of an output."""
-        memory = self._own_memory(kind, index, node)
+        """Makes the kernel write the value of ``node`` to the memory of an output.
+
+        The operation that computes it writes there if it can, otherwise a copy of the value.
+        """
+        memory = self._memory(kind, index, node)
         (self.loop.nexts if kind == "next" else self.loop.emits).append(memory)
         value = None
         if memory.dtype == compute_dtype(memory.dtype):
-            value = self._whole_of(node)
+            value = self._same_value(node)
         if value is not None and value.memory is not None:
             if value.memory.kind == "scratch" and value.memory.size == value.size:
-                for other in self.places:  # a join that is an output: its pieces go there
+                for other in self.all_values:  # a cat that is an output: its pieces go there
                     if other.memory is value.memory and other is not value:
                         other.memory = memory
                 value.memory = memory
@@ -289,14 +296,9 @@ class _Builder:
         value.memory = memory
 
 
-def _wide(shape: Any, rank: int) -> Iterator[int]:
-    """The axes behind the rows that have more than one element."""
-    return (d for d in range(rank, len(shape)) if shape[d] != 1)
-
-
 def _is_operand(read: Read, rows: RowView) -> bool:
-    """Whether a product can read its rows where they are."""
+    """Whether a product can read its rows in place: one per row, in the compute dtype."""
     if isinstance(read.source, Value):
         return True
-    own = read.source.pattern.own == (0, len(rows.dims))
-    return own and read.dtype == compute_dtype(read.dtype)
+    is_per_row = read.source.pattern.axes == (0, len(rows.dims))
+    return is_per_row and read.dtype == compute_dtype(read.dtype)

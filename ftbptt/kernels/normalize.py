@@ -1,8 +1,8 @@
-"""A block's graph -> the same in fewer kinds of nodes, for a kernel to be made of.
+"""A block's graph -> an equivalent graph with fewer kinds of nodes, as input for ``lower``.
 
-Means and variances become sums, and whatever puts values together a ``cat``. A view of an
-elementwise result becomes the elementwise operation on views, so that the gates of an LSTM are
-slices of a product and no tensor of all gates is made.
+Means and variances become sums; ``stack`` and the scatters become ``cat``. A view of an elementwise
+result becomes the elementwise operation on views, so that the gates of an LSTM are slices of a
+product, and the tensor of all gates is never stored.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .expressions import is_constant, is_elementwise, refuse
 
 
 def normalize(module: fx.GraphModule, has_rows: Callable[[Node], bool]) -> fx.Graph:
-    """normalize : a block's step, node -> whether each row has a value of it -> its graph, anew"""
+    """normalize : a block's step x (node -> whether it has a value per row) -> a new graph"""
     graph = copy.deepcopy(module.graph)
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _IN_OTHER_WORDS:
+        if node.op == "call_function" and node.target in _REPLACEMENTS:
             with graph.inserting_before(node):
-                _IN_OTHER_WORDS[node.target](node)
+                _REPLACEMENTS[node.target](node)
     graph.eliminate_dead_code()
     for node in reversed(list(graph.nodes)):
         if is_elementwise(node) and not is_constant(node):
@@ -36,7 +36,7 @@ def normalize(module: fx.GraphModule, has_rows: Callable[[Node], bool]) -> fx.Gr
 
 
 def _new(graph: fx.Graph, target: Any, *args: Any) -> Node:
-    """A new node with its value's shape and dtype."""
+    """A new node, with the shape and dtype of its value."""
     node = graph.call_function(target, args)
 
     def empty(arg: Node) -> Tensor:
@@ -48,6 +48,7 @@ def _new(graph: fx.Graph, target: Any, *args: Any) -> Node:
 
 
 def _reduced(node: Node, dims: Sequence[int] | None) -> tuple[list[int], int]:
+    """(the axes that the node reduces, the number of elements in them)"""
     shape = value_of(node.args[0]).shape
     axes = [d % len(shape) for d in (dims or range(len(shape)))]
     return axes, math.prod(shape[d] for d in axes)
@@ -62,25 +63,25 @@ def _replace_mean(node: Node) -> None:
     axes, count = _reduced(node, node.args[1] if len(node.args) > 1 else None)
     keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
     if node.kwargs.get("dtype") is not None or count == 0:
-        raise refuse(node, "a mean in another dtype or of nothing")
+        raise refuse(node, "a mean with a dtype argument, or of no elements")
     node.replace_all_uses_with(_mean_of(node.args[0], axes, count, keep))
 
 
 def _variance(node: Node) -> tuple[Node, Node]:
-    """(variance, mean), in two passes as torch does."""
+    """(variance, mean), in two passes like torch's."""
     graph, x = node.graph, node.args[0]
     axes, count = _reduced(node, node.args[1] if len(node.args) > 1 else None)
     correction = node.kwargs.get("correction")
     correction = 1 if correction is None else correction
     keep = node.kwargs.get("keepdim", False)
     if count <= correction:
-        raise refuse(node, "a variance of too few numbers")
-    wide = _mean_of(x, axes, count, True)
-    apart = _new(graph, aten.sub.Tensor, x, wide)
-    square = _new(graph, aten.mul.Tensor, apart, apart)
+        raise refuse(node, "a variance of too few elements")
+    broadcast_mean = _mean_of(x, axes, count, True)
+    deviation = _new(graph, aten.sub.Tensor, x, broadcast_mean)
+    square = _new(graph, aten.mul.Tensor, deviation, deviation)
     total = _new(graph, aten.sum.dim_IntList, square, axes, keep)
     variance = _new(graph, aten.mul.Tensor, total, 1.0 / (count - correction))
-    mean = wide if keep else _new(graph, aten.squeeze.dims, wide, axes)
+    mean = broadcast_mean if keep else _new(graph, aten.squeeze.dims, broadcast_mean, axes)
     return variance, mean
 
 
@@ -101,46 +102,48 @@ def _replace_stack(node: Node) -> None:
 
 
 def _replace_slice_scatter(node: Node) -> None:
-    given = dict(zip(("whole", "part", "dim", "start", "end", "step"), node.args, strict=False))
-    if given.get("step", 1) != 1:
-        raise refuse(node, "a step in a slice")
-    whole = given["whole"]
-    dim = given.get("dim", 0) % value_of(whole).dim()
-    size = value_of(whole).shape[dim]
-    start, end = _index(given.get("start"), size, 0), _index(given.get("end"), size, size)
-    _replace_part(node, whole, given["part"], dim, start, end)
+    args = dict(zip(("input", "src", "dim", "start", "end", "step"), node.args, strict=False))
+    if args.get("step", 1) != 1:
+        raise refuse(node, "a slice with a step")
+    base = args["input"]
+    dim = args.get("dim", 0) % value_of(base).dim()
+    size = value_of(base).shape[dim]
+    start, end = _index(args.get("start"), size, 0), _index(args.get("end"), size, size)
+    _replace_slice(node, base, args["src"], dim, start, end)
 
 
 def _replace_select_scatter(node: Node) -> None:
-    whole, part, dim, at = node.args
-    dim = dim % value_of(whole).dim()
-    at %= value_of(whole).shape[dim]
-    part = _new(node.graph, aten.unsqueeze.default, part, dim)
-    _replace_part(node, whole, part, dim, at, at + 1)
+    base, src, dim, index = node.args
+    dim = dim % value_of(base).dim()
+    index %= value_of(base).shape[dim]
+    src = _new(node.graph, aten.unsqueeze.default, src, dim)
+    _replace_slice(node, base, src, dim, index, index + 1)
 
 
-def _index(at: int | None, size: int, default: int) -> int:
-    at = default if at is None else at
-    return min(max(at + size if at < 0 else at, 0), size)
+def _index(index: int | None, size: int, default: int) -> int:
+    """A bound of a slice as an index from 0 to ``size``."""
+    index = default if index is None else index
+    return min(max(index + size if index < 0 else index, 0), size)
 
 
-def _replace_part(node: Node, whole: Node, part: Node, dim: int, start: int, end: int) -> None:
-    size = value_of(whole).shape[dim]
-    parts = [part]
+def _replace_slice(node: Node, base: Node, src: Node, dim: int, start: int, end: int) -> None:
+    """Replaces the node by ``base`` with ``src`` in place of its slice ``start:end``."""
+    size = value_of(base).shape[dim]
+    parts = [src]
     if start > 0:
-        parts.insert(0, _new(node.graph, aten.slice.Tensor, whole, dim, 0, start))
+        parts.insert(0, _new(node.graph, aten.slice.Tensor, base, dim, 0, start))
     if end < size:
-        parts.append(_new(node.graph, aten.slice.Tensor, whole, dim, end, size))
+        parts.append(_new(node.graph, aten.slice.Tensor, base, dim, end, size))
     _replace_by_cat(node, parts, dim)
 
 
 def _replace_by_cat(node: Node, parts: list[Node], dim: int) -> None:
-    joined = node.graph.call_function(aten.cat.default, (parts, dim))
-    joined.meta["val"] = value_of(node)
-    node.replace_all_uses_with(joined)
+    cat = node.graph.call_function(aten.cat.default, (parts, dim))
+    cat.meta["val"] = value_of(node)
+    node.replace_all_uses_with(cat)
 
 
-_IN_OTHER_WORDS: dict[Any, Callable[[Node], None]] = {
+_REPLACEMENTS: dict[Any, Callable[[Node], None]] = {
     aten.stack.default: _replace_stack,
     aten.slice_scatter.default: _replace_slice_scatter,
     aten.select_scatter.default: _replace_select_scatter,
@@ -152,16 +155,16 @@ _IN_OTHER_WORDS: dict[Any, Callable[[Node], None]] = {
 
 
 def _push_views(node: Node, has_rows: bool) -> None:
-    """Does the views of an elementwise node before it instead of after it.
+    """Moves the views of an elementwise node from its result to its operands.
 
-    Only where that computes nothing twice; and always for a node that is not a value of each row
-    (such as the inverse of a flag that all rows share), which so comes to the nodes that read it.
+    Only if nothing is computed twice, for a node with a value per row. A node that all rows share
+    (such as the negation of a shared flag) is always moved, towards the nodes that read it.
     """
     views = [user for user in node.users if user.op == "call_function" and user.target in VIEWS]
-    apart = {(v.target, str(v.args[1:]), str(v.kwargs)): v for v in views}
-    work = sum(value_of(v).numel() for v in apart.values())
-    whole = value_of(node).numel()
-    if has_rows and (len(views) < len(node.users) or work > whole):
+    distinct = {(v.target, str(v.args[1:]), str(v.kwargs)): v for v in views}
+    work_after = sum(value_of(v).numel() for v in distinct.values())
+    work_before = value_of(node).numel()
+    if has_rows and (len(views) < len(node.users) or work_after > work_before):
         return
     for view in views:
         with node.graph.inserting_before(view):
@@ -169,15 +172,15 @@ def _push_views(node: Node, has_rows: bool) -> None:
         if pushed is not None:
             view.replace_all_uses_with(pushed)
             node.graph.erase_node(view)
-    if not node.users:  # so that it is no reader of its operands
+    if not node.users:  # at once, so that it no longer counts as a user of its operands
         node.graph.erase_node(node)
 
 
 def _on_views(node: Node, view: Node) -> Node | None:
-    """``view(op(a, b))`` as ``op(view(a), view(b))``; None if an operand cannot be so viewed."""
+    """``view(op(a, b))`` as ``op(view(a), view(b))``; None if an operand has no such view."""
     graph, shape = node.graph, list(value_of(node).shape)
 
-    def seen(arg: Node) -> Node:
+    def view_of(arg: Node) -> Node:
         if not is_constant(arg):
             if list(value_of(arg).shape) != shape:
                 arg = _new(graph, aten.expand.default, arg, shape)
@@ -186,14 +189,14 @@ def _on_views(node: Node, view: Node) -> Node | None:
 
     if view.kwargs or not all(_can_view(arg, view, shape) for arg in node.all_input_nodes):
         return None
-    pushed = graph.call_function(node.target, fx.node.map_arg(node.args, seen), node.kwargs)
+    pushed = graph.call_function(node.target, fx.node.map_arg(node.args, view_of), node.kwargs)
     value = value_of(view)
     pushed.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device="meta")
     return pushed
 
 
 def _can_view(arg: Node, view: Node, shape: list[int]) -> bool:
-    """Whether the view can be taken of this operand without moving data."""
+    """Whether the view can be applied to this operand without a copy."""
     if is_constant(arg):
         return True
     value = value_of(arg)

@@ -1,7 +1,8 @@
 """A row loop: a scan block as maps, reductions and products of one row, and where values lie.
 
-No language is in it yet. What it says: for each step, for each row, run the operations in order;
-read inputs, carries and values by offset and strides; write each output to its place.
+It is independent of the target language. Its meaning: for each step and each row, run the
+operations in order; read inputs, carries and values by offset and strides; write each output to its
+memory.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from .expressions import Apply, Expression
 
 @dataclass(eq=False)
 class Memory:
-    """A place for one value per row, or per step and row, or for all rows alike.
+    """A tensor, or workspace of the kernel: a part per row or per step and row, or one for all.
 
-    ``kind``: "invariant", "sequence" and "carry" are read, "emit" and "next" are written (and may
-    be read again in the step), "total" is added to, "scratch" is the kernel's own. ``index``
-    numbers those of a kind; ``pattern`` says how rows find their part; a part has ``size``
-    elements.
+    ``kind``: "invariant", "sequence" and "carry" are read; "emit" and "next" are written, and may
+    be read again in the same step; "total" is accumulated into; "scratch" is workspace. ``index``:
+    the position among the memories of its kind, -1 if not yet assigned. ``size``: elements of a
+    part. ``pattern``: where the part of a row starts.
     """
 
     kind: str
@@ -35,10 +36,10 @@ class Memory:
 
 @dataclass(eq=False)
 class Value:
-    """What an operation computes for one row: ``shape`` without axes of one element.
+    """The result of an operation for one row: ``shape`` is without axes of one element.
 
-    It lies in order at ``offset`` of its memory; only a piece of a join that nothing else reads
-    may have other ``strides``.
+    It is contiguous at ``offset`` in its memory, if it has one. Only a piece of a ``cat`` that
+    nothing else reads may have other ``strides``.
     """
 
     name: str
@@ -73,7 +74,10 @@ class Map:
 
 @dataclass(eq=False)
 class Reduce:
-    """``value[i]`` = the sum (or another ``kind``) of the expression over ``shape[outer:]``."""
+    """``value[i]`` = the expression reduced over ``shape[outer:]``, for i in ``shape[:outer]``.
+
+    ``kind``: "sum", "product", "maximum" or "minimum".
+    """
 
     value: Value
     kind: str
@@ -84,9 +88,10 @@ class Reduce:
 
 @dataclass(eq=False)
 class Product:
-    """``value = row @ weight``: ``row`` has ``k`` numbers in order, the weight is an invariant.
+    """``value[n] = row[k] @ weight[k, n]``: ``row`` is contiguous.
 
-    ``grouped``: the row axes in front that each have a weight of their own.
+    ``weight``: index of an invariant of the block. ``grouped``: the number of leading row axes
+    along which the weight varies.
     """
 
     value: Value
@@ -102,10 +107,11 @@ Operation = Map | Reduce | Product
 
 @dataclass
 class RowLoop:
-    """The whole of a scan block for a kernel: see the module.
+    """A scan block, for a kernel (see the module).
 
-    ``invariants`` and ``sequences`` are the inputs that are read as they are, by their number in
-    the block; ``weight_dtypes`` are the invariants that products multiply with.
+    ``invariants`` and ``sequences``: the inputs that expressions and products read directly, by
+    their index in the block. ``nexts``: the next carries. ``weight_dtypes``: the invariants that
+    products multiply with, by index.
     """
 
     rows: RowView
@@ -120,12 +126,12 @@ class RowLoop:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of a dtype are computed in."""
+    """The dtype in which kernels compute: float32 for 16-bit floating point, else the same."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def reads(expr: Expression) -> Iterator[Read]:
-    """The leaves of an expression."""
+    """The reads in an expression, in order."""
     if isinstance(expr, Read):
         yield expr
     elif isinstance(expr, Apply):

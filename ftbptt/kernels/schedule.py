@@ -1,11 +1,12 @@
-"""A row loop -> the order of its work in a step: products for many rows, loops for each row.
+"""A row loop -> the order of its work in one step: products of many rows, loops over each row.
 
-Operations over the same indices share a loop, in which values pass in registers; a value that is
-read elsewhere, or in another order, is kept in memory.
+Operations over the same indices share a loop and pass values in registers. A value that is read
+elsewhere, or in another order, goes through memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .accesses import RowPattern, contiguous
@@ -14,71 +15,44 @@ from .rowloop import Map, Memory, Operation, Product, Read, Reduce, RowLoop, Val
 
 @dataclass(eq=False)
 class Nest:
-    """Loops over ``shape``, for one row; the axes behind ``outer`` are those of its reductions."""
+    """Nested loops over ``shape``, for one row.
+
+    ``outer``: its reductions are over ``shape[outer:]``; None if it has none.
+    """
 
     shape: tuple[int, ...]
     outer: int | None = None
     operations: list[Map | Reduce] = field(default_factory=list)
 
+    def accepts(self, outer: int | None) -> bool:
+        """Whether an operation can join: a map (None), or a reduction that keeps these axes."""
+        return outer is None or self.outer in (None, outer)
+
 
 @dataclass
 class Schedule:
-    """``stages``: a product for all rows at hand, or nests that are run row by row.
+    """The work of a step for a tile of rows.
 
-    ``kept``: values that live in memory; ``scratch``: the kernel's own memory, with whether one
-    row of it is enough.
+    ``stages``: each is a product for all rows of the tile, or nests to run row by row. ``stored``:
+    the values that go through memory. ``scratch``: the kernel's workspace; for those in
+    ``one_row``, used within a single stage of nests, one row is enough for the whole tile.
     """
 
     stages: list[Product | list[Nest]]
-    kept: set[Value]
+    stored: set[Value]
     scratch: list[Memory]
     one_row: set[Memory]
 
 
 def make_schedule(loop: RowLoop) -> Schedule:
-    """make_schedule : RowLoop -> Schedule"""
-    items: list[Product | Nest] = []
-    place: dict[Value, int] = {}
-    writers: dict[Memory, list[Operation]] = {}
-    for op in loop.operations:
-        if op.value.memory is not None:
-            writers.setdefault(op.value.memory, []).append(op)
+    """make_schedule : RowLoop -> Schedule
 
-    def ready(read: Read, shape: tuple[int, ...] | None) -> int:
-        """The first item that can read this: that of its making if it passes in a register."""
-        if isinstance(read.source, Memory):
-            return 0
-        at = [place[read.source]] if read.source in place else []
-        if not at:  # a join: all of its pieces
-            assert read.source.memory is not None
-            return 1 + max(place[op.value] for op in writers[read.source.memory])
-        return at[0] if _in_register(read, shape, items[at[0]]) else at[0] + 1
-
-    for op in loop.operations:
-        if isinstance(op, Product):
-            items.append(op)
-            place[op.value] = len(items) - 1
-            continue
-        shape = op.value.shape if isinstance(op, Map) else op.shape
-        outer = op.outer if isinstance(op, Reduce) else None
-        first = max((ready(read, shape) for read in reads(op.expression)), default=0)
-        for i in range(first, len(items)):
-            item = items[i]
-            fits = outer is None or (isinstance(item, Nest) and item.outer in (None, outer))
-            if isinstance(item, Nest) and item.shape == shape and fits:
-                break
-        else:
-            items.append(Nest(shape))
-            i = len(items) - 1
-        nest = items[i]
-        assert isinstance(nest, Nest)
-        nest.operations.append(op)
-        nest.outer = outer if outer is not None else nest.outer
-        place[op.value] = i
-
-    kept = _kept(loop, items, place)
+    Assigns memory to the values that need one, in the loop itself.
+    """
+    items, item_of = _fuse_loops(loop)
+    stored = _stored_values(loop, items, item_of)
     stages: list[Product | list[Nest]] = []
-    stage_of: list[int] = []
+    stage_of_item: list[int] = []
     for item in items:
         if isinstance(item, Product):
             stages.append(item)
@@ -86,12 +60,58 @@ def make_schedule(loop: RowLoop) -> Schedule:
             stages[-1].append(item)
         else:
             stages.append([item])
-        stage_of.append(len(stages) - 1)
-    return _with_scratch(loop, stages, kept, {v: stage_of[i] for v, i in place.items()})
+        stage_of_item.append(len(stages) - 1)
+    _assign_memory(loop, stored)
+    stage_of = {value: stage_of_item[i] for value, i in item_of.items()}
+    scratch, one_row = _number_scratch(loop, stages, stage_of)
+    return Schedule(stages, stored, scratch, one_row)
+
+
+def _fuse_loops(loop: RowLoop) -> tuple[list[Product | Nest], dict[Value, int]]:
+    """(products and nests in order, the index of the one that computes each value)
+
+    An operation joins the first nest over the same indices that comes after all that it reads.
+    """
+    items: list[Product | Nest] = []
+    item_of: dict[Value, int] = {}
+    writers: dict[Memory, list[Operation]] = {}
+    for op in loop.operations:
+        if op.value.memory is not None:
+            writers.setdefault(op.value.memory, []).append(op)
+
+    def first_item(read: Read, shape: tuple[int, ...]) -> int:
+        """The index of the first item that a loop over ``shape`` with this read can be."""
+        if isinstance(read.source, Memory):
+            return 0
+        if read.source not in item_of:  # a cat: after all of its pieces
+            assert read.source.memory is not None
+            return 1 + max(item_of[op.value] for op in writers[read.source.memory])
+        i = item_of[read.source]
+        return i if _in_register(read, shape, items[i]) else i + 1
+
+    for op in loop.operations:
+        if isinstance(op, Product):
+            item_of[op.value] = len(items)
+            items.append(op)
+            continue
+        shape = op.value.shape if isinstance(op, Map) else op.shape
+        outer = op.outer if isinstance(op, Reduce) else None
+        first = max((first_item(read, shape) for read in reads(op.expression)), default=0)
+        for i in range(first, len(items)):
+            nest = items[i]
+            if isinstance(nest, Nest) and nest.shape == shape and nest.accepts(outer):
+                break
+        else:
+            i, nest = len(items), Nest(shape)
+            items.append(nest)
+        nest.operations.append(op)
+        nest.outer = outer if outer is not None else nest.outer
+        item_of[op.value] = i
+    return items, item_of
 
 
 def _in_register(read: Read, shape: tuple[int, ...] | None, item: Product | Nest) -> bool:
-    """Whether a loop over ``shape`` reads what the same turn of it has just computed."""
+    """Whether a loop over ``shape`` in ``item`` reads what the same iteration has computed."""
     value = read.source
     if not (isinstance(value, Value) and isinstance(item, Nest) and item.shape == shape):
         return False
@@ -100,51 +120,60 @@ def _in_register(read: Read, shape: tuple[int, ...] | None, item: Product | Nest
     return value.shape == shape and not read.offset and read.strides == contiguous(value.shape)
 
 
-def _kept(loop: RowLoop, items: list[Product | Nest], place: dict[Value, int]) -> set[Value]:
-    kept = {op.value for op in loop.operations if op.value.memory is not None}
+def _stored_values(
+    loop: RowLoop, items: list[Product | Nest], item_of: dict[Value, int]
+) -> set[Value]:
+    """The values that go through memory: outputs, results of products and reductions, and values
+    that are read outside of the iteration that computes them."""
+    stored = {op.value for op in loop.operations if op.value.memory is not None}
     for op in loop.operations:
         if isinstance(op, (Product, Reduce)):
-            kept.add(op.value)
+            stored.add(op.value)
         shape = None if isinstance(op, Product) else op.value.shape
         if isinstance(op, Reduce):
             shape = op.shape
-        for read in [op.row] if isinstance(op, Product) else reads(op.expression):
-            if isinstance(read.source, Value) and read.source in place:
-                item = items[place[read.source]]
-                same = place[read.source] == place[op.value]
-                if not (same and _in_register(read, shape, item)):
-                    kept.add(read.source)
-    return kept
+        for read in _reads_of(op):
+            if isinstance(read.source, Value) and read.source in item_of:
+                item = items[item_of[read.source]]
+                is_same_item = item_of[read.source] == item_of[op.value]
+                if not (is_same_item and _in_register(read, shape, item)):
+                    stored.add(read.source)
+    return stored
 
 
-def _with_scratch(
-    loop: RowLoop,
-    stages: list[Product | list[Nest]],
-    kept: set[Value],
-    stage_of: dict[Value, int],
-) -> Schedule:
-    """Gives the values without a place one of their own."""
+def _reads_of(op: Operation) -> Iterable[Read]:
+    return [op.row] if isinstance(op, Product) else reads(op.expression)
+
+
+def _assign_memory(loop: RowLoop, stored: set[Value]) -> None:
+    """Gives a scratch memory to each stored value that has none."""
     every_row = (0, len(loop.rows.dims))
     for op in loop.operations:
-        if op.value in kept and op.value.memory is None:
+        if op.value in stored and op.value.memory is None:
             pattern = RowPattern(every_row, op.value.size)
             op.value.memory = Memory("scratch", -1, op.value.dtype, op.value.size, pattern)
+
+
+def _number_scratch(
+    loop: RowLoop, stages: list[Product | list[Nest]], stage_of: dict[Value, int]
+) -> tuple[list[Memory], set[Memory]]:
+    """(the scratch memories, numbered in order of first use, those that need only one row)"""
     scratch: list[Memory] = []
-    touched: dict[Memory, set[int]] = {}
+    used_in: dict[Memory, set[int]] = {}
     for op in loop.operations:
-        used = [op.value.memory] if op.value.memory is not None else []
-        for read in [op.row] if isinstance(op, Product) else reads(op.expression):
+        memories = [op.value.memory] if op.value.memory is not None else []
+        for read in _reads_of(op):
             if isinstance(read.source, Value) and read.source.memory is not None:
-                used.append(read.source.memory)
-        for memory in used:
+                memories.append(read.source.memory)
+        for memory in memories:
             if memory.kind == "scratch":
-                touched.setdefault(memory, set()).add(stage_of[op.value])
+                used_in.setdefault(memory, set()).add(stage_of[op.value])
                 if memory not in scratch:
                     memory.index = len(scratch)
                     scratch.append(memory)
     one_row = {
         memory
-        for memory, at in touched.items()
-        if len(at) == 1 and isinstance(stages[next(iter(at))], list)
+        for memory, indices in used_in.items()
+        if len(indices) == 1 and isinstance(stages[next(iter(indices))], list)
     }
-    return Schedule(stages, kept, scratch, one_row)
+    return scratch, one_row

@@ -1,7 +1,7 @@
-"""The commands that make a kernel's library, and a compiled header that makes them fast.
+"""Compiler commands for kernels, and the precompiled header that speeds them up.
 
-What every kernel includes takes as long to read as a small cell's kernel takes to compile. Where
-many are built it is compiled once, and kept beside them.
+Parsing the header that every kernel includes takes as long as compiling the kernel of a small cell.
+Where many kernels are built, the header is precompiled once and cached beside them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from .._compat import cpp_command, header_command
 
 INCLUDE = Path(__file__).parent / "include"
-# Compiling the header takes as long as so many kernels save by it, and 120 MB.
+# Precompiling pays from this many kernels on. The compiled header takes 120 MB of disk.
 _WORTH_A_HEADER = 4
 
 
@@ -33,16 +33,16 @@ def _headers() -> bytes:
 
 
 def key_of(source: str) -> str:
-    """key_of : a source -> a name for it, and for all that its library depends on"""
+    """key_of : source -> hash of it and of all else that its library depends on"""
     flags = cpp_command("", "", [str(INCLUDE)])
-    content = [flags, _instructions(), torch.__version__]
-    whole = b"\0".join([source.encode(), _headers(), *map(str.encode, content)])
-    return hashlib.sha256(whole).hexdigest()[:32]
+    environment = [flags, _instructions(), torch.__version__]
+    content = b"\0".join([source.encode(), _headers(), *map(str.encode, environment)])
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 @cache
 def _instructions() -> str:
-    """What ``-march=native`` stands for: other processors may have the same folder."""
+    """What ``-march=native`` means here: other machines may share the cache folder."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -51,45 +51,46 @@ def _instructions() -> str:
 
 
 def commands(source: Path, library: Path, folder: Path) -> list[list[str]]:
-    """commands : C++ file x its library x where kernels are kept -> what to run
+    """commands : C++ file x library to build x cache folder -> commands to try in order
 
-    If the first fails the next may not: it does without the compiled header.
+    The first uses the precompiled header, if there is one. The last does without it.
     """
     header = _header(folder)
-    tried = [str(header)] if any(_compiled(header)) else []
+    headers = [str(header)] if any(_compiled(header)) else []
     return [
-        shlex.split(cpp_command(str(source), str(library), [str(INCLUDE)], use))
-        for use in (*tried, "")
+        shlex.split(cpp_command(str(source), str(library), [str(INCLUDE)], preincluded))
+        for preincluded in (*headers, "")
     ]
 
 
 def header_to_compile(folder: Path) -> Callable[[], None] | None:
-    """header_to_compile : where kernels are kept -> what compiles their header, if that pays
+    """header_to_compile : cache folder -> function that precompiles the header, or None
 
-    A process that needs a kernel or two has no use for it. If it fails, kernels do without it.
+    None while the folder has too few kernels for this to pay, and if it is done already. If the
+    function fails, kernels are compiled without the header.
     """
     header = _header(folder)
     kernels = sum(path.suffix == ".so" for path in folder.iterdir())
     if kernels < _WORTH_A_HEADER or any(_compiled(header)):
         return None
     output = str(folder / f"build-{uuid.uuid4().hex}")
-    command, made = header_command(str(header), output, [str(INCLUDE)])
+    command, compiled = header_command(str(header), output, [str(INCLUDE)])
 
     def compile_header() -> None:
-        # Of several processes one does it; a full disk is no reason to stop.
+        # One process at a time; the others skip it. It is optional, so a full disk is no error.
         with suppress(Timeout, OSError), FileLock(header.with_suffix(".lock"), blocking=False):
             header.write_text('#include "rows.h"\n')
-            done = subprocess.run(shlex.split(command), capture_output=True)
-            if done.returncode == 0:
-                os.replace(made, f"{header}{Path(made).suffix}")
+            result = subprocess.run(shlex.split(command), capture_output=True)
+            if result.returncode == 0:
+                os.replace(compiled, f"{header}{Path(compiled).suffix}")
             else:
-                Path(made).unlink(missing_ok=True)
+                Path(compiled).unlink(missing_ok=True)
 
     return compile_header
 
 
 def forget_header(folder: Path) -> None:
-    """Deletes the compiled header, which the compiler refuses."""
+    """Deletes the precompiled header, after the compiler has rejected it."""
     for path in _compiled(_header(folder)):
         path.unlink(missing_ok=True)
 
@@ -99,5 +100,5 @@ def _header(folder: Path) -> Path:
 
 
 def _compiled(header: Path) -> list[Path]:
-    """Compilers find it by its name: ``x.h.gch`` or ``x.h.pch`` for ``x.h``."""
+    """The precompiled forms of ``x.h``, as compilers look for them: ``x.h.gch``, ``x.h.pch``."""
     return list(header.parent.glob(f"{header.name}.?ch"))

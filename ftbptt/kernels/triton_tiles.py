@@ -109,7 +109,7 @@ class TilePrinter:
         return f"{name} + t * step{memory.index}" if memory.kind == "sequence" else name
 
     def _row(self, pattern: RowPattern, unit: int) -> str:
-        (start, stop), axes = pattern.own, self._axis_names()
+        (start, stop), axes = pattern.axes, self._axis_names()
         if start == stop:
             return ""
         row = "row"
