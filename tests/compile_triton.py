@@ -110,8 +110,8 @@ def compiled_function(
         **{f"{kind}{i}": m.dtype for kind in ("start", "final", "history")
            for i, m in enumerate(loop.carries)},
         **{f"emit{i}": m.dtype for i, m in enumerate(loop.emits)},
-        **{f"scratch{i}": getattr(torch, dtype) for i, (dtype, _, each) in enumerate(module.OWN)
-           if not each},
+        **{f"scratch{i}": getattr(torch, dtype)
+           for i, (dtype, _, each) in enumerate(module.WORKSPACE) if not each},
     }  # fmt: skip
     for i, name in enumerate(function.arg_names):
         if name in memory:

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 # Triton has no complex numbers.
 REFUSED = NOT_FUSED | {
-    "lru_complex": [("forward", "torch.complex128 is not known to the GPU's kernels"),
-                    ("reverse", "torch.complex128 is not known to the GPU's kernels")],
+    "lru_complex": [("forward", "GPU kernels do not support torch.complex128"),
+                    ("reverse", "GPU kernels do not support torch.complex128")],
 }  # fmt: skip
 QUICK = [
     "lstm_readout", "layer_norm_lstm", "embedding_tied", "counter_and_flag", "lru_complex",
@@ -91,7 +91,9 @@ def test_models_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
             grids.append(grid)
             return lambda *memory, **options: None
 
-    module = SimpleNamespace(AXES=2, GROUPED=1, OWN=[], ROW_BYTES=64, EXACT=False, run=Function())
+    module = SimpleNamespace(
+        AXES=2, GROUPED=1, WORKSPACE=[], ROW_BYTES=64, EXACT=False, run=Function()
+    )
     monkeypatch.setattr(triton_module, "load", lambda path: module)
     triton_module.launch("", [], [torch.empty(0)], [1, 70_000, 65])
     assert grids == [(2 * 70_000,)]
@@ -165,7 +167,7 @@ def test_large_integers(dtype: torch.dtype) -> None:
     """NVIDIA's functions are for floating point numbers only."""
     x, y = numbers.large_integers(dtype)
     numbers.check(numbers.INTEGER | {"fmod": lambda x, y: torch.fmod(x, y | 1)}, x, y)
-    assert "a power of integers" in numbers.refused(lambda x, y: x**2, x)
+    assert "powers of integers" in numbers.refused(lambda x, y: x**2, x)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 37])
@@ -203,10 +205,11 @@ def test_weights_that_are_too_large_are_left_to_others(monkeypatch: pytest.Monke
         return FUSED.describe(scan.block)
 
     assert runs(128) == "one generated Triton kernel for all steps"
-    assert "its weights take 256 KB of a multiprocessor, which has 192 for them" in runs(129)
+    needs = "its weights need {} KB of a multiprocessor's shared memory, which has {} KB for them"
+    assert needs.format(256, 192) in runs(129)
     # A GPU with less of it.
     monkeypatch.setattr("ftbptt.kernels.triton_source._SHARED_BYTES", 48 << 10)
-    assert "its weights take 64 KB of a multiprocessor, which has 13 for them" in runs(128)
+    assert needs.format(64, 13) in runs(128)
 
 
 @pytest.mark.slow

@@ -144,8 +144,9 @@ class NestPrinter:
             return f"as_mask<V>({value})"
         return f"V({value})"
 
-    def _converted(self, text: str, have: torch.dtype, want: torch.dtype) -> str:
-        return text if compute_dtype(have) == want else self._cast(text, have, want)
+    def _converted(self, text: str, source: torch.dtype, target: torch.dtype) -> str:
+        """As ``_cast``, where ``target`` is a compute dtype."""
+        return text if compute_dtype(source) == target else self._cast(text, source, target)
 
     def _print(self, expr: Expression, left: str) -> str:
         if isinstance(expr, Literal):
@@ -159,12 +160,12 @@ class NestPrinter:
             args[1:] = (f"as_mask<V>({arg})" for arg in args[1:])
         return f"{expr.name}_({', '.join(args)})"
 
-    def _cast(self, text: str, have: torch.dtype, want: torch.dtype) -> str:
-        if compute_dtype(have) == compute_dtype(want):
+    def _cast(self, text: str, source: torch.dtype, target: torch.dtype) -> str:
+        if compute_dtype(source) == compute_dtype(target):
             return text
-        if self.type is not None:
-            return f"to_mask<V>({text})" if want == torch.bool else f"from_mask<V>({text})"
-        return f"cast_<{c_type(compute_dtype(want))}>({text})"
+        if self.type is not None:  # all but masks have one type
+            return f"to_mask<V>({text})" if target == torch.bool else f"from_mask<V>({text})"
+        return f"cast_<{c_type(compute_dtype(target))}>({text})"
 
     def _literal(self, literal: Literal) -> str:
         text = _number(literal.value, compute_dtype(literal.dtype))

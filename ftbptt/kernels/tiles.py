@@ -1,9 +1,9 @@
-"""A row loop -> what a GPU's program keeps in registers, and what goes through memory.
+"""A row loop -> what a GPU program keeps in registers, and what goes through memory.
 
-A program on a GPU works on a tile of rows: a value is ``[rows, columns]`` in its registers, with
-the columns padded to a power of two, and no part of it can be taken out. So a product is computed
-piece by piece, as it is read (each gate of an LSTM is a product of its own columns), a product
-with joined values is a sum of products, and what is read in another order goes through memory.
+A program on a GPU works on a tile of rows: a value is ``[rows, columns]`` in registers, with the
+columns padded to a power of two, and Triton cannot slice it. So a product is computed in pieces,
+one for each range of columns that is read (each gate of an LSTM is a separate product). A product
+with concatenated values is a sum of products. What is read in another order goes through memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from .accesses import RowPattern, contiguous
 from .rowloop import Memory, Operation, Product, Read, Reduce, RowLoop, Value, reads
 
-# A matrix unit takes no fewer columns.
+# The fewest columns that a matrix unit (tensor core) takes.
 _LEAST_COLUMNS = 16
 
 
 def columns(count: int) -> int:
-    """The columns of a tile for ``count`` numbers a row."""
+    """The columns of a tile that has ``count`` elements per row, with padding."""
     return 1 if count == 1 else max(_LEAST_COLUMNS, 1 << (count - 1).bit_length())
 
 
@@ -28,23 +28,25 @@ def columns(count: int) -> int:
 class Space:
     """The indices that an operation runs over, as the columns of a tile.
 
-    ``outer``: so many leading axes are apart from the others, for a reduction that keeps them.
+    ``outer``: the number of leading axes that a reduction keeps. They are padded separately from
+    the axes that it reduces.
     """
 
     shape: tuple[int, ...]
     outer: int = 0
 
     @property
-    def kept(self) -> int:
+    def outer_size(self) -> int:
         return math.prod(self.shape[: self.outer])
 
     @property
-    def inner(self) -> int:
+    def inner_size(self) -> int:
         return math.prod(self.shape[self.outer :])
 
     @property
     def width(self) -> int:
-        return columns(self.inner) * (columns(self.kept) if self.outer else 1)
+        """Columns, with padding."""
+        return columns(self.inner_size) * (columns(self.outer_size) if self.outer else 1)
 
     @property
     def is_padded(self) -> bool:
@@ -53,27 +55,33 @@ class Space:
 
 @dataclass
 class Tiles:
-    """``made``: the values that are tiles. ``pieces``: the (offset, length) of the columns of each
-    product that are computed apart. ``carried``: for each carry that stays in registers, the value
-    that it has next; ``history``: the carries that are (also) kept in memory. ``read_back``: the
-    memory that a step writes and reads again.
+    """Where each value lies.
+
+    - ``history``: which carries are stored at every step.
+    - ``computed``: the values that some operation computes, as tiles. The others are results of
+      ``cat``, of which only the pieces are computed.
+    - ``pieces``: for each product, the (offset, length) of the column ranges that are computed
+      separately, as an ordered set.
+    - ``next_carries``: the next value of each carry that stays in registers, by index.
+    - ``read_back``: the memories that a step writes and reads again.
+    - ``writers``: the operations that write to a memory.
     """
 
     every_row: RowPattern
     history: list[bool]
-    made: set[Value] = field(default_factory=set)
+    computed: set[Value] = field(default_factory=set)
     pieces: dict[Value, dict[tuple[int, int], None]] = field(default_factory=dict)
-    carried: dict[int, Value] = field(default_factory=dict)
+    next_carries: dict[int, Value] = field(default_factory=dict)
     read_back: list[Memory] = field(default_factory=list)
     writers: dict[Memory, list[Operation]] = field(default_factory=dict)
 
     def in_register(self, read: Read, space: Space) -> bool:
-        """Whether the columns of ``read`` over ``space`` are those of a tile that is at hand."""
+        """Whether the columns of ``read`` over ``space`` are those of a tile in registers."""
         source, size = read.source, math.prod(space.shape)
         if isinstance(source, Memory):
-            if source.kind != "carry" or source.index not in self.carried:
+            if source.kind != "carry" or source.index not in self.next_carries:
                 return False
-        elif source not in self.made:
+        elif source not in self.computed:
             return False
         if source.size == 1:
             return True
@@ -85,42 +93,46 @@ class Tiles:
         """The columns of a product that are read, as (offset, length)."""
         return (0, 1) if read.source.size == 1 else (read.offset, math.prod(space.shape))
 
-    def needs_whole(self, value: Value) -> None:
+    def add_full_piece(self, value: Value) -> None:
+        """Has all columns computed as one piece, if the value is a product."""
         if value in self.pieces:
             self.pieces[value][0, value.size] = None
 
     def is_stored(self, value: Value) -> bool:
-        """Whether the value has a place in memory that anything reads."""
+        """Whether the value must be written to its memory, because something reads it there."""
         memory = value.memory
         if memory is None or memory.kind == "emit":
             return memory is not None
         return self.history[memory.index] if memory.kind == "next" else memory in self.read_back
 
     def row_pieces(self, op: Product) -> list[tuple[Value, int]] | None:
-        """The values that the row of a product is joined of, each with its place in the row."""
+        """The values that the row of a product is concatenated from, each with its offset in it.
+
+        None if the row is no concatenation, or not of complete and contiguous values.
+        """
         source = op.row.source
-        if isinstance(source, Memory) or source in self.made or source.memory is None:
+        if isinstance(source, Memory) or source in self.computed or source.memory is None:
             return None
         first = source.offset + op.row.offset
-        found = [
-            (own.value, own.value.offset - first)
-            for own in self.writers[source.memory]
-            if first <= own.value.offset < first + op.k
+        pieces = [
+            (writer.value, writer.value.offset - first)
+            for writer in self.writers[source.memory]
+            if first <= writer.value.offset < first + op.k
         ]
-        found.sort(key=lambda piece: piece[1])
+        pieces.sort(key=lambda piece: piece[1])
         end = 0
-        for value, at in found:
-            if at != end or value.strides != contiguous(value.shape):
+        for value, offset in pieces:
+            if offset != end or value.strides != contiguous(value.shape):
                 return None
             end += value.size
-        return found if end == op.k else None
+        return pieces if end == op.k else None
 
 
 def make_tiles(loop: RowLoop, history: list[bool]) -> Tiles:
-    """make_tiles : RowLoop, which carries have a history -> Tiles"""
+    """make_tiles : RowLoop x which carries have a history -> Tiles"""
     tiles = Tiles(RowPattern((0, len(loop.rows.dims)), 0), list(history))
     for op in loop.operations:
-        tiles.made.add(op.value)
+        tiles.computed.add(op.value)
         if isinstance(op, Product):
             tiles.pieces[op.value] = {}
         if op.value.memory is not None:
@@ -128,34 +140,35 @@ def make_tiles(loop: RowLoop, history: list[bool]) -> Tiles:
     for i, memory in enumerate(loop.nexts):
         writers = tiles.writers[memory]
         if len(writers) == 1 and writers[0].value.size == memory.size:
-            tiles.carried[i] = writers[0].value
-        else:
+            tiles.next_carries[i] = writers[0].value
+        else:  # written in parts
             tiles.history[i] = True
     for read, space in _reads(loop, tiles):
         source = read.source
         if not tiles.in_register(read, space):
-            _read_back(tiles, source)
+            _put_in_memory(tiles, source)
         elif isinstance(source, Value) and source in tiles.pieces:
             tiles.pieces[source][tiles.piece(read, space)] = None
     for op in loop.operations:
         if isinstance(op, Product):
             for value, _ in tiles.row_pieces(op) or ():
-                tiles.needs_whole(value)
+                tiles.add_full_piece(value)
             if tiles.is_stored(op.value):
-                tiles.needs_whole(op.value)
-    for value in tiles.carried.values():
-        tiles.needs_whole(value)
+                tiles.add_full_piece(op.value)
+    for value in tiles.next_carries.values():
+        tiles.add_full_piece(value)
     return tiles
 
 
 def space_of(op: Operation) -> Space:
-    """The indices that an operation runs over; those of its row, for a product."""
+    """The indices that an operation runs over; for a product, those of its row."""
     if isinstance(op, Product):
         return Space((op.k,) if op.k != 1 else ())
     return Space(op.shape, op.outer) if isinstance(op, Reduce) else Space(op.value.shape)
 
 
 def _reads(loop: RowLoop, tiles: Tiles) -> Iterator[tuple[Read, Space]]:
+    """All reads, except of rows of products that are computed from their pieces."""
     for op in loop.operations:
         if not isinstance(op, Product):
             for read in reads(op.expression):
@@ -164,8 +177,8 @@ def _reads(loop: RowLoop, tiles: Tiles) -> Iterator[tuple[Read, Space]]:
             yield op.row, space_of(op)
 
 
-def _read_back(tiles: Tiles, source: Value | Memory) -> None:
-    """``source`` is read from memory; a value without a place gets one of the kernel's own."""
+def _put_in_memory(tiles: Tiles, source: Value | Memory) -> None:
+    """Marks ``source`` as read from memory; a value without a memory gets a scratch memory."""
     if isinstance(source, Value):
         if source.memory is None:
             source.memory = Memory("scratch", -1, source.dtype, source.size, tiles.every_row)

@@ -1,4 +1,4 @@
-"""Primitives of expressions as Triton spells them: its own, and those of NVIDIA's libdevice."""
+"""The primitives of ``expressions`` in Triton: its operators, and NVIDIA's libdevice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _IN_LIBDEVICE = {
 
 def type_of(dtype: torch.dtype) -> str:
     if dtype not in TYPES:
-        raise Unsupported(f"{dtype} is not known to the GPU's kernels")
+        raise Unsupported(f"GPU kernels do not support {dtype}")
     return TYPES[dtype]
 
 
@@ -52,13 +52,13 @@ def apply(expr: Apply, args: list[str]) -> str:
     if name == "fmod" and not expr.dtype.is_floating_point:
         return f"({args[0]} % {args[1]})"
     if name == "pow" and not expr.dtype.is_floating_point:
-        raise Unsupported("a power of integers is not known to the GPU's kernels")
+        raise Unsupported("GPU kernels do not support powers of integers")
     if name in _IN_LIBDEVICE:
         return f"libdevice.{_IN_LIBDEVICE[name]}({', '.join(args)})"
     if name in ("maximum", "minimum"):
         return f"tl.{name}({args[0]}, {args[1]}, propagate_nan=tl.PropagateNan.ALL)"
     x, zero = args[0], literal(0, compute_dtype(expr.dtype))
-    in_words = {
+    composed = {
         "neg": f"(-{x})",
         "reciprocal": f"({literal(1, compute_dtype(expr.dtype))} / {x})",
         "sigmoid": f"tl.sigmoid({x})",
@@ -70,6 +70,6 @@ def apply(expr: Apply, args: list[str]) -> str:
     }
     if name == "where":
         return f"tl.where({', '.join(args)})"
-    if name not in in_words:
-        raise Unsupported(f"{name} is not known to the GPU's kernels")
-    return in_words[name]
+    if name not in composed:
+        raise Unsupported(f"GPU kernels do not support {name}")
+    return composed[name]

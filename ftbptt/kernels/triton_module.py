@@ -1,7 +1,7 @@
-"""The source of a kernel in Triton -> a module on disk, and a call of it.
+"""The source of a Triton kernel -> a module on disk, and launches of its kernel.
 
-Triton compiles a kernel when it is first called, for the dtypes and sizes it finds, and keeps the
-result itself.
+Triton compiles a kernel when it is first launched, for the dtypes and sizes of that launch, and
+caches the result.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch import Tensor
 
 from .._compat import compile_cache_dir
 
-# A tile has as many rows as a matrix unit takes at least, or more where there are enough of them
-# for every multiprocessor and a step's tiles stay in the registers of eight warps.
+# Rows of a tile: at least what a matrix unit takes; more if there are enough rows to occupy every
+# multiprocessor and a step's tiles fit in the registers of eight warps.
 _LEAST_ROWS, _MOST_ROWS, _WARPS = 16, 64, 8
 _TILE_BYTES = 8 << 10
 _TILE_BYTES_EXACT = 4 << 10  # products without a matrix unit need more registers
-# Elementwise loops: a thread for each number.
-_ROWS_OF_ONE_NUMBER, _WARPS_OF_ONE_NUMBER = 128, 4
-# Steps that compose are taken many at once where the rows leave most of a multiprocessor's 2,048
-# threads without one, so that it would wait for memory at every step. A row of a tile is read
-# together with its neighbours, in pieces of 32 bytes at least.
+# Elementwise loops, with one thread per row (one element).
+_ELEMENTWISE_ROWS, _ELEMENTWISE_WARPS = 128, 4
+# Affine steps are composed, many at once, if the rows would leave most of a multiprocessor's 2,048
+# threads idle, so that it would wait for memory at every step. A memory access covers at least 32
+# bytes, so a tile has several neighbouring rows.
 _ROWS_TO_FILL_A_PROCESSOR, _NUMBERS_OF_A_TILE = 512, 2048
 _LEAST_ROWS_AT_ONCE, _MOST_ROWS_AT_ONCE = 8, 32
 
 
 def write(source: str) -> Path:
-    """write : source of a module -> where it is, whole or not at all"""
+    """write : source of a module -> its path; the file is replaced atomically"""
     key = hashlib.sha256(source.encode()).hexdigest()[:32]
     path = Path(compile_cache_dir()) / "ftbptt" / "triton" / f"kernel_{key}.py"
     if not path.exists() or path.read_text() != source:
@@ -56,7 +56,7 @@ def load(path: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where Triton looks for what a kernel names
+    sys.modules[name] = module  # Triton resolves the globals of a kernel there
     spec.loader.exec_module(module)
     return module
 
@@ -64,16 +64,16 @@ def load(path: str) -> Any:
 def launch(
     path: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], numbers: Sequence[int]
 ) -> None:
-    """launch : a module, its tensors and numbers -> nothing; fills the outputs"""
+    """launch : path of a module x its tensors and numbers -> None; fills the outputs"""
     module, device = load(path), outputs[0].device
     steps, axes = numbers[0], numbers[1 : 1 + module.AXES]
     total, groups = math.prod(axes), math.prod(axes[: module.GROUPED])
     if not total:
         return
-    own = [
+    workspace = [
         torch.empty((steps + 1 if each_step else 1) * total * size,
                     dtype=getattr(torch, dtype), device=device)
-        for dtype, size, each_step in module.OWN
+        for dtype, size, each_step in module.WORKSPACE
     ]  # fmt: skip
     processors = 1
     if device.type == "cuda":
@@ -83,17 +83,18 @@ def launch(
     rows, warps = options_for(total // groups, groups, module.ROW_BYTES, processors, exact)
     function = module.run
     options: dict[str, Any] = {"PRECISION": precision}
-    at_once = steps_at_once(steps, total, processors)
-    if at_once is not None and hasattr(module, "run_composed"):
-        rows, options = at_once[1], {"STEPS": at_once[0]}
+    tile = steps_at_once(steps, total, processors)
+    if tile is not None and hasattr(module, "run_composed"):
         function = module.run_composed
+        tile_steps, rows = tile
+        options = {"STEPS": tile_steps}
     with torch.cuda.device_of(outputs[0]):
-        # One axis: the others of a grid have room for 65,535 programs only.
+        # A grid of one axis: the second and third axes are limited to 65,535 programs.
         function[(-(-total // groups // rows) * groups,)](
-            *inputs, *outputs, *own, *numbers,
+            *inputs, *outputs, *workspace, *numbers,
             ROWS=rows,
             num_warps=warps,
-            num_stages=1,  # more would read the steps ahead that this one has not written yet
+            num_stages=1,  # pipelining would read values of later steps before they are written
             **options,
         )  # fmt: skip
 
@@ -101,30 +102,31 @@ def launch(
 def options_for(
     rows: int, groups: int, row_bytes: int, processors: int, exact: bool
 ) -> tuple[int, int]:
-    """The rows of a tile and the warps of a program, for so many rows in each group and so many
-    multiprocessors. ``exact``: of products that no matrix unit does.
+    """(rows of a tile, warps of a program)
 
-    The smallest tile of those for which the multiprocessors take the fewest turns.
+    ``rows``: of each of ``groups``. ``row_bytes``: of the widest tile. ``processors``: the
+    multiprocessors of the GPU. ``exact``: whether products run without a matrix unit. Of the tile
+    sizes for which the GPU needs the fewest waves of programs, the smallest.
     """
     if row_bytes <= 16:
-        return _ROWS_OF_ONE_NUMBER, _WARPS_OF_ONE_NUMBER
-    room = _TILE_BYTES_EXACT if exact else _TILE_BYTES
+        return _ELEMENTWISE_ROWS, _ELEMENTWISE_WARPS
+    tile_bytes = _TILE_BYTES_EXACT if exact else _TILE_BYTES
     sizes = [_LEAST_ROWS]
-    while 2 * sizes[-1] <= min(_MOST_ROWS, room // row_bytes):
+    while 2 * sizes[-1] <= min(_MOST_ROWS, tile_bytes // row_bytes):
         sizes.append(2 * sizes[-1])
 
-    def turns(size: int) -> int:
+    def waves(size: int) -> int:
         return -(-(-(-rows // size) * groups) // processors)
 
-    return min(sizes, key=turns), _WARPS
+    return min(sizes, key=waves), _WARPS
 
 
 def steps_at_once(steps: int, rows: int, processors: int) -> tuple[int, int] | None:
-    """The steps and rows of a tile where steps that compose are better taken so."""
+    """(steps, rows) of a tile of composed steps; None where the loop over steps is faster."""
     if rows > _ROWS_TO_FILL_A_PROCESSOR * processors:
         return None
-    own = _LEAST_ROWS_AT_ONCE
-    while own < _MOST_ROWS_AT_ONCE and rows // (2 * own) >= processors:
-        own *= 2
-    most = _NUMBERS_OF_A_TILE // own
-    return (most, own) if steps >= most else None
+    tile_rows = _LEAST_ROWS_AT_ONCE
+    while tile_rows < _MOST_ROWS_AT_ONCE and rows // (2 * tile_rows) >= processors:
+        tile_rows *= 2
+    tile_steps = _NUMBERS_OF_A_TILE // tile_rows
+    return (tile_steps, tile_rows) if steps >= tile_steps else None

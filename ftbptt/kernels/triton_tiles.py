@@ -1,7 +1,7 @@
-"""What every kernel in Triton is printed from: tiles, where they lie in memory, and expressions.
+"""The common base of the Triton printers: tiles, their loads and stores, and expressions.
 
-A tile is a tensor of Triton's: one axis are rows, the other one the columns of a ``Space`` or, of a
-kernel that takes many steps at once, the steps.
+A tile is a Triton tensor of two axes. One axis is the rows; the other is the columns of a ``Space``
+or, in a kernel that runs many steps at once, the steps.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ from .triton_expressions import TYPES, apply, literal, type_of
 
 
 class TilePrinter:
-    """The lines of a kernel ``before`` its loop and in its ``body``, and what they have named.
+    """Collects the lines of a kernel: ``prologue``, before its loop, and ``body``, inside.
 
-    ``shape``: of a tile, for its columns. ``here``, ``now``: the masks of what a tile has of rows
-    in the loop, and of steps if those are many.
+    ``shape``: of a tile, to be formatted with its number of columns. ``element_mask`` and
+    ``step_mask``: the variables that mask, inside the loop, the elements that exist, and the steps
+    that exist where a tile has several.
     """
 
-    shape, here, now = "(ROWS, {})", "inside", ""
+    shape, element_mask, step_mask = "(ROWS, {})", "inside", ""
 
     def __init__(self, loop: RowLoop, history: list[bool], reverse: bool) -> None:
-        self.loop, self.reverse, self.asked = loop, reverse, history
+        # A kernel may store more histories (``tiles.history``) than its caller wants.
+        self.loop, self.reverse, self.wanted_history = loop, reverse, history
         self.tiles = make_tiles(loop, history)
         self.products = {op.weight: op for op in loop.operations if isinstance(op, Product)}
-        self.before: list[str] = []
+        self.prologue: list[str] = []
         self.body: list[str] = []
+        # The variables that the lines define: of column indices, and of what is loaded.
         self.spaces: dict[Space, str] = {}
         self.loaded: dict[Any, str] = {}
         self.names = map("x{}".format, itertools.count())
-        self.dirty: set[Memory] = set()
+        self.dirty: set[Memory] = set()  # stored to since the last barrier
         self.scratch = [m for m in self.tiles.read_back if m.kind == "scratch"]
         for i, memory in enumerate(self.scratch):
             memory.index = i
@@ -47,16 +50,18 @@ class TilePrinter:
         return [f"axis{i}" for i in range(len(self.loop.rows.dims))]
 
     def _arguments(self) -> Iterator[str]:
-        loop, kept = self.loop, self.tiles.history
+        """The parameters: memory as in ``cpp``, then workspace, then numbers as in ``cpp``."""
+        loop, wanted = self.loop, self.wanted_history
         yield from (f"invariant{i}" for i in sorted(loop.invariants))
         yield from (f"weight{i}" for i in self.products)
         yield from (f"sequence{i}" for i in sorted(loop.sequences))
         for name in ("start", "final"):
             yield from (f"{name}{i}" for i in range(len(loop.carries)))
-        yield from (f"history{i}" for i, flag in enumerate(self.asked) if flag)
+        yield from (f"history{i}" for i, flag in enumerate(wanted) if flag)
         yield from (f"emit{i}" for i in range(len(loop.emits)))
         yield from (f"scratch{i}" for i in range(len(self.scratch)))
-        yield from (f"history{i}" for i, flag in enumerate(kept) if flag and not self.asked[i])
+        stored = self.tiles.history
+        yield from (f"history{i}" for i, flag in enumerate(stored) if flag and not wanted[i])
         yield from ("steps", *self._axis_names())
         yield from (f"step{i}" for i in sorted(loop.sequences))
         for i in self.products:
@@ -65,18 +70,21 @@ class TilePrinter:
     # -- tiles ------------------------------------------------------------------------------------
 
     def _flat(self, size: int) -> Space:
+        """The space of ``size`` contiguous columns."""
         return Space((size,) if size != 1 else ())
 
     def _space(self, space: Space) -> str:
+        """The variable with the column indices of the space; ``<name>_in`` masks its padding."""
         return self.spaces.setdefault(space, f"s{len(self.spaces)}")
 
     def _mask(self, space: Space, rows: str) -> str:
+        """The mask argument of a load or store; empty if nothing needs to be masked."""
         name = self._space(space)
-        own = [rows] * bool(rows) + [f"{name}_in"] * space.is_padded
-        return f", mask={' & '.join(own)}" if own else ""
+        masks = [rows] * bool(rows) + [f"{name}_in"] * space.is_padded
+        return f", mask={' & '.join(masks)}" if masks else ""
 
     def _index(self, space: Space, offset: int, strides: tuple[int, ...]) -> str:
-        """The element of each column."""
+        """The index of the element that each column reads."""
         name, first, terms = self._space(space), [str(offset)] if offset else [], []
         if not space.outer and strides == contiguous(space.shape):
             return " + ".join([*first, name])
@@ -87,28 +95,30 @@ class TilePrinter:
                 (f"{name}_outer", space.shape[:o], strides[:o]),
                 (f"{name}_inner", space.shape[o:], strides[o:]),
             ]
-        for column, shape, own in parts:
-            for count, behind, stride in zip(shape, contiguous(shape), own, strict=True):
+        for column, shape, part_strides in parts:
+            for count, after, stride in zip(shape, contiguous(shape), part_strides, strict=True):
                 if stride:
-                    axis = f"{column} // {behind}" if behind != 1 else column
-                    axis = f"{axis} % {count}" if count * behind != math.prod(shape) else axis
+                    axis = f"{column} // {after}" if after != 1 else column
+                    axis = f"{axis} % {count}" if count * after != math.prod(shape) else axis
                     terms.append(f"({axis}) * {stride}" if stride != 1 else f"({axis})")
         return " + ".join([*first, *(terms or [f"{name} * 0"])])
 
     def _slot(self, name: str, slot: str, memory: Memory) -> str:
+        """The start of one step in a sequence of all rows."""
         return f"{name} + {slot} * total * {memory.size}" if slot != "0" else name
 
-    def _place(self, memory: Memory) -> str:
-        """Where the rows of a memory begin at this step."""
+    def _step_pointer(self, memory: Memory) -> str:
+        """Where the rows of a memory start at this step."""
         if memory.kind in ("carry", "next"):
-            behind = (memory.kind == "next") != self.reverse
-            return self._slot(f"history{memory.index}", "(t + 1)" if behind else "t", memory)
+            is_later_slot = (memory.kind == "next") != self.reverse
+            return self._slot(f"history{memory.index}", "(t + 1)" if is_later_slot else "t", memory)
         if memory.kind == "emit":
             return self._slot(f"emit{memory.index}", "t", memory)
         name = f"{memory.kind}{memory.index}"
         return f"{name} + t * step{memory.index}" if memory.kind == "sequence" else name
 
-    def _row(self, pattern: RowPattern, unit: int) -> str:
+    def _row_offset(self, pattern: RowPattern, unit: int) -> str:
+        """``row // after % count * unit + `` of the pattern; empty if all rows share one part."""
         (start, stop), axes = pattern.axes, self._axis_names()
         if start == stop:
             return ""
@@ -120,6 +130,7 @@ class TilePrinter:
         return f"{row} * {unit} + "
 
     def _load(self, read: Read, space: Space) -> str:
+        """The variable that holds what is read from memory."""
         offset = read.offset
         if isinstance(read.source, Value):
             assert read.source.memory is not None
@@ -132,22 +143,23 @@ class TilePrinter:
         if source in self.dirty:
             self.body.append("tl.debug_barrier()")
             self.dirty.clear()
-        own = source.kind in ("invariant", "sequence")
-        row = self._row(source.pattern, source.pattern.unit if own else source.size)
+        is_input = source.kind in ("invariant", "sequence")
+        unit = source.pattern.unit if is_input else source.size
+        row = self._row_offset(source.pattern, unit)
         index = self._index(space, offset, read.strides)
         name = self.loaded[key] = next(self.names)
-        lines, rows, steps = self.body, self.here, self.now
+        lines, by_row, by_step = self.body, self.element_mask, self.step_mask
         if source.kind == "invariant":
-            lines, rows, steps = self.before, "inside", ""
+            lines, by_row, by_step = self.prologue, "inside", ""
         lines.append(
-            f"{name} = tl.load({self._place(source)} + {row}{index}"
-            f"{with_zeros(self._mask(space, rows if row else steps))})"
+            f"{name} = tl.load({self._step_pointer(source)} + {row}{index}"
+            f"{with_zeros(self._mask(space, by_row if row else by_step))})"
         )
-        self._computed(lines, name, source.dtype)
+        self._convert(lines, name, source.dtype)
         return name
 
-    def _computed(self, lines: list[str], name: str, dtype: torch.dtype) -> None:
-        """Converts what was loaded to what is computed in."""
+    def _convert(self, lines: list[str], name: str, dtype: torch.dtype) -> None:
+        """Converts a variable that was loaded to its compute dtype."""
         if compute_dtype(dtype) != dtype:
             lines.append(f"{name} = {name}.to({TYPES[compute_dtype(dtype)]})")
 
@@ -158,21 +170,21 @@ class TilePrinter:
         space, name = Space(value.shape), name_of(value)
         index = self._index(space, value.offset, value.strides)
         self.body.append(
-            f"tl.store({self._place(memory)} + row * {memory.size} + {index}, "
-            f"{name}{self._mask(space, self.here)})"
+            f"tl.store({self._step_pointer(memory)} + row * {memory.size} + {index}, "
+            f"{name}{self._mask(space, self.element_mask)})"
         )
         self.dirty.add(memory)
 
     # -- operations -------------------------------------------------------------------------------
 
-    def _computes(self, op: Map | Reduce, space: Space) -> str:
-        """What the operation computes at each index of the space, in its own dtype."""
+    def _operand(self, op: Map | Reduce, space: Space) -> str:
+        """The operation's expression at each index of the space, in the dtype of its value."""
         value = self._expression(op.expression, space)
         return self._cast(value, op.expression.dtype, op.value.dtype)
 
     def _map(self, op: Map) -> None:
         space = Space(op.value.shape)
-        value = f"tl.broadcast_to({self._computes(op, space)}, {self.shape.format(space.width)})"
+        value = f"tl.broadcast_to({self._operand(op, space)}, {self.shape.format(space.width)})"
         self.body.append(f"{name_of(op.value)} = {value}")
         self._store(op.value)
 
@@ -196,18 +208,19 @@ class TilePrinter:
             return self._cast(args[0], expr.args[0].dtype, expr.dtype)
         return apply(expr, args)
 
-    def _cast(self, text: str, have: torch.dtype, want: torch.dtype) -> str:
-        if compute_dtype(have) == compute_dtype(want):
+    def _cast(self, text: str, source: torch.dtype, target: torch.dtype) -> str:
+        if compute_dtype(source) == compute_dtype(target):
             return text
-        if want == torch.bool:
+        if target == torch.bool:
             return f"({text} != 0)"
-        return f"{text}.to({type_of(compute_dtype(want))})"
+        return f"{text}.to({type_of(compute_dtype(target))})"
 
 
 def with_zeros(mask: str) -> str:
-    """A mask for a load, with what stands for the elements that are not there."""
+    """The mask argument of a load, with zero for the masked elements."""
     return f"{mask}, other=0" if mask else ""
 
 
 def name_of(value: Value, offset: int | None = None, length: int = 0) -> str:
+    """The variable of a value, or of some columns of a product."""
     return f"v_{value.name}" if offset is None else f"v_{value.name}_{offset}_{length}"
