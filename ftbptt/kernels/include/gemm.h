@@ -67,35 +67,36 @@ struct __attribute__((visibility("hidden"))) Gemm {
   static constexpr int64_t kLanes = Vec::size();
   static constexpr int kRegisters = kLanes * sizeof(T) >= 64 ? 32 : 16;
   static constexpr int kPrefetchedWidth = 3, kMaxWidth = kRegisters >= 32 ? 4 : 3;
-  // Bytes of one packed b. From kOutsideL2 on we assume that it comes from L3 at each step: a cell has several weights,
-  // and where b does stay in L2 after all, prefetching the next panel costs nothing measurable.
+  // Sizes of a packed b in bytes. From kOutsideL2 on we assume that b is read from L3 at each step, since a cell has
+  // several weights. If b does stay in L2, prefetching the next panel costs nothing measurable.
   static constexpr int64_t kSmall = 64 << 10, kOutsideL2 = 512 << 10;
 
   static constexpr int64_t vectors(int64_t n) { return (n + kLanes - 1) / kLanes; }
   static constexpr int64_t bytes(int64_t k, int64_t n) { return packed_size(k, n) * int64_t(sizeof(T)); }
 
-  // 9 rows x 3 vectors read the fewest bytes per FMA, which is what counts once b comes from L2 or beyond. A matrix
-  // that stays in L1 is rather the weight of a small cell with few rows, where 4 vectors give more independent sums
-  // (with 16 registers, 4 rows x 3 vectors are best for both).
+  // 9 rows x 3 vectors read the fewest bytes per FMA, which matters most once b comes from L2 or beyond. A matrix that
+  // stays in L1 is typically the weight of a small cell with few rows, where 4 vectors give more independent sums (with
+  // 16 registers, 4 rows x 3 vectors are best for both).
   static constexpr int64_t width(int64_t k, int64_t n) {
     return bytes(k, n) <= kSmall ? kMaxWidth : kPrefetchedWidth;
   }
 
-  // The sums, one row of the panel and one element of a must fit in the registers; and more than 12 rows would not find
-  // enough address registers.
+  // The sums, one row of the panel and one element of a must fit in the vector registers. More than 12 rows would run
+  // out of address registers.
   static constexpr int max_rows(int panel_width) { return std::min((kRegisters - 1 - panel_width) / panel_width, 12); }
 
-  // An FMA takes 4 cycles and two start per cycle: blocks of few rows split the sum over k so as to have at least 8,
-  // better 12 independent sums, as far as the registers go.
+  // An FMA has a latency of 4 cycles and two start per cycle. Blocks of few rows therefore split the sum over k into
+  // partial sums, to have at least 8, better 12 independent sums, as far as the registers allow.
   static constexpr int partial_sums(int sums, int panel_width) {
     int parts = 1;
     while (parts < 8 && sums * parts < 12 && sums * parts * 2 + panel_width + 1 <= kRegisters) parts *= 2;
     return parts;
   }
 
-  // What a block prefetches at each row of the panel: nothing (b is in L1); the panel's own rows a little later, into
-  // L1; and with that two lines of the next panel, into L2. The blocks of rows share out the next panel between them,
-  // which hides the L3 under the arithmetic of all of them; with one block there is nothing to hide it under.
+  // What a block prefetches at each row of the panel. kNothing: b is in L1. kLines: rows of the same panel a little
+  // ahead, into L1. kNextPanel: also two cache lines of the next panel, into L2. The blocks of rows divide the next
+  // panel between them, which hides the latency of L3 behind the arithmetic of all of them; a single block has too
+  // little arithmetic for that.
   enum Ahead { kNothing, kLines, kNextPanel };
 
   using Block = void (*)(int64_t, const T*, int64_t, const T*, const T*, int64_t, T*, int64_t, int64_t);

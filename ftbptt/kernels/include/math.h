@@ -1,5 +1,5 @@
-// exp, tanh and erf of vectors of floats, inlined: a call into a library would put every live
-// vector register into memory and back. Polynomials as in Cephes (Moshier), errors of 1 to 2 ulp.
+// exp, tanh and erf of vectors of floats, inlined: a library call would spill every live vector
+// register. Polynomials from Cephes (Moshier), with errors of 1 to 2 ulp.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -9,12 +9,12 @@ namespace ftbptt {
 using at::vec::fmadd;
 using Floats = at::vec::Vectorized<float>;
 
-// y * 2^n for whole n, with overflow to infinity and gradual underflow.
+// y * 2^n for integral n, with overflow to infinity and gradual underflow.
 inline Floats scale(Floats y, Floats n) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_scalef_ps(y, n);
 #else
-  // In two steps, as 2^n itself may be beyond the range.
+  // In two steps, as 2^n itself may be out of range.
   using Ints = at::vec::Vectorized<int32_t>;
   const auto power = [](Floats k) {
     const Ints exponent = at::vec::convert_to_int_of_same_size(k) + Ints(127);
@@ -53,7 +53,7 @@ inline Floats fast_tanh(Floats x) {
   return Floats::blendv(far, near, size < Floats(0.625f)).copysign(x);
 }
 
-// That of at::vec errs by 1e-7 of 1, also where the result is small.
+// at::vec's erf has an absolute error of 1e-7, which is too much for small results.
 inline Floats fast_erf(Floats x) {
   const Floats square = x * x;
   Floats p = fmadd(square, Floats(7.853861353153693e-5f), Floats(-8.010193625184903e-4f));

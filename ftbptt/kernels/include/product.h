@@ -1,4 +1,4 @@
-// Copied into compiled programs: ftbptt::product, a @ b with the result shared out between threads.
+// Copied into compiled programs: ftbptt::product, a @ b split between threads by rows or columns of the result.
 #include <omp.h>
 
 #include <algorithm>
@@ -13,14 +13,14 @@ static int (*const MKL_Set_Num_Threads_Local)(int) = nullptr;
 #endif
 
 namespace ftbptt {
-constexpr int64_t kWorthSharing = 4 << 20;  // multiplications; below, the library knows best
-constexpr int64_t kLeastPart = 32;          // rows or columns
+constexpr int64_t kWorthSharing = 4 << 20;  // multiplications; smaller products are left to the library
+constexpr int64_t kLeastPart = 32;          // rows or columns per thread
 
 struct Matrix {
   AtenTensorHandle handle = nullptr;
   std::array<int64_t, 2> size, stride;
 
-  AOTITorchError look(AtenTensorHandle tensor) {
+  AOTITorchError describe(AtenTensorHandle tensor) {
     handle = tensor;
     int64_t *sizes, *strides;
     AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));
@@ -30,27 +30,27 @@ struct Matrix {
     return AOTI_TORCH_SUCCESS;
   }
 
-  // Its rows (or columns) first .. last - 1.
-  AOTITorchError part(int axis, int64_t first, int64_t last, AtenTensorHandle* result) const {
-    std::array<int64_t, 2> own = size;
-    own[axis] = last - first;
-    return aoti_torch__reinterpret_tensor(handle, 2, own.data(), stride.data(), first * stride[axis], result);
+  // A view of rows (axis 0) or columns (axis 1) first .. last - 1.
+  AOTITorchError slice(int axis, int64_t first, int64_t last, AtenTensorHandle* result) const {
+    std::array<int64_t, 2> slice_size = size;
+    slice_size[axis] = last - first;
+    return aoti_torch__reinterpret_tensor(handle, 2, slice_size.data(), stride.data(), first * stride[axis], result);
   }
 };
 
-// The part of c = a @ b that thread `thread` of `threads` computes, told that it is alone.
+// Computes the part of c = a @ b that belongs to thread `thread` of `threads`, with MKL limited to that one thread.
 inline AOTITorchError product_part(
     const Matrix& a, const Matrix& b, const Matrix& c, int axis, int64_t thread, int64_t threads) {
   const auto edge = [&](int64_t i) { return i == threads ? c.size[axis] : c.size[axis] * i / threads / 16 * 16; };
   const int64_t first = edge(thread), last = edge(thread + 1);
-  AtenTensorHandle own = nullptr, out = nullptr;
-  AOTI_TORCH_ERROR_CODE_CHECK((axis == 0 ? a : b).part(axis, first, last, &own));
-  const torch::aot_inductor::RAIIAtenTensorHandle keep_own(own);
-  AOTI_TORCH_ERROR_CODE_CHECK(c.part(axis, first, last, &out));
-  const torch::aot_inductor::RAIIAtenTensorHandle keep_out(out);
+  AtenTensorHandle in = nullptr, out = nullptr;
+  AOTI_TORCH_ERROR_CODE_CHECK((axis == 0 ? a : b).slice(axis, first, last, &in));
+  const torch::aot_inductor::RAIIAtenTensorHandle in_owner(in);
+  AOTI_TORCH_ERROR_CODE_CHECK(c.slice(axis, first, last, &out));
+  const torch::aot_inductor::RAIIAtenTensorHandle out_owner(out);
   const int before = MKL_Set_Num_Threads_Local(1);
   const AOTITorchError error =
-      axis == 0 ? aoti_torch_cpu_mm_out(out, own, b.handle) : aoti_torch_cpu_mm_out(out, a.handle, own);
+      axis == 0 ? aoti_torch_cpu_mm_out(out, in, b.handle) : aoti_torch_cpu_mm_out(out, a.handle, in);
   MKL_Set_Num_Threads_Local(before);
   return error;
 }
@@ -58,25 +58,25 @@ inline AOTITorchError product_part(
 
 inline AOTITorchError aoti_torch_cpu_product(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle* result) {
   using namespace ftbptt;
-  Matrix left, right, whole;
-  AOTI_TORCH_ERROR_CODE_CHECK(left.look(a));
-  AOTI_TORCH_ERROR_CODE_CHECK(right.look(b));
+  Matrix left, right, product;
+  AOTI_TORCH_ERROR_CODE_CHECK(left.describe(a));
+  AOTI_TORCH_ERROR_CODE_CHECK(right.describe(b));
   const int64_t rows = left.size[0], columns = right.size[1];
   const std::array<int64_t, 2> size = {rows, columns}, stride = {std::max<int64_t>(columns, 1), 1};
   int32_t dtype;
   AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(a, &dtype));
   AOTI_TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(2, size.data(), stride.data(), dtype, aoti_torch_device_type_cpu(), 0, result));
-  AOTI_TORCH_ERROR_CODE_CHECK(whole.look(*result));
+  AOTI_TORCH_ERROR_CODE_CHECK(product.describe(*result));
   const int axis = rows >= columns ? 0 : 1;
-  const int64_t threads = std::min<int64_t>(omp_get_max_threads(), whole.size[axis] / kLeastPart);
+  const int64_t threads = std::min<int64_t>(omp_get_max_threads(), product.size[axis] / kLeastPart);
   const bool shared = threads > 1 && threads == omp_get_max_threads() && rows * columns * left.size[1] >= kWorthSharing;
   if (!shared || MKL_Set_Num_Threads_Local == nullptr) return aoti_torch_cpu_mm_out(*result, a, b);
   std::atomic<AOTITorchError> error{AOTI_TORCH_SUCCESS};
 #pragma omp parallel num_threads(threads)
   {
-    const AOTITorchError own = product_part(left, right, whole, axis, omp_get_thread_num(), threads);
-    if (own != AOTI_TORCH_SUCCESS) error = own;
+    const AOTITorchError part_error = product_part(left, right, product, axis, omp_get_thread_num(), threads);
+    if (part_error != AOTI_TORCH_SUCCESS) error = part_error;
   }
   return error;
 }

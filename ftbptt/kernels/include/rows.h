@@ -1,8 +1,8 @@
-// What every generated kernel stands on: vectors, arithmetic on vectors and on single numbers
-// under the same names, tiles of rows, and memory.
+// The runtime of every generated kernel: vectors, arithmetic under the same names for vectors and
+// scalars, tiles of rows, and memory.
 #pragma once
 
-// In this order: with AVX2, vec.h itself includes what stands on functional_base.h.
+// Order matters: with AVX2, vec.h includes headers that depend on functional_base.h.
 #include <ATen/cpu/vec/vec.h>
 
 #include <ATen/cpu/vec/functional_base.h>
@@ -57,7 +57,7 @@ void copy(const T* from, int64_t count, T* to) {
   std::memcpy(static_cast<void*>(to), from, count * sizeof(T));
 }
 
-// bfloat16 and float16 are storage only: what is computed with them is float.
+// bfloat16 and float16 are storage formats only: kernels compute in float.
 template <typename T>
 auto load_(const T* p) {
   if constexpr (std::is_same_v<T, c10::BFloat16> || std::is_same_v<T, c10::Half>)
@@ -115,8 +115,8 @@ inline void add_(T* p, X x) {
 template <typename T, typename V>
 inline void add_(T* p, V v, int64_t count) { store_(p, load_<V>(p, count) + v, count); }
 
-// Sums over all steps and rows. Each thread adds up its own, the rows of one step before the steps,
-// which loses fewer digits than adding all of them one by one.
+// Sums over all steps and rows. Each thread adds up its rows of one step first, and then the steps,
+// which loses fewer digits than one long running sum.
 template <typename T>
 class Sums {
  public:
@@ -151,9 +151,9 @@ class Sums {
   Buffer<T> all_;
 };
 
-// -- arithmetic: on vectors, and on single numbers ------------------------------------------------
+// -- arithmetic: on vectors, and on scalars ------------------------------------------------------
 
-// A vector of truth values is a mask: all bits of an element, or none.
+// A vector of booleans is a mask: all bits of an element are set, or none.
 template <typename V>
 inline V as_mask(bool x) { return x ? V(0) == V(0) : V(0) != V(0); }
 template <typename V>
@@ -173,7 +173,7 @@ inline To cast_(From x) {
   else return static_cast<To>(x);
 }
 
-// What a number of 16 bits keeps of a float, which is what is computed with.
+// A float rounded to a 16-bit type and converted back.
 template <typename Half, typename X>
 inline X rounded_(X x) {
   if constexpr (is_vec<X>::value) {
@@ -187,7 +187,7 @@ inline X rounded_(X x) {
 template <typename X> inline X round_bfloat16_(X x) { return rounded_<c10::BFloat16>(x); }
 template <typename X> inline X round_float16_(X x) { return rounded_<c10::Half>(x); }
 
-// Integers wrap around, as torch's do: in C++ only those without a sign may.
+// Integers wrap around, as in torch. In C++ signed overflow is undefined, so compute unsigned.
 template <typename X, typename F>
 inline X wrapped(X a, X b, F f) {
   if constexpr (std::is_integral_v<X>) return static_cast<X>(f(static_cast<uint64_t>(a), static_cast<uint64_t>(b)));
@@ -307,7 +307,7 @@ template <typename X> inline X erf_(X a) {
 }
 template <typename X> inline X sigmoid_(X a) { return X(1) / (X(1) + exp_(neg_(a))); }
 template <typename X> inline X rsqrt_(X a) { return X(1) / sqrt_(a); }
-// A negative power of a whole number is one only of 1 and -1.
+// A negative power of an integer is an integer only for 1 and -1.
 template <typename X> inline X integer_pow(X a, X b) {
   if (b < 0) return a == 1 || a == X(-1) ? (b % 2 ? a : X(1)) : X(0);
   X result = 1;
@@ -324,14 +324,14 @@ template <typename X> inline X atan2_(X a, X b) {
   if constexpr (is_vec<X>::value) return a.atan2(b);
   else return std::atan2(a, b);
 }
-// Divided by zero an integer would end the process, as would the smallest one by -1.
+// Integer division by zero, and of the smallest integer by -1, would raise SIGFPE.
 template <typename X> inline X fmod_(X a, X b) {
   if constexpr (is_vec<X>::value) return a.fmod(b);
   else if constexpr (std::is_integral_v<X>) return b == 0 || (b < 0 && b == X(-1)) ? X(0) : X(a % b);
   else return std::fmod(a, b);
 }
 
-// -- reductions: of single numbers, of vectors, of the first ``count`` elements of a vector -------
+// -- reductions: of scalars, of vectors, of the first ``count`` elements of a vector --------------
 
 template <typename T> T maximum_neutral() { return -std::numeric_limits<T>::infinity(); }
 template <typename T> T minimum_neutral() { return std::numeric_limits<T>::infinity(); }
@@ -353,13 +353,13 @@ FTBPTT_REDUCTION(minimum, minimum_)
 
 // -- rows -----------------------------------------------------------------------------------------
 
-// Rows that one thread runs all steps on; those of one group share all weights.
+// Rows on which one thread runs all steps. The rows of a group share all weights.
 struct Tile {
   int64_t group, first, rows;
 };
 
-// ``total`` rows in ``groups`` of the same size, cut into tiles of at most ``most`` rows, at least
-// one for each thread if there are as many rows.
+// ``total`` rows in ``groups`` of equal size, split into tiles of at most ``most`` rows: at least one
+// tile per thread, if there are that many rows.
 struct Tiles {
   int64_t total, groups, parts, rows, threads;
 
@@ -368,7 +368,7 @@ struct Tiles {
     const int64_t size = total / std::max<int64_t>(groups, 1);
     const int64_t for_threads = (threads + groups - 1) / std::max<int64_t>(groups, 1);
     parts = std::max<int64_t>((size + most - 1) / most, std::min(for_threads, size));
-    // As many tiles for each thread.
+    // The same number of tiles for each thread.
     if (parts > for_threads) parts = (parts + for_threads - 1) / for_threads * for_threads;
     parts = std::max<int64_t>(std::min(parts, size), 1);
     rows = (size + parts - 1) / parts;
@@ -377,21 +377,21 @@ struct Tiles {
 
   struct Range {
     const Tiles& tiles;
-    int64_t at, behind;
+    int64_t first, last;  // tiles first .. last - 1
     struct Iterator {
       const Tiles& tiles;
-      int64_t at;
-      bool operator!=(const Iterator& other) const { return at != other.at; }
-      void operator++() { ++at; }
+      int64_t index;
+      bool operator!=(const Iterator& other) const { return index != other.index; }
+      void operator++() { ++index; }
       Tile operator*() const {
-        const int64_t size = tiles.total / tiles.groups, group = at / tiles.parts;
-        const int64_t part = at % tiles.parts;
+        const int64_t size = tiles.total / tiles.groups, group = index / tiles.parts;
+        const int64_t part = index % tiles.parts;
         const int64_t first = size * part / tiles.parts;
         return {group, group * size + first, size * (part + 1) / tiles.parts - first};
       }
     };
-    Iterator begin() const { return {tiles, at}; }
-    Iterator end() const { return {tiles, behind}; }
+    Iterator begin() const { return {tiles, first}; }
+    Iterator end() const { return {tiles, last}; }
   };
 
   Range of_thread() const {
@@ -401,19 +401,19 @@ struct Tiles {
   }
 };
 
-// The calling thread's part of packing ``count`` weights.
+// The calling thread's share of packing ``count`` weights.
 template <typename T, typename S>
 void pack(const S* weight, const int64_t* strides, int64_t k, int64_t n, int64_t count, T* packed) {
   const int64_t panels = Gemm<T>::panels(k, n), work = count * panels;
   const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
-  int64_t at = work * thread / team;
-  const int64_t behind = work * (thread + 1) / team;
-  while (at < behind) {
-    const int64_t which = at / panels, first = at % panels;
-    const int64_t last = std::min(panels, first + behind - at);
-    Gemm<T>::pack(weight + which * strides[0], strides[1], strides[2], k, n,
-                  packed + which * Gemm<T>::packed_size(k, n), first, last);
-    at += last - first;
+  int64_t panel = work * thread / team;
+  const int64_t end = work * (thread + 1) / team;
+  while (panel < end) {
+    const int64_t matrix = panel / panels, first = panel % panels;
+    const int64_t last = std::min(panels, first + end - panel);
+    Gemm<T>::pack(weight + matrix * strides[0], strides[1], strides[2], k, n,
+                  packed + matrix * Gemm<T>::packed_size(k, n), first, last);
+    panel += last - first;
   }
 }
 

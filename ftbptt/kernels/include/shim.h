@@ -1,4 +1,4 @@
-// Copied into compiled programs: ftbptt::scan, called from C++ without Python.
+// Copied into compiled programs: the operator ftbptt::scan, which calls a kernel without Python.
 #include <dlfcn.h>
 
 #include <map>
