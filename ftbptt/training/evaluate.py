@@ -50,7 +50,10 @@ def evaluate_stream(
 
     Runs through ``data`` in chunks of ``k`` steps without gradients, the state carried, in memory
     that does not grow with the length. ``data``, ``prepare`` and ``device`` are as for
-    :func:`train_stream`; chunks are weighted by their valid steps.
+    :func:`train_stream`. Chunks are weighted by their valid steps, so the loss does not depend on
+    ``k``. A segment with ``in_dims`` has a loss that is a mean over sequences, each with its own
+    mean over valid steps (0 if it has none); its chunks are weighted by their number of steps. With
+    a mask that loss depends on ``k``.
 
     ``metrics`` are objects of ``torchmetrics``, or whatever has their ``update(preds, target)`` and
     ``compute()``. They are given the valid steps of all rows on one axis: ``preds`` is ``out`` as
@@ -79,6 +82,7 @@ def evaluate_stream(
     source.begin(0)
     mover = Mover(None if device is None else torch.device(device))
     total: Tensor | None = None
+    weights: int | Tensor = 0
     steps: int | Tensor = 0
     at = 0
     with tqdm(total=source.total, unit="step", disable=not progress, leave=False) as bar:
@@ -93,7 +97,8 @@ def evaluate_stream(
             weight, _ = segments.weigh(chunk, state, 0)
             part = result.loss.double() * weight
             total = part if total is None else total + part
-            steps = steps + weight
+            weights = weights + weight
+            steps = steps + segments.valid_steps(chunk, state)
             if metrics:
                 pair = (result.out, chunk.y)
                 pair = pair if metric_inputs is None else metric_inputs(*pair)
@@ -107,9 +112,8 @@ def evaluate_stream(
             bar.update(length)
     if total is None:
         raise ValueError("data: has no steps to evaluate on.")
-    count = int(steps)
     found = {name: metric.compute() for name, metric in (metrics or {}).items()}
-    return Evaluation(float(total) / max(count, 1), count, found, state)
+    return Evaluation(float(total) / max(int(weights), 1), int(steps), found, state)
 
 
 def _valid_steps(

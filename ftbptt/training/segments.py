@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._consecutive_calls import Following
-from .._layout import Layout, broadcast_rows
+from .._layout import Layout, SharedLayout, broadcast_rows
 from .._loss import Loss
 from .._output import EarlyGradients, SegmentOutput
 from .._segment import TrainSegment
@@ -48,9 +48,9 @@ def _scaled(loss: Loss) -> Loss:
     In float32 at least: what overflows is to be a gradient, which the scaler makes no step with.
     """
 
-    def run(out: Tree, y: tuple[Tree, Tensor]) -> Tensor:
-        targets, scale = y
-        value = loss(out, targets)
+    def run(out: Tree, y: tuple[Tree, Tensor] | tuple[Tensor]) -> Tensor:
+        *targets, scale = y
+        value = loss(out, targets[0] if targets else None)
         wide = torch.promote_types(value.dtype, torch.float32)
         return value.to(wide) * scale[(0,) * scale.dim()]
 
@@ -191,8 +191,7 @@ class Segments:
             )
         y = chunk.y
         if scale is not None:
-            like = next(leaf for leaf in tree_leaves(chunk.x if y is None else y))
-            y = (y, scale.expand(like.shape))
+            y = self._with_scale(chunk, scale)
         call: Callable[..., SegmentOutput] = run
         if early is not None and isinstance(run, TrainSegment):
             call = partial(run.with_early_gradients, early)
@@ -207,6 +206,18 @@ class Segments:
         # A copy of its own: it is kept longer than the states of all steps.
         kept = tree_map(lambda leaf: layout.at_step(leaf, keep).clone(), states)
         return result._replace(out=out), kept
+
+    def _with_scale(self, chunk: Chunk, scale: Tensor) -> tuple[Tree, Tensor] | tuple[Tensor]:
+        """``(y, scale)``, or ``(scale,)`` without a target; the scale has the axes of ``y``."""
+        if chunk.y is not None:
+            return chunk.y, scale.expand(tree_leaves(chunk.y)[0].shape)
+        layout, x = self.layout(chunk.x), tree_leaves(chunk.x)[0]
+        sizes = {layout.y_time: x.shape[layout.x_time]}
+        if isinstance(layout, SharedLayout) and layout.y_dim is not None:
+            sizes[layout.y_dim] = x.shape[layout.x_dim]
+        elif x.dim() > layout.x_rows and not isinstance(layout, SharedLayout):
+            sizes[layout.x_rows] = x.shape[layout.x_rows]
+        return (scale.expand([sizes.get(axis, 1) for axis in range(max(sizes) + 1)]),)
 
     def _advance(self, params: Tree, state: Tree, chunk: Chunk, axes: TimeAxes, steps: int) -> Tree:
         """The state ``steps`` later, without a gradient."""
@@ -255,7 +266,11 @@ class Segments:
         return join_rows(states, self.row_axis)
 
     def weigh(self, chunk: Chunk, state: Tree, context: int) -> tuple[int | Tensor, int]:
-        """How many valid steps a chunk has, all rows together; and how many steps in all."""
+        """What a chunk's loss weighs, and how many steps it has, all rows together.
+
+        The weight is the number of valid steps: the loss is a mean over those. With ``in_dims`` it
+        is a mean over sequences, so there it is the number of all steps.
+        """
         _, weight, tokens = self.count(chunk, state, self.axes(chunk.x).steps(chunk), context)
         return weight, tokens
 
@@ -271,9 +286,16 @@ class Segments:
             self._rows[across] = count_rows(chunk, state, layout, self.row_axis, least)
         rows = self._rows[across]
         all_rows = rows or 1
-        if chunk.mask is None:
+        if chunk.mask is None or isinstance(layout, SharedLayout):
             return rows, (steps - context) * all_rows, steps * all_rows
         return rows, valid_steps(chunk.mask, steps, all_rows, context, layout), steps * all_rows
+
+    def valid_steps(self, chunk: Chunk, state: Tree) -> int | Tensor:
+        """How many steps of a chunk are valid, all rows together."""
+        rows, steps = self.rows(chunk, state) or 1, self.axes(chunk.x).steps(chunk)
+        if chunk.mask is None:
+            return steps * rows
+        return valid_steps(chunk.mask, steps, rows, 0, self.layout(chunk.x))
 
     def rows(self, chunk: Chunk, state: Tree) -> int | None:
         """The rows of the batch; None for data without rows."""

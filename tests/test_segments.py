@@ -1,0 +1,118 @@
+"""The parts of a window: what each weighs, and what the loss is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from ftbptt import make_train_segment
+from ftbptt.training import Chunk, Evaluation, evaluate_stream, train_stream
+
+IN_DIMS = (None, 0, 1, 1)
+
+
+def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.tanh(x_t @ params["w"] + h @ params["u"])
+    return h, h
+
+
+def square_error(out: Tensor, y: Tensor) -> Tensor:
+    return (out - y).square().mean(-1)
+
+
+def parameters() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(size, 5, generator=generator).double().requires_grad_()
+        for name, size in (("w", 3), ("u", 5))
+    }
+
+
+def masked_data(axes: int) -> Chunk:
+    """24 steps of 4 sequences, the first of which has hardly a valid step (mask[K, B])."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(24, 4, 3, generator=generator).double()
+    y = torch.randn(24, 4, 5, generator=generator).double()
+    mask = torch.rand(24, 4, generator=generator) < 0.6
+    mask[:, 0] = torch.rand(24, generator=generator) < 0.1
+    return Chunk(x, y, None, mask if axes == 2 else mask[:, 1])
+
+
+def one_update(data: Any, in_dims: Any = IN_DIMS, **options: Any) -> tuple[Tensor, list[Tensor]]:
+    """The loss of the first update, and the parameters after it."""
+    segment = make_train_segment(step, square_error, backend="eager", in_dims=in_dims)
+    params = parameters()
+    optimizer = torch.optim.SGD(params.values(), lr=1.0)
+    update = next(train_stream(
+        segment, params, torch.zeros(4, 5).double(), data, optimizer, progress=False,
+        **({"k1": 24} | options),
+    ))  # fmt: skip
+    return update.loss, [leaf.detach() for leaf in params.values()]
+
+
+@pytest.mark.parametrize(("in_dims", "axes"), [(None, 1), (None, 2), (IN_DIMS, 2)])
+def test_micro_batches_do_not_change_an_update(in_dims: Any, axes: int) -> None:
+    """With in_dims the loss is a mean over sequences, however many valid steps each one has."""
+    expected = one_update(masked_data(axes), in_dims)
+    for micro_batches in (2, 3, 4):
+        actual = one_update(masked_data(axes), in_dims, micro_batches=micro_batches)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def evaluate(data: Chunk, in_dims: Any, k: int) -> Evaluation:
+    segment = make_train_segment(step, square_error, backend="eager", in_dims=in_dims)
+    return evaluate_stream(segment, parameters(), torch.zeros(4, 5).double(), data, k=k)
+
+
+def test_chunks_of_sequences_weigh_their_steps() -> None:
+    """With in_dims and mask[K, B]: each chunk's loss counts by its steps, valid or not."""
+    data = masked_data(2)
+    segment = make_train_segment(step, square_error, backend="eager", in_dims=IN_DIMS)
+    params, state, weighted = parameters(), torch.zeros(4, 5).double(), 0.0
+    for start in (0, 10, 20):
+        x, y, mask = (part[start : start + 10] for part in (data.x, data.y, data.mask))
+        result = segment.evaluate(params, state, x, y, mask=mask)
+        state, weighted = result.state, weighted + float(result.loss) * len(x)
+    evaluation = evaluate(data, IN_DIMS, k=10)
+    assert evaluation.loss == pytest.approx(weighted / 24, abs=1e-12)
+    assert evaluation.steps == int(data.mask.sum())
+
+
+def test_chunks_of_a_batch_weigh_their_valid_steps() -> None:
+    """Without in_dims, the loss does not depend on how the data is cut."""
+    for data in (masked_data(1), masked_data(2)):
+        expected = evaluate(data, None, k=24)
+        for k in (1, 5, 7):
+            actual = evaluate(data, None, k=k)
+            assert actual.loss == pytest.approx(expected.loss, abs=1e-12)
+            assert (
+                actual.steps
+                == expected.steps
+                == int(data.mask.sum()) * (4 if data.mask.dim() == 1 else 1)
+            )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("in_dims", [None, IN_DIMS, (None, 0, 1, None), (None, 0, 0, 1)])
+def test_a_scaler_without_a_target(in_dims: Any, micro_batches: int) -> None:
+    x = masked_data(1).x
+    if in_dims is not None and in_dims[2] == 0:
+        x = x.transpose(0, 1)
+
+    def one(scaler: GradScaler | None) -> list[Tensor]:
+        segment = make_train_segment(
+            step, lambda out, y: out.square().mean(-1), backend="eager", in_dims=in_dims
+        )
+        params = parameters()
+        optimizer = torch.optim.SGD(params.values(), lr=1.0)
+        list(train_stream(
+            segment, params, torch.zeros(4, 5).double(), (x, None), optimizer, k1=10,
+            scaler=scaler, micro_batches=micro_batches, progress=False,
+        ))  # fmt: skip
+        return [leaf.detach() for leaf in params.values()]
+
+    torch.testing.assert_close(one(GradScaler("cpu", init_scale=8.0)), one(None))
