@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import ftbptt
 from ftbptt import make_train_segment, random_truncation
-from ftbptt.training import RandomTruncation, train_stream
+from ftbptt.training import RandomTruncation, evaluate_stream, train_stream
 
 from .cells import problem
 from .oracle import assert_close
@@ -157,6 +157,24 @@ def test_data_of_another_layout() -> None:
         assert_close(truncation(*arguments), segment(*arguments))
 
 
+def test_half_precision_has_room_for_long_segments() -> None:
+    """float16 ends at 65504: no sum over 256 rows of 300 steps fits."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = 0.5 * h + x_t * params["w"] + params["b"]
+        return h, h
+
+    params = {"w": torch.ones(1).half(), "b": torch.tensor(1.0).half()}
+    x, y = torch.ones(300, 256, 1).half(), torch.zeros(300, 256, 1).half()
+    segment = make_train_segment(step, mse, backend="eager")
+    truncation = random_truncation(segment, 20, generator=torch.Generator().manual_seed(0))
+    grads, _, loss, _ = truncation(params, torch.zeros(256, 1).half(), x, y)
+    assert {leaf.dtype for leaf in (loss, *grads.values())} == {torch.float16}
+    expected = segment.evaluate(params, torch.zeros(256, 1).half(), x, y).loss
+    torch.testing.assert_close(loss, expected, rtol=0.01, atol=0)
+    assert all(leaf.isfinite().all() for leaf in grads.values())
+
+
 # -- what truncation does where a dependency is long ----------------------------------------------
 
 STEPS = 10
@@ -234,6 +252,18 @@ def test_a_stream_is_trained_on_it() -> None:
     assert sum(losses[-2:]) < sum(losses[:2])
     found = truncation.evaluate(params, zeros(), *stream(40))
     assert torch.equal(found.loss, segment.evaluate(params, zeros(), *stream(40)).loss)
+
+
+def test_a_stream_is_evaluated_without_cuts() -> None:
+    module = tagger()
+    segment = make_train_segment(module, mean_cross_entropy, backend="eager")
+    generator = torch.Generator().manual_seed(0)
+    truncation = random_truncation(segment, 4, generator=generator)
+    params = dict(module.named_parameters())
+    expected = evaluate_stream(segment, params, zeros(), stream(40), k=9)
+    actual = evaluate_stream(truncation, params, zeros(), stream(40), k=9)
+    assert (actual.loss, actual.steps) == (expected.loss, expected.steps)
+    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(0).get_state())
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"burn_in": 3, "fresh": True}])

@@ -17,6 +17,7 @@ from .._segment import TrainSegment
 from .._trees import tree_leaves, tree_map
 from .chunk import Chunk
 from .prefetch import Mover
+from .random_truncation import RandomTruncation
 from .segments import Segments
 from .source import as_source, check_axes
 
@@ -34,7 +35,7 @@ class Evaluation:
 
 
 def evaluate_stream(
-    train_segment: TrainSegment,
+    train_segment: TrainSegment | RandomTruncation,
     params: Tree,
     state: Tree,
     data: Any,
@@ -48,12 +49,14 @@ def evaluate_stream(
 ) -> Evaluation:
     """evaluate_stream : train_segment, params, state, data -> Evaluation
 
-    Runs through ``data`` in chunks of ``k`` steps without gradients, the state carried, in memory
-    that does not grow with the length. ``data``, ``prepare`` and ``device`` are as for
-    :func:`train_stream`. Chunks are weighted by their valid steps, so the loss does not depend on
-    ``k``. A segment with ``in_dims`` has a loss that is a mean over sequences, each with its own
-    mean over valid steps (0 if it has none); its chunks are weighted by their number of steps. With
-    a mask that loss depends on ``k``.
+    Runs over ``data`` in chunks of ``k`` steps without gradients and carries the state, in memory
+    that does not grow with the length of the data. ``data``, ``prepare`` and ``device`` are as for
+    :func:`train_stream`. A :func:`random_truncation` is evaluated without cuts.
+
+    Chunks are weighted by their valid steps, so the loss does not depend on ``k``. The loss of a
+    segment with ``in_dims`` is a mean over sequences, each with its own mean over valid steps (0
+    if it has none); its chunks are weighted by their number of steps. With a ``mask``, that loss
+    depends on ``k``.
 
     ``metrics`` are objects of ``torchmetrics``, or whatever has their ``update(preds, target)`` and
     ``compute()``. They are given the valid steps of all rows on one axis: ``preds`` is ``out`` as
@@ -73,6 +76,8 @@ def evaluate_stream(
     >>> found.steps, found.state.shape
     (2000, torch.Size([2, 5]))
     """
+    if isinstance(train_segment, RandomTruncation):
+        train_segment = train_segment.train_segment
     check_made(train_segment)
     k = whole("k", k, 1)
     if metrics is not None and not hasattr(metrics, "items"):

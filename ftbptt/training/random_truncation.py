@@ -16,6 +16,7 @@ from .._trees import tree_leaves, tree_map
 from .chunk import Chunk
 from .learner import differentiable
 from .segments import Segments
+from .window_stats import share
 
 Tree = Any
 
@@ -153,7 +154,7 @@ class RandomTruncation:
         dtype = wide.dtype.to_real() if wide.is_complex() else wide.dtype
         factors = torch.tensor(cuts.factors, dtype=dtype, device=first.device)
         total: Any = 0
-        grads, losses, outs = None, [], []
+        mean, outs = None, []  # of (loss, grads)
         for start, end in cuts.pieces:
             part = axes.cut(chunk, start, end)
             own = factors[start:end].clone()
@@ -167,22 +168,28 @@ class RandomTruncation:
             state = result.state
             weight, _ = segments.weigh(part, state, 0)
             total = total + weight
-            grads = _plus(grads, result.grads, weight)
-            losses.append(result.loss * weight)
+            piece = (result.loss, result.grads)
+            mean = piece if mean is None else _with_piece(mean, piece, share(weight, total))
             outs.append(result.out)
-        least = total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1)
-        return SegmentOutput(
-            tree_map(lambda g: g / least if differentiable(g) else g, grads),
-            state,
-            torch.stack(losses).sum() / least,
-            tree_map(lambda *own: torch.cat(own, axes.x), *outs),
-        )
+        assert mean is not None
+        loss, grads = mean
+        out = tree_map(lambda *parts: torch.cat(parts, axes.x), *outs)
+        return SegmentOutput(grads, state, loss, out)
 
     def evaluate(self, *args: Tree, **flags: Tensor | None) -> SegmentOutput:
         """As :meth:`TrainSegment.evaluate`: nothing is cut where there is no gradient."""
         return self.train_segment.evaluate(*args, **flags)
 
 
-def _plus(total: Tree, grads: Tree, weight: Any) -> Tree:
-    scaled = tree_map(lambda g: g * weight if differentiable(g) else g, grads)
-    return scaled if total is None else tree_map(torch.add, total, scaled)
+def _with_piece(mean: Tree, piece: Tree, weight: float | Tensor) -> Tree:
+    """The weighted mean of (loss, grads) with another piece, which has ``weight`` in it.
+
+    Sums over steps would overflow in half precision.
+    """
+
+    def add(a: Tensor, b: Tensor) -> Tensor:
+        if not differentiable(a):
+            return a
+        return a + ((b - a) * weight).to(a.dtype)
+
+    return tree_map(add, mean, piece)
