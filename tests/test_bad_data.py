@@ -106,6 +106,15 @@ def test_bad_chunks(chunks: Any, kind: type[Exception], words: str) -> None:
             ValueError,
             "tokens: 3 are too few for 3 rows of a step and its target. Give more tokens or fewer",
         ),
+        (
+            lambda: ContiguousStreams((X, Y), 2),
+            TypeError,
+            "tokens: expected one tensor or array [N, ...], found a tuple of Tensor. Targets are "
+            "the tokens themselves, one step ahead; data that has targets, (x, y), is given to tra",
+        ),
+        (lambda: ContiguousStreams([X, Y], 2), TypeError, "found a list of Tensor."),
+        (lambda: ContiguousStreams({"x": X}, 1), TypeError, "tokens: expected one tensor or ar"),
+        (lambda: ContiguousStreams(X[0, 0, 0], 1), TypeError, "found Tensor of shape []."),
         (lambda: ContiguousStreams(X, 0), ValueError, "rows: expected at least 1, found 0."),
         (
             lambda: ContiguousStreams(X, 2.0),

@@ -152,6 +152,17 @@ def test_epochs_are_shuffled_and_can_be_repeated() -> None:
     )
 
 
+def test_seeds_are_independent_of_epochs() -> None:
+    """No order of a run comes back in one of another seed, in this epoch or another."""
+    lengths = [1] * 12
+    orders = [
+        str(order(read(PackedSequences(numbered(lengths), 2, seed=seed), 6, epoch=epoch)))
+        for seed in (0, 1, 2, 4096, 1 << 32)
+        for epoch in (0, 1, 2, 3)
+    ]
+    assert len(set(orders)) == len(orders)
+
+
 class Recordings:
     """A map-style data set that notes what was asked of it, and draws at random."""
 
@@ -358,7 +369,12 @@ X = torch.zeros(4, 3)
         ([(X, X)], {"rows": 0}, ValueError, "rows: expected at least 1, found 0."),
         ([(X, X)], {"rows": True}, TypeError, "rows: expected a whole number, found True."),
         ([(X, X)], {"time_dim": -1}, ValueError, "time_dim: expected 0 or 1, found -1."),
-        ([X, X], {}, TypeError, "sequences[0]: expected (x, y), found Tensor."),
+        (
+            [X, X],
+            {},
+            TypeError,
+            "sequences[0]: expected (x, y), found Tensor. For sequences without a target: (x, N",
+        ),
         ([(X, X), (X,)], {}, TypeError, "sequences[1]: expected (x, y), found tuple."),
         ([(X, 1)], {}, TypeError, "sequences[0]: y: expected a tensor or an array, found int."),
         ([(X, torch.tensor(1))], {}, ValueError, "sequences[0]: y: expected time on axis 0, found"),

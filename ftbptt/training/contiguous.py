@@ -31,6 +31,7 @@ class ContiguousStreams:
 
     def __init__(self, tokens: Any, rows: int, *, time_dim: int = 0) -> None:
         rows, time_dim = checked_layout(rows, time_dim)
+        _check_tokens(tokens)
         count = len(tokens)
         if count <= rows:
             raise ValueError(
@@ -70,6 +71,22 @@ class ContiguousStreams:
         import numpy
 
         return torch.from_numpy(numpy.array(part))
+
+
+def _check_tokens(tokens: Any) -> None:
+    """Raises TypeError for anything but one sequence of tokens, such as a pair ``(x, y)``."""
+    description = type(tokens).__name__
+    if isinstance(tokens, (tuple, list)) and any(getattr(item, "ndim", 0) for item in tokens[:1]):
+        description = f"a {description} of {type(tokens[0]).__name__}"
+    elif getattr(tokens, "shape", None) == ():
+        description += " of shape []"
+    elif hasattr(tokens, "__len__") and not isinstance(tokens, (str, dict)):
+        return
+    raise TypeError(
+        f"tokens: expected one tensor or array [N, ...], found {description}. Targets are the "
+        "tokens themselves, one step ahead; data that has targets, (x, y), is given to "
+        "train_stream or evaluate_stream as it is."
+    )
 
 
 def checked_layout(rows: int, time_dim: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -18,7 +19,6 @@ from .chunk import Chunk, TimeAxes, as_tensors, checked, naming
 from .contiguous import checked_layout
 
 Tree = Any
-_ROWS_AT_MOST = 1 << 20  # tells the seeds of epochs apart
 
 
 class PackedSequences:
@@ -106,10 +106,9 @@ class PackedSequences:
         self._order = [list(own) for own in self._dealt]
         if self.seed is not None:
             for row, own in enumerate(self._order, self._first_row):
-                # Of a row alone, so that it is the same on any number of ranks.
-                generator = torch.Generator().manual_seed((self.seed + epoch) * _ROWS_AT_MOST + row)
-                order = torch.randperm(len(own), generator=generator).tolist()
-                own[:] = [own[i] for i in order]
+                # Each row has a generator, so that its order is the same on any number of ranks.
+                # Python hashes a string (SHA-512) into all of its state.
+                random.Random(f"{self.seed} {epoch} {row}").shuffle(own)
         # By place in its row: those that a window has reached and none has passed.
         self._held: list[dict[int, Chunk]] = [{} for _ in range(self.rows)]
         # The random numbers before a read that drew some, and the sequences it asked for: a data
@@ -179,13 +178,13 @@ class PackedSequences:
     def read_again(self, reading: dict[str, Any], epoch: int, start: int) -> None:
         """Sequences of random values are asked for again, in the same order."""
         self.begin(epoch)
-        for random, asked in reading["drawn"]:
+        for state, asked in reading["drawn"]:
             mine = [(row - self._first_row, i) for row, i in asked]
             mine = [own for own in mine if 0 <= own[0] < self.rows]
-            set_random_state(random)
+            set_random_state(state)
             for row, i in mine:
                 self._held[row][i] = self._sequence(self._order[row][i])
-            self._drawn.append((random, mine))
+            self._drawn.append((state, mine))
         self._drop(start)
 
     def _like(self) -> Chunk:
@@ -235,7 +234,10 @@ def _sequence(sequences: Any, index: int) -> tuple[Chunk, int]:
     item = sequences[index]
     with naming(f"sequences[{index}]"):
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise TypeError(f"expected (x, y), found {type(item).__name__}.")
+            raise TypeError(
+                f"expected (x, y), found {type(item).__name__}. For sequences without a target: "
+                "(x, None)."
+            )
         chunk = checked(Chunk(*item))
         return chunk, TimeAxes().length(chunk)
 
