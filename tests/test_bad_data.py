@@ -64,7 +64,11 @@ def test_bad_data(data: Any, kind: type[Exception], words: str) -> None:
     ("chunks", "kind", "words"),
     [
         ([X, Y], TypeError, f"data, chunk 1: {TUPLES}a Tensor. For data without a target: (x, Non"),
-        ([X, Y], TypeError, "What is not a tuple is read as chunks, each of them such a tuple."),
+        (
+            [X, Y],
+            TypeError,
+            "Anything but a tuple is read as an iterable of chunks, each of them su",
+        ),
         (X.numpy(), TypeError, f"data, chunk 1: {TUPLES}a ndarray."),
         ([(X, Y), {"x": X}], TypeError, f"data, chunk 2: {TUPLES}a dict."),
         ([(X, Y), (X,)], TypeError, f"data, chunk 2: {TUPLES}a tuple of 1."),
@@ -104,13 +108,13 @@ def test_bad_chunks(chunks: Any, kind: type[Exception], words: str) -> None:
         (
             lambda: ContiguousStreams(torch.arange(3), 3),
             ValueError,
-            "tokens: 3 are too few for 3 rows of a step and its target. Give more tokens or fewer",
+            "tokens: 3 are too few for 3 rows, each of which needs a step and its target. Give mor",
         ),
         (
             lambda: ContiguousStreams((X, Y), 2),
             TypeError,
             "tokens: expected one tensor or array [N, ...], found a tuple of Tensor. Targets are "
-            "the tokens themselves, one step ahead; data that has targets, (x, y), is given to tra",
+            "the tokens themselves, one step ahead. Pass data that has targets, (x, y), to train_s",
         ),
         (lambda: ContiguousStreams([X, Y], 2), TypeError, "found a list of Tensor."),
         (lambda: ContiguousStreams({"x": X}, 1), TypeError, "tokens: expected one tensor or ar"),

@@ -198,7 +198,7 @@ def test_a_data_loader_of_chunks() -> None:
 def test_a_generator_is_read_once() -> None:
     source = of(chunk for chunk in cut(everything(10), [4, 4]))
     assert len(windows(source, 3)) == 4
-    with pytest.raises(ValueError, match="data: an iterator can be read once only, and another ep"):
+    with pytest.raises(ValueError, match="data: an iterator can be read only once, but another ep"):
         source.begin(1)
 
 
@@ -206,7 +206,9 @@ def test_training_for_two_epochs_on_a_generator() -> None:
     x, y = stream(8, rows=3)
     updates = train(((x[i : i + 4], y[i : i + 4]) for i in (0, 4)), epochs=2)
     assert [next(updates).epoch, next(updates).epoch] == [0, 0]
-    with pytest.raises(ValueError, match="Give what makes it anew each time: a list, a DataLoader"):
+    with pytest.raises(
+        ValueError, match="makes a new one each time: a list, a DataLoader, or a class"
+    ):
         next(updates)
 
 

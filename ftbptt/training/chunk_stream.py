@@ -1,176 +1,107 @@
-"""A stream that comes in chunks of any lengths, cut anew, and read again as it was."""
+"""A stream that comes in chunks of any lengths, cut into windows, and read again as it was."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .._compat import has_workers, with_workers
 from .._messages import first_line
 from .checkpoint import random_state, set_random_state
-from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, naming
+from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, error_prefix
+from .data_random import DataRandomness
 
 Tree = Any
+_EPOCH_START = -1  # the key of the random numbers before the epoch, among those before chunk i
 
 
-class _Stand(NamedTuple):
-    """Where a reader of chunks stood."""
+class _HeldChunk(NamedTuple):
+    """Steps ``[start, end)`` of the epoch; ``random`` is the state before the chunk was drawn."""
 
-    pulled: int
+    start: int
     end: int
-    held: tuple[tuple[int, int, Chunk], ...]
-    random: dict[int, dict[str, Any]]
+    chunk: Chunk
+    random: dict[str, Any]
 
 
 class ChunkStream:
-    """A stream that comes in chunks of any lengths, and goes on where the one before ended."""
+    """A stream of chunks of any lengths, each of which continues the one before.
+
+    Chunks are held while a window can still reach back to them. To be read again, the data is
+    iterated over anew with the random numbers it drew the first time: those before the epoch,
+    before its first chunk (from which samplers draw the order of all), and before each chunk that
+    is held. An iterator cannot be iterated over anew: :class:`_IteratorReplay`.
+    """
 
     def __init__(self, chunks: Iterable[Any], axes_of: Callable[[Tree], TimeAxes]) -> None:
         self.chunks, self.axes_of = chunks, axes_of
-        self.axes = TimeAxes()  # until there is a chunk
+        self.axes = TimeAxes()  # known with the first chunk
         self.total: int | None = None
-        self.pulled = 0  # chunks taken in this epoch
-        # The random numbers before the epoch (at -1), its first chunk, and each one held: the data
-        # may draw its order and its values from them, and a resumed run must see the same.
-        self._random: dict[int, dict[str, Any]] = {}
-        self._left: Iterator[Any] | None = None
-        self._generators: list[Tensor] = []  # their states before the epoch
+        self.pulled = 0  # chunks taken from the iterator in this epoch
+        self._iterator: Iterator[Any] | None = None
+        self._held: deque[_HeldChunk] = deque()
+        self._end = 0  # the first step of the next chunk
+        self._randomness = DataRandomness(chunks)
+        self._random_at_start: dict[int, dict[str, Any]] = {}  # _EPOCH_START, and 0: first chunk
+        self._generator_states: list[Tensor] = []  # before the epoch
         self._had_workers = False  # before the epoch
-        self._apart: dict[str, Any] | None = None  # random numbers of the data's own, if it has any
-        self._held: deque[tuple[int, int, Chunk]] = deque()  # (first step, after the last, chunk)
-        self._end = 0
-        # Of an iterator, which gives nothing twice: where reading stood the last times that it was
-        # asked, and what was taken since then, each with the random numbers before and after.
-        self._stands: deque[_Stand] = deque(maxlen=2)
-        self._taken: dict[int, tuple[dict[str, Any], Chunk, dict[str, Any]]] = {}
+        self._replay = _IteratorReplay()
 
     def beginning(self) -> dict[str, Any]:
-        """What the data draws from."""
-        return {
-            "random": {name: own for name, own in random_state().items() if name != "cuda"},
-            "generators": [own.get_state() for own in self._own_generators()],
-        }
+        """What the data is about to draw from, for :meth:`begin_as` on another rank."""
+        return self._randomness.snapshot()
 
     def begin_as(self, other: dict[str, Any]) -> None:
-        """Draws what the data of another rank draws, apart from what the process draws.
-
-        For ranks that take their rows of the same chunks: those must come in one order.
-        """
-        self._apart = other["random"]
-        for own, value in zip(self._own_generators(), other["generators"], strict=False):
-            own.set_state(value)
-
-    @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Within it, what is drawn is the data's."""
-        if self._apart is None:
-            yield
-            return
-        outside = random_state()
-        set_random_state(self._apart)
-        try:
-            yield
-        finally:
-            self._apart = random_state()
-            set_random_state(outside)
+        """Draws what the data of another rank draws, apart from what the process draws."""
+        self._randomness.separate(other)
 
     def begin(self, epoch: int) -> None:
-        with self._drawing():
+        with self._randomness.drawing():
             self._begin(epoch)
 
     def _begin(self, epoch: int) -> None:
-        self._random = {-1: random_state()}
-        self._generators = [own.get_state() for own in self._own_generators()]
-        for owner in self._owners():
-            if hasattr(owner, "set_epoch"):  # such as DistributedSampler
-                owner.set_epoch(epoch)
+        self._random_at_start = {_EPOCH_START: random_state()}
+        self._generator_states = self._randomness.generator_states()
+        self._randomness.set_epoch(epoch)
         self._had_workers = has_workers(self.chunks)
-        left = iter(self.chunks)
-        if left is self.chunks and self._left is not None:
+        iterator = iter(self.chunks)
+        if iterator is self.chunks and self._iterator is not None:
             raise ValueError(
-                "data: an iterator can be read once only, and another epoch was asked for. Give "
-                "what makes it anew each time: a list, a DataLoader, or a class with __iter__."
+                "data: an iterator can be read only once, but another epoch was asked for. Give an "
+                "iterable that makes a new one each time: a list, a DataLoader, or a class with "
+                "__iter__."
             )
-        self._left, self.pulled, self._end = left, 0, 0
+        self._iterator, self.pulled, self._end = iterator, 0, 0
         self._held.clear()
 
     def close(self) -> None:
-        """Lets go of the epoch's reader."""
-        if self._left is not self.chunks:
-            self._left = None
+        """Drops the epoch's iterator, and with it the workers of a ``DataLoader``."""
+        if not self._is_iterator:
+            self._iterator = None
 
-    def _owners(self) -> list[Any]:
-        """What may have an order of its own: a ``DataLoader`` and its samplers."""
-        batches = getattr(self.chunks, "batch_sampler", None)
-        samplers = [
-            getattr(self.chunks, "sampler", None),
-            batches,
-            getattr(batches, "sampler", None),
-        ]
-        return list({id(own): own for own in [self.chunks, *samplers]}.values())
+    @property
+    def _is_iterator(self) -> bool:
+        """Whether the data is an iterator that was begun, and so cannot begin again."""
+        return self._iterator is self.chunks
 
-    def _own_generators(self) -> list[torch.Generator]:
-        found = [getattr(owner, "generator", None) for owner in self._owners()]
-        return [own for own in found if isinstance(own, torch.Generator)]
-
-    def reading(self) -> dict[str, Any]:
-        if self._left is self.chunks:
-            stand = _Stand(self.pulled, self._end, tuple(self._held), dict(self._random))
-            self._stands.append(stand)
-            for number in [i for i in self._taken if i < self._stands[0].pulled]:
-                del self._taken[number]
-        return {
-            "pulled": self.pulled,
-            "random": dict(self._random),
-            "generators": self._generators,
-            "had_workers": self._had_workers,
-        }
-
-    def read_again(self, reading: dict[str, Any], epoch: int, start: int) -> None:
-        """Chunks are taken again, from where their random numbers were."""
-        random, pulled = reading["random"], reading["pulled"]
-        if self._left is self.chunks:
-            self._go_back(pulled)
-            return
-        with self._drawing():
-            with_workers(self.chunks, reading.get("had_workers", False))
-            set_random_state(random[-1])
-            for own, value in zip(self._own_generators(), reading["generators"], strict=False):
-                own.set_state(value)
-            self._begin(epoch)
-            while self.pulled < pulled:
-                if self.pulled in random:
-                    set_random_state(random[self.pulled])
-                if not self._pull():
-                    raise ValueError(
-                        f"data: the checkpoint was made after {pulled} chunks, but there are only "
-                        f"{self.pulled}. Resume with the data that the run was started with."
-                    )
-                self._drop(start)
-
-    def _go_back(self, pulled: int) -> None:
-        stand = next(stand for stand in self._stands if stand.pulled == pulled)
-        self.pulled, self._end = stand.pulled, stand.end
-        self._held, self._random = deque(stand.held), dict(stand.random)
+    # -- reading ----------------------------------------------------------------------------------
 
     def read(self, start: int, stop: int) -> Chunk | None:
-        self._drop(start)
-        assert not self._held or self._held[0][0] <= start, "a step that was given away"
+        self._drop_before(start)
+        assert not self._held or self._held[0].start <= start, "this step was dropped"
         if self._end < stop:
-            with self._drawing():
+            with self._randomness.drawing():
                 while self._end < stop and self._pull():
-                    self._drop(start)
+                    self._drop_before(start)
         parts = [
-            self.axes.cut(chunk, max(0, start - first), stop - first)
-            if start > first or stop < end
-            else chunk
-            for first, end, chunk in self._held
-            if first < stop
+            self.axes.cut(held.chunk, max(0, start - held.start), stop - held.start)
+            if start > held.start or stop < held.end
+            else held.chunk
+            for held in self._held
+            if held.start < stop
         ]
         if len(parts) < 2:
             return parts[0] if parts else None
@@ -184,33 +115,115 @@ class ChunkStream:
             ) from error
 
     def _pull(self) -> bool:
-        assert self._left is not None
-        if self.pulled in self._taken:
-            random, chunk, after = self._taken[self.pulled]
-            set_random_state(after)
+        """Takes the next chunk; false if there is none."""
+        assert self._iterator is not None
+        number = self.pulled
+        if (recorded := self._replay.recorded.get(number)) is not None:
+            random, chunk = recorded.random_before, recorded.chunk
+            set_random_state(recorded.random_after)
         else:
             random = random_state()
             try:
-                item = next(self._left)
+                item = next(self._iterator)
             except StopIteration:
                 return False
-            with naming(f"data, chunk {self.pulled + 1}"):
+            with error_prefix(f"data, chunk {number + 1}"):
                 chunk = as_tensors(as_chunk(item))
-                if not self.pulled:
+                if not number:
                     self.axes = self.axes_of(chunk.x)
                 self.axes.length(chunk)
-            if self._stands:
-                self._taken[self.pulled] = random, chunk, random_state()
-        steps = self.axes.steps(chunk)
-        self._random[self.pulled] = random
-        self._held.append((self._end, self._end + steps, chunk))
-        self._end += steps
+            if self._replay.is_recording:
+                self._replay.recorded[number] = _Recorded(random, chunk, random_state())
+        if not number:
+            self._random_at_start[0] = random
+        end = self._end + self.axes.steps(chunk)
+        self._held.append(_HeldChunk(self._end, end, chunk, random))
+        self._end = end
         self.pulled += 1
         return True
 
-    def _drop(self, start: int) -> None:
-        while self._held and self._held[0][1] <= start:
-            number = self.pulled - len(self._held)
+    def _drop_before(self, start: int) -> None:
+        """Drops the chunks that end before a step, which no window reads any more."""
+        while self._held and self._held[0].end <= start:
             self._held.popleft()
-            if number:  # samplers draw the whole order with the first
-                del self._random[number]
+
+    # -- reading again ----------------------------------------------------------------------------
+
+    def reading(self) -> dict[str, Any]:
+        if self._is_iterator:
+            self._replay.take_snapshot(_Snapshot(self.pulled, self._end, tuple(self._held)))
+        first_held = self.pulled - len(self._held)
+        random_of_held = {i: held.random for i, held in enumerate(self._held, first_held)}
+        return {
+            "pulled": self.pulled,
+            "random": self._random_at_start | random_of_held,
+            "generators": self._generator_states,
+            "had_workers": self._had_workers,
+        }
+
+    def read_again(self, reading: dict[str, Any], epoch: int, start: int) -> None:
+        if self._is_iterator:
+            snapshot = self._replay.snapshot_after(reading["pulled"])
+            self.pulled, self._end = snapshot.pulled, snapshot.end
+            self._held = deque(snapshot.held)
+            return
+        with self._randomness.drawing():
+            with_workers(self.chunks, reading.get("had_workers", False))
+            set_random_state(reading["random"][_EPOCH_START])
+            self._randomness.set_generator_states(reading["generators"])
+            self._begin(epoch)
+            self._pull_again(reading["pulled"], reading["random"], start)
+
+    def _pull_again(self, count: int, random: dict[int, dict[str, Any]], start: int) -> None:
+        """Takes ``count`` chunks, each with the random numbers from before it, where known."""
+        while self.pulled < count:
+            if self.pulled in random:
+                set_random_state(random[self.pulled])
+            if not self._pull():
+                raise ValueError(
+                    f"data: the checkpoint was made after {count} chunks, but there are only "
+                    f"{self.pulled}. Resume with the data that the run was started with."
+                )
+            self._drop_before(start)
+
+
+class _Snapshot(NamedTuple):
+    """The position of a reader after ``pulled`` chunks, the last of which ended at step ``end``."""
+
+    pulled: int
+    end: int
+    held: tuple[_HeldChunk, ...]
+
+
+class _Recorded(NamedTuple):
+    """A chunk that an iterator yielded, and the random numbers before and after that."""
+
+    random_before: dict[str, Any]
+    chunk: Chunk
+    random_after: dict[str, Any]
+
+
+class _IteratorReplay:
+    """What an iterator yielded since a snapshot, so that a run can go back to that.
+
+    A run goes back at most to the start of the update that it is working on. Only one more snapshot
+    can have been taken since then: where windows are read ahead, for a GPU, that of the next
+    update. So two are kept, and the chunks yielded since the older one.
+    """
+
+    def __init__(self) -> None:
+        self.recorded: dict[int, _Recorded] = {}  # by the chunk's number in the epoch
+        self._snapshots: deque[_Snapshot] = deque(maxlen=2)
+
+    @property
+    def is_recording(self) -> bool:
+        return bool(self._snapshots)
+
+    def take_snapshot(self, snapshot: _Snapshot) -> None:
+        self._snapshots.append(snapshot)
+        for number in [i for i in self.recorded if i < self._snapshots[0].pulled]:
+            del self.recorded[number]
+
+    def snapshot_after(self, pulled: int) -> _Snapshot:
+        """The snapshot that was taken after so many chunks."""
+        return next(snapshot for snapshot in self._snapshots if snapshot.pulled == pulled)

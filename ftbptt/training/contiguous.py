@@ -1,4 +1,4 @@
-"""One long token stream as B rows that are trained side by side."""
+"""One long token stream, cut into B rows that are trained on in parallel."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from .chunk import Chunk
 
 
 class ContiguousStreams:
-    """ContiguousStreams : tokens[N], rows -> Source of x[T, B], y[T, B]
+    """ContiguousStreams : tokens[N, ...], rows -> Source of x[T, rows, ...], y[T, rows, ...]
 
     Cuts ``tokens`` into ``rows`` contiguous parts of ``T = (N - 1) // rows`` steps; ``y`` is one
     token ahead of ``x``. ``tokens`` is a tensor or an array such as ``numpy.memmap``, of which only
-    the window at hand is read; it may have more axes behind the first. With ``time_dim=1`` data is
-    ``[B, T]``. At most ``rows - 1`` tokens at the end are not used, ``left_out`` of them.
+    the current window is read. With ``time_dim=1`` data is ``[rows, T, ...]``.
 
-    Raises ValueError if there are fewer than ``rows + 1`` tokens.
+    ``left_out`` is the number of tokens at the end that are not used, at most ``rows - 1``.
+
+    Raises TypeError if ``tokens`` is not one tensor or array, ValueError if there are fewer than
+    ``rows + 1`` tokens.
 
     >>> streams = ContiguousStreams(torch.arange(10), rows=2)
     >>> x, y, *_ = streams.read(0, 3)
@@ -35,21 +37,21 @@ class ContiguousStreams:
         count = len(tokens)
         if count <= rows:
             raise ValueError(
-                f"tokens: {count} are too few for {rows} rows of a step and its target. Give more "
-                "tokens or fewer rows."
+                f"tokens: {count} are too few for {rows} rows, each of which needs a step and its "
+                "target. Give more tokens or fewer rows."
             )
         self.tokens, self.rows, self.time_dim = tokens, rows, time_dim
         steps = (count - 1) // rows
         self.total: int | None = steps
         self.left_out = count - 1 - rows * steps
-        self._starts = [row * steps for row in range(rows)]
+        self._row_starts = [row * steps for row in range(rows)]
 
     def share(self, rank: int, size: int) -> ContiguousStreams:
-        """The part of ``rank`` out of ``size``: every row is in one of the parts."""
-        own = copy.copy(self)
-        own._starts = [self._starts[i] for i in share_of(self.rows, rank, size)]
-        own.rows = len(own._starts)
-        return own
+        """The rows of ``rank`` out of ``size``. Each row belongs to one rank."""
+        part = copy.copy(self)
+        part._row_starts = [self._row_starts[row] for row in share_of(self.rows, rank, size)]
+        part.rows = len(part._row_starts)
+        return part
 
     def begin(self, epoch: int) -> None:
         pass
@@ -59,18 +61,20 @@ class ContiguousStreams:
         stop = min(stop, self.total)
         if start >= stop:
             return None
-        parts = [self._tensor(self.tokens[at + start : at + stop + 1]) for at in self._starts]
-        both = torch.stack(parts, 1 - self.time_dim)
+        # One more token than steps: x is all but the last, y all but the first.
+        rows = [_as_tensor(self.tokens[first + start : first + stop + 1])
+                for first in self._row_starts]  # fmt: skip
+        tokens = torch.stack(rows, 1 - self.time_dim)
         steps = stop - start
-        x, y = both.narrow(self.time_dim, 0, steps), both.narrow(self.time_dim, 1, steps)
-        return Chunk(x, y)
+        return Chunk(tokens.narrow(self.time_dim, 0, steps), tokens.narrow(self.time_dim, 1, steps))
 
-    def _tensor(self, part: Any) -> Tensor:
-        if isinstance(part, Tensor):
-            return part
-        import numpy
 
-        return torch.from_numpy(numpy.array(part))
+def _as_tensor(tokens: Any) -> Tensor:
+    if isinstance(tokens, Tensor):
+        return tokens
+    import numpy
+
+    return torch.from_numpy(numpy.array(tokens))
 
 
 def _check_tokens(tokens: Any) -> None:
@@ -84,13 +88,13 @@ def _check_tokens(tokens: Any) -> None:
         return
     raise TypeError(
         f"tokens: expected one tensor or array [N, ...], found {description}. Targets are the "
-        "tokens themselves, one step ahead; data that has targets, (x, y), is given to "
-        "train_stream or evaluate_stream as it is."
+        "tokens themselves, one step ahead. Pass data that has targets, (x, y), to train_stream or "
+        "evaluate_stream as it is."
     )
 
 
 def checked_layout(rows: int, time_dim: int) -> tuple[int, int]:
-    """Both. Raises TypeError and ValueError for invalid ones."""
+    """Both as integers. Raises TypeError and ValueError for invalid ones."""
     if time_dim not in (0, 1):
         raise ValueError(f"time_dim: expected 0 or 1, found {time_dim!r}.")
     return whole("rows", rows, 1), int(time_dim)

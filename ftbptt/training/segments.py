@@ -18,7 +18,7 @@ from .._output import EarlyGradients, SegmentOutput
 from .._segment import TrainSegment
 from .._trees import in_order_of, tree_leaves, tree_map
 from ..distributed.shares import share_of
-from .chunk import Chunk, TimeAxes, checked, naming
+from .chunk import Chunk, TimeAxes, check_leaves, error_prefix
 from .cursor import Span
 from .rows import count_rows, join_rows, split_rows, valid_steps
 
@@ -129,10 +129,10 @@ class Segments:
         Raises TypeError and ValueError if that is no pair of sequences of as many steps.
         """
         made = prepare(chunk.x, chunk.y)
-        with naming("prepare"):
+        with error_prefix("prepare"):
             if not isinstance(made, (tuple, list)) or len(made) != 2:
                 raise TypeError(f"expected it to return (x, y), found {type(made).__name__}.")
-            before, after = self.axes(chunk.x), checked(chunk._replace(x=made[0], y=made[1]))
+            before, after = self.axes(chunk.x), check_leaves(chunk._replace(x=made[0], y=made[1]))
             axis = self._layout_of(after.x).x_time
             if axis != before.x:
                 raise ValueError(

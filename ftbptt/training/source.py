@@ -1,4 +1,4 @@
-"""Where windows of data come from: tensors, arrays on disk, chunks, or a source of one's own."""
+"""Where windows of data come from: tensors, arrays on disk, chunks, or a caller's source."""
 
 from __future__ import annotations
 
@@ -7,74 +7,90 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, is_of_tensors, naming
+from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, error_prefix, has_only_tensors
 from .chunk_stream import ChunkStream
 
 Tree = Any
-_AHEAD = 32  # windows that are cut at once, which takes a third of the time
+_WINDOWS_PER_SPLIT = 32  # one split into many windows takes a third of the time of as many slices
 
 
 @runtime_checkable
 class Source(Protocol):
-    """A stream that is read in windows. An epoch reads it from step 0 on."""
+    """A stream that is read in windows. Each epoch reads it from step 0.
 
-    total: int | None  # steps of an epoch, if known
+    Any object with these members can be the ``data`` of :func:`train_stream` and
+    :func:`evaluate_stream`.
+
+    >>> import torch
+    >>> class Noise:
+    ...     total = 1000
+    ...     def begin(self, epoch):
+    ...         self.generator = torch.Generator().manual_seed(epoch)
+    ...     def read(self, start, stop):
+    ...         steps = min(stop, self.total) - start
+    ...         x = torch.randn(max(steps, 0), 2, 3, generator=self.generator)
+    ...         return Chunk(x) if steps > 0 else None
+    >>> isinstance(Noise(), Source)
+    True
+    """
+
+    total: int | None  # steps per epoch, if known
 
     def begin(self, epoch: int) -> None:
-        """An epoch starts. A run that is resumed within it reads on from where it stood."""
+        """Starts an epoch. A resumed run then continues to read from the step where it stopped."""
 
     def read(self, start: int, stop: int) -> Chunk | None:
         """Steps ``[start, stop)`` of the epoch, fewer at the end of the stream, None after it.
 
-        Neither ``start`` nor ``stop`` ever goes back within an epoch.
+        Neither ``start`` nor ``stop`` decreases within an epoch.
         """
 
 
 @runtime_checkable
 class Rereadable(Protocol):
-    """A source that knows more than its epoch: what it holds, and how that was drawn."""
+    """A source that must do more than ``begin`` to be read again as it was read the first time."""
 
     def reading(self) -> dict[str, Any]:
-        """Where reading stands: tensors, numbers, lists and dicts."""
+        """The position of the reader, for a checkpoint: tensors, numbers, lists and dicts."""
 
     def read_again(self, reading: dict[str, Any], epoch: int, start: int) -> None:
-        """Goes to where reading stood in an epoch, of which step ``start`` is to be read next."""
+        """Returns to a position in ``epoch``, from which step ``start`` is the next to be read."""
 
 
 @runtime_checkable
 class Shareable(Protocol):
-    """A source whose rows can be shared out."""
+    """A source whose rows can be divided among ranks."""
 
     def share(self, rank: int, size: int) -> Source:
-        """The part of one of ``size`` ranks; it is read by itself, whatever others read."""
+        """The part of one of ``size`` ranks, which reads independently of this source."""
 
 
 def check_axes(source: Source, axes: TimeAxes) -> None:
-    """Raises ValueError for a source that has time elsewhere than the segment."""
-    own = getattr(source, "time_dim", axes.x)
-    if own != axes.x:
+    """Raises ValueError if the source's time axis is not the segment's."""
+    time_dim = getattr(source, "time_dim", axes.x)
+    if time_dim != axes.x:
         raise ValueError(
-            f"data: {type(source).__name__} has time on axis {own}, but train_segment on axis "
+            f"data: {type(source).__name__} has time on axis {time_dim}, but train_segment on axis "
             f"{axes.x}. Give both the same time_dim."
         )
 
 
 def as_source(data: Any, axes_of: Callable[[Tree], TimeAxes]) -> Source:
-    """as_source : what the caller has, where time is in such an x -> Source
+    """as_source : data, function x -> TimeAxes -> Source
 
-    - a ``Source``, such as ``ContiguousStreams`` or ``PackedSequences``, as it is;
-    - a tuple ``(x, y)`` or a ``Chunk`` of tensors or arrays: the whole stream;
-    - an iterable of those, such as a list or a ``DataLoader``: chunks of any lengths, one after
-      the other.
+    - A ``Source``, such as ``ContiguousStreams`` or ``PackedSequences``, is used as it is.
+    - A tuple ``(x, y)`` or a ``Chunk`` of tensors or arrays is the full stream.
+    - An iterable of those, such as a list or a ``DataLoader``, gives chunks of any lengths, one
+      after the other.
 
-    Raises TypeError for what is none of these, ValueError for x and y of different lengths.
+    Raises TypeError for anything else, ValueError for x and y of different lengths.
     """
-    if isinstance(data, Shareable):  # a reader of its own, so that others do not disturb it
+    if isinstance(data, Shareable):  # a separate reader: other runs may read the same object
         return data.share(0, 1)
     if isinstance(data, Source):
         return data
     if isinstance(data, tuple):
-        with naming("data"):
+        with error_prefix("data"):
             chunk = as_chunk(data)
             return Arrays(chunk, axes_of(chunk.x))
     if isinstance(data, Iterable) and not isinstance(data, (Tensor, dict, str)):
@@ -86,18 +102,18 @@ def as_source(data: Any, axes_of: Callable[[Tree], TimeAxes]) -> Source:
 
 
 class Arrays:
-    """A stream that can be read anywhere: tensors, or arrays that give tensors when sliced.
+    """A stream with random access: tensors, or arrays whose slices can be made tensors.
 
-    Arrays are whatever has ``shape`` and slices, such as ``numpy.memmap``: only the steps of a
-    window are read from disk.
+    An array is any object with ``shape`` that can be sliced, such as ``numpy.memmap``: only the
+    steps of a window are read from disk.
     """
 
     def __init__(self, chunk: Chunk, axes: TimeAxes) -> None:
         self.chunk, self.axes = chunk, axes
         self.total: int | None = axes.length(chunk)
-        self._of_tensors = is_of_tensors(chunk)
-        self._ahead: list[Chunk] = []  # cut already, the next one last
-        self._size = self._end = 0  # of the window before
+        self._has_only_tensors = has_only_tensors(chunk)
+        self._next_windows: list[Chunk] = []  # split in advance, in reverse order
+        self._last_size = self._last_stop = 0  # of the window that was read last
 
     def begin(self, epoch: int) -> None:
         pass
@@ -106,14 +122,15 @@ class Arrays:
         assert self.total is not None
         if start >= self.total:
             return None
-        follows = start == self._end and stop - start == self._size
-        self._size, self._end = stop - start, stop
-        if not self._of_tensors:
+        size = stop - start
+        is_regular = start == self._last_stop and size == self._last_size
+        self._last_size, self._last_stop = size, stop
+        if not self._has_only_tensors:
             return as_tensors(self.axes.cut(self.chunk, start, stop))
-        if not follows:
-            self._ahead.clear()
+        if not is_regular:
+            self._next_windows.clear()
             return self.axes.cut(self.chunk, start, stop)
-        if not self._ahead:
-            part = self.axes.cut(self.chunk, start, start + _AHEAD * self._size)
-            self._ahead = self.axes.split(part, self._size)[::-1]
-        return self._ahead.pop()
+        if not self._next_windows:
+            part = self.axes.cut(self.chunk, start, start + _WINDOWS_PER_SPLIT * size)
+            self._next_windows = self.axes.split(part, size)[::-1]
+        return self._next_windows.pop()
