@@ -193,7 +193,7 @@ def test_time_is_where_the_segment_has_it() -> None:
     packed = PackedSequences([(vectors, None)], 1)
     with pytest.raises(ValueError, match="data: PackedSequences has time on axis 0, but train_seg"):
         next(train_stream(segment, params, None, packed, optimizer, k1=4, progress=False))
-    with pytest.raises(ValueError, match=r"time_dim: is what make_train_segment was told\. Give"):
+    with pytest.raises(ValueError, match=r"time_dim: belongs to the segment\. Pass it to make_tr"):
         train_stream(segment, params, None, packed, optimizer, k1=4, time_dim=1)
     streams = ContiguousStreams(vectors, 2, time_dim=1)
     assert evaluate_stream(segment, params, None, streams, k=4).steps == 28

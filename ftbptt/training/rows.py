@@ -1,4 +1,4 @@
-"""The rows of a batch: how many there are, and a batch in parts of them."""
+"""The rows of a batch: how many there are, and how a batch is split into parts of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ Tree = Any
 
 
 def count_rows(
-    chunk: Chunk, state: Tree, layout: Layout, row_axis: Callable[[Tensor], int], least_axes: int
+    chunk: Chunk, state: Tree, layout: Layout, row_axis: Callable[[Tensor], int], batched_axes: int
 ) -> int | None:
-    """The rows of the batch; None for data without rows.
+    """The number of rows in the batch; None for data without rows.
 
-    ``least_axes``: those that ``x`` has if it has rows. Where neither that nor a flag decides, what
-    tells features from rows is whether ``y`` and the state have as many.
+    ``batched_axes`` is the fewest axes that ``x`` has with rows. Where neither that nor a flag
+    decides, an axis of ``x`` is taken for rows, and not for features, if ``y`` and the state have
+    it too.
     """
     for flags in (chunk.reset, chunk.mask):
         if flags is not None and flags.dim() > 1:
@@ -29,21 +30,21 @@ def count_rows(
     x = tree_leaves(chunk.x)[0]
     if isinstance(layout, SharedLayout):
         return int(x.shape[layout.x_rows])
-    if x.dim() < least_axes:
+    if x.dim() < batched_axes:
         return None
     if x.dim() == 2 and any(leaf.dim() < 2 for leaf in tree_leaves(chunk.y) if leaf is not None):
         return None
     rows = int(x.shape[layout.x_rows])
-    state_has_them = all(
+    state_has_rows = all(
         leaf.dim() > row_axis(leaf) and leaf.shape[row_axis(leaf)] == rows
         for leaf in tree_leaves(state)
         if isinstance(leaf, Tensor)
     )
-    return rows if state_has_them else None
+    return rows if state_has_rows else None
 
 
 def valid_steps(mask: Tensor, steps: int, rows: int, context: int, layout: Layout) -> Tensor:
-    """How many steps of all rows have a loss, on the mask's device."""
+    """The number of steps with a loss, summed over rows, on the mask's device."""
     if mask.dim() == 1:
         return mask[context:].sum() * rows
     return mask.narrow(layout.x_time, context, steps - context).sum()
@@ -52,7 +53,7 @@ def valid_steps(mask: Tensor, steps: int, rows: int, context: int, layout: Layou
 def split_rows(
     chunk: Chunk, state: Tree, parts: int, layout: Layout, row_axis: Callable[[Tensor], int]
 ) -> list[tuple[Chunk, Tree]]:
-    """The chunk and the state in nearly equal parts of their rows, none of them empty."""
+    """The chunk and the state in at most ``parts`` nearly equal parts of their rows, none empty."""
     parts = min(parts, tree_leaves(chunk.x)[0].shape[layout.x_rows])
 
     def split(tree: Tree, axis_of: Callable[[Tensor], int | None]) -> list[Tree]:
@@ -65,18 +66,18 @@ def split_rows(
 
         return [tree_map(lambda leaf, i=i: part(leaf, i), tree) for i in range(parts)]
 
-    def of_flags(leaf: Tensor) -> int | None:
-        return layout.x_rows if leaf.dim() > 1 else None
+    def flag_axis(flags: Tensor) -> int | None:
+        return layout.x_rows if flags.dim() > 1 else None
 
     chunks = zip(
         split(chunk.x, lambda leaf: layout.x_rows),
         split(chunk.y, lambda leaf: layout.y_rows),
-        split(chunk.reset, of_flags),
-        split(chunk.mask, of_flags),
+        split(chunk.reset, flag_axis),
+        split(chunk.mask, flag_axis),
         strict=True,
     )
     states = split(state, row_axis)
-    return [(Chunk(*own), part) for own, part in zip(chunks, states, strict=True)]
+    return [(Chunk(*leaves), part) for leaves, part in zip(chunks, states, strict=True)]
 
 
 def join_rows(states: list[Tree], row_axis: Callable[[Tensor], int]) -> Tree:

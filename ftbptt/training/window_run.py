@@ -82,8 +82,8 @@ class WindowRunner:
             rows, start = segments.rows(chunk, state), self.initial
             if start is None:
                 start = segments.start(self.learner.params)
-            after = segments.restarted(after, start, rows)
-            kept = segments.restarted(kept, start, rows)
+            after = segments.restart_nonfinite_rows(after, start, rows)
+            kept = segments.restart_nonfinite_rows(kept, start, rows)
         after_it = Place(place.epoch, window.index + 1, position, kept, window.end)
         return measured, after, after_it
 
@@ -141,7 +141,7 @@ class WindowRunner:
         """The same in micro-batches."""
         segments, first = self.segments, 0
         parts = []
-        for part, own in segments.in_parts(chunk, state, self.micro_batches):
+        for part, own in segments.micro_batches(chunk, state, self.micro_batches):
             ran = self._run_part(window, part, own, within, update, first)
             if ran is None:
                 return None
@@ -151,7 +151,7 @@ class WindowRunner:
         joined = None
         if all(own is not None for own in measured):
             joined = WindowStats.joined(measured, window.end - window.start)
-        return joined, segments.joined(list(behind)), segments.joined(list(kept))
+        return joined, segments.join_states(list(behind)), segments.join_states(list(kept))
 
     def _stops(
         self,
