@@ -314,7 +314,7 @@ def test_cuts_are_resumed(tmp_path: Path) -> None:
     [
         (1, {}, "mean_length: expected a number of steps above 1, found 1"),
         (math.inf, {}, "mean_length: expected a number of steps above 1, found inf"),
-        (8, {"tail": 2}, "tail: expected above 2, where lengths have a mean, found 2"),
+        (8, {"tail": 2}, "tail: expected a number above 2, so that lengths have a mean, found 2"),
     ],
 )
 def test_bad_options(mean_length: float, options: dict[str, Any], words: str) -> None:

@@ -1,4 +1,4 @@
-"""The way through a stream, window by window: what is read next, and where the state stands."""
+"""The way through a stream, window by window: what to read next, and where the state belongs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Tree = Any
 
 @dataclass(slots=True)
 class Place:
-    """Where a run stands: before window ``index`` of an epoch, the state at step ``position``.
+    """Where a run is: before window ``index`` of an epoch, with the state before step ``position``.
 
-    ``end`` is how many steps of the epoch the windows before that have seen.
+    ``end`` is the number of steps of the epoch that earlier windows have reached.
     """
 
     epoch: int
@@ -31,7 +31,10 @@ class Place:
 
 
 class Span(NamedTuple):
-    """A window with its data, which begins at step ``first``: there the carried state stands."""
+    """A window and its data, from step ``first`` on, before which the carried state belongs.
+
+    ``moved`` is what :meth:`Mover.wait` needs.
+    """
 
     window: Window
     first: int
@@ -40,9 +43,9 @@ class Span(NamedTuple):
 
 
 class Cursor:
-    """Reads the windows of an epoch, each from where the carried state stands.
+    """Reads the windows of an epoch, each from the step that the carried state belongs to.
 
-    On a GPU the next window is read, prepared and sent while the device is at work.
+    For a GPU, the next window is read, prepared and sent while the device works on the current one.
     """
 
     def __init__(
@@ -54,24 +57,26 @@ class Cursor:
         mover: Mover,
     ) -> None:
         self.source, self.truncation, self.axes_of = source, truncation, axes_of
-        self.axes: TimeAxes | None = None  # known once there is data
+        self.axes: TimeAxes | None = None  # known with the first data
         self.prepares, self.mover = prepares, mover
+        # The window that was read ahead, or the error of that, raised when the window is taken.
         self._ahead: Span | Exception | None = None
-        # Where reading stood before that, if it is the first window of an update.
-        self._before_ahead: dict[str, Any] | None = None
+        # The reader's position before that, if it is the first window of an update: a run that is
+        # saved after the current update reads the window again from there.
+        self._reading_before_ahead: dict[str, Any] | None = None
 
     def begin(self, epoch: int) -> None:
         self.source.begin(epoch)
-        self._ahead = self._before_ahead = None
+        self._ahead = self._reading_before_ahead = None
 
     def close(self) -> None:
-        """Nothing is read any more: the workers of a ``DataLoader`` need not wait for that."""
+        """Ends the reading, so that the workers of a ``DataLoader`` stop."""
         if isinstance(self.source, ChunkStream):
             self.source.close()
 
     def take(self, place: Place) -> Span | None:
-        """The next window that has a loss; None where the epoch ends."""
-        span, self._ahead, self._before_ahead = self._ahead, None, None
+        """The next window that has a loss; None at the end of the epoch."""
+        span, self._ahead, self._reading_before_ahead = self._ahead, None, None
         if isinstance(span, Exception):
             raise span
         if span is None:
@@ -81,35 +86,35 @@ class Cursor:
         return span
 
     def prefetch(self, place: Place, of_next_update: bool) -> None:
-        """Reads the window behind the one at work, if it is to be sent to a GPU."""
+        """Reads the window after the current one, if windows are sent to a GPU."""
         if self.mover.aside:
-            self._before_ahead = self._reading() if of_next_update else None
+            self._reading_before_ahead = self._reading() if of_next_update else None
             self._read_ahead(place)
 
     def _read_ahead(self, place: Place) -> None:
         try:
             self._ahead = self._read(place)
-        except Exception as error:  # of the next window: the one at work comes first
+        except Exception as error:  # kept: the current window still has to run
             self._ahead = error
 
     def _read(self, place: Place) -> Span | None:
         index, total = place.index, self.source.total
         while True:
             window = self.truncation.window(index)
-            first = self._first(window, place)
+            first = self._first_step(window, place)
             chunk = self.source.read(first, window.end)
             if chunk is None:
                 return None
             if self.axes is None:
                 self.axes = self.axes_of(chunk.x)
                 check_axes(self.source, self.axes)
-            if total is None or window.end > total:  # it may be the last
+            if total is None or window.end > total:  # the stream may end within the window
                 steps = self.axes.steps(chunk)
                 if steps < window.end - first:
-                    cut = self.truncation.cut(window, first + steps)
-                    if cut is None:
+                    shortened = self.truncation.cut(window, first + steps)
+                    if shortened is None:
                         return None
-                    window = cut
+                    window = shortened
             if self.truncation.learns(window):
                 break
             index += 1
@@ -119,23 +124,23 @@ class Cursor:
             return Span(window, first, chunk)
         return Span(window, first, *self.mover.start(chunk))
 
-    def _first(self, window: Window, place: Place) -> int:
-        """The first step that is read for a window."""
+    def _first_step(self, window: Window, place: Place) -> int:
+        """The first step to read for a window."""
         return window.warm if self.truncation.fresh else place.position
 
-    # -- stopping and going on --------------------------------------------------------------------
+    # -- stopping and resuming --------------------------------------------------------------------
 
     def _reading(self) -> dict[str, Any]:
         source = self.source.reading() if isinstance(self.source, Rereadable) else None
         return {"random": random_state(), "source": source}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where reading stands, and the random numbers; the window ahead is to be read again."""
-        before = self._reading() if self._before_ahead is None else self._before_ahead
+        """The reader's position and the random numbers; a window read ahead is to be read again."""
+        is_ahead = self._reading_before_ahead is not None
         return {
-            "reading": before,
+            "reading": self._reading_before_ahead if is_ahead else self._reading(),
             "random": random_state(),
-            "ahead": self._before_ahead is not None,
+            "ahead": is_ahead,
         }
 
     def load_state_dict(self, state: dict[str, Any], place: Place) -> None:
@@ -146,12 +151,12 @@ class Cursor:
                 f"only {total}. Resume with the data that the run was started with."
             )
         if isinstance(self.source, Rereadable) and reading["source"] is not None:
-            first = self._first(self.truncation.window(place.index), place)
+            first = self._first_step(self.truncation.window(place.index), place)
             self.source.read_again(reading["source"], place.epoch, first)
         else:
             self.source.begin(place.epoch)
         if state["ahead"]:
             set_random_state(reading["random"])
-            self._before_ahead = reading
+            self._reading_before_ahead = reading
             self._read_ahead(place)
         set_random_state(state["random"])

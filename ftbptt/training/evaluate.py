@@ -1,4 +1,4 @@
-"""A model's loss and metrics on a stream of any length."""
+"""``evaluate_stream``: the loss and the metrics of a model on a stream of any length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``loss`` is the mean over all ``steps`` valid steps, ``state`` the state after the last."""
+    """The result of :func:`evaluate_stream`.
+
+    - ``loss``: the mean over all valid steps (with ``in_dims``: see there); 0 if there are none.
+    - ``steps``: the number of valid steps, summed over rows.
+    - ``metrics``: by name, what each metric's ``compute()`` returned.
+    - ``state``: the state after the last step.
+    """
 
     loss: float
     steps: int
@@ -58,12 +64,12 @@ def evaluate_stream(
     if it has none); its chunks are weighted by their number of steps. With a ``mask``, that loss
     depends on ``k``.
 
-    ``metrics`` are objects of ``torchmetrics``, or whatever has their ``update(preds, target)`` and
-    ``compute()``. They are given the valid steps of all rows on one axis: ``preds`` is ``out`` as
+    ``metrics`` are ``torchmetrics`` objects, or any with their ``update(preds, target)`` and
+    ``compute()``. They get the valid steps of all rows on one axis: ``preds`` is ``out`` as
     ``[N, ...]`` and ``target`` is ``y`` as ``[N, ...]``, or what ``metric_inputs(out, y)`` makes of
-    the whole chunk ``[K, B, ...]`` before that. They are not reset.
+    the chunk ``[K, B, ...]`` before that. They are not reset.
 
-    Raises TypeError for a ``train_segment`` that is not this package's own, ValueError for data
+    Raises TypeError for a ``train_segment`` that this package did not make, ValueError for data
     without a step.
 
     >>> import ftbptt
@@ -72,8 +78,8 @@ def evaluate_stream(
     ...     cell, lambda out, y: (out - y).square().mean(), backend="eager"
     ... )
     >>> data = torch.randn(1000, 2, 3), torch.zeros(1000, 2, 5)
-    >>> found = evaluate_stream(train_segment, dict(cell.named_parameters()), None, data)
-    >>> found.steps, found.state.shape
+    >>> evaluation = evaluate_stream(train_segment, dict(cell.named_parameters()), None, data)
+    >>> evaluation.steps, evaluation.state.shape
     (2000, torch.Size([2, 5]))
     """
     if isinstance(train_segment, RandomTruncation):
@@ -86,13 +92,13 @@ def evaluate_stream(
     source = as_source(data, segments.axes)
     source.begin(0)
     mover = Mover(None if device is None else torch.device(device))
-    total: Tensor | None = None
+    loss_sum: Tensor | None = None  # of weighted losses, in float64 on the device
     weights: int | Tensor = 0
-    steps: int | Tensor = 0
-    at = 0
+    valid_steps: int | Tensor = 0
+    position = 0
     with tqdm(total=source.total, unit="step", disable=not progress, leave=False) as bar:
-        while (chunk := source.read(at, at + k)) is not None:
-            if total is None:
+        while (chunk := source.read(position, position + k)) is not None:
+            if loss_sum is None:
                 check_axes(source, segments.axes(chunk.x))
             if prepare is not None:
                 chunk = segments.prepared(prepare, chunk)
@@ -100,51 +106,57 @@ def evaluate_stream(
             result = segments.evaluate(params, state, chunk)
             state = result.state
             weight, _ = segments.weigh(chunk, state, 0)
-            part = result.loss.double() * weight
-            total = part if total is None else total + part
+            weighted_loss = result.loss.double() * weight
+            loss_sum = weighted_loss if loss_sum is None else loss_sum + weighted_loss
             weights = weights + weight
-            steps = steps + segments.valid_steps(chunk, state)
+            valid_steps = valid_steps + segments.valid_steps(chunk, state)
             if metrics:
                 pair = (result.out, chunk.y)
                 pair = pair if metric_inputs is None else metric_inputs(*pair)
                 rows = segments.rows(chunk, state)
-                preds, target = _valid_steps(pair, chunk, segments.layout(chunk.x), rows)
-                if len(tree_leaves(preds)[0]):  # not every metric takes a batch of none
+                preds, target = _flatten_valid(pair, chunk, segments.layout(chunk.x), rows)
+                if len(tree_leaves(preds)[0]):  # some metrics fail on an empty batch
                     for metric in metrics.values():
                         metric.update(preds, target)
-            length = segments.axes(chunk.x).steps(chunk)
-            at += length
-            bar.update(length)
-    if total is None:
+            steps = segments.axes(chunk.x).steps(chunk)
+            position += steps
+            bar.update(steps)
+    if loss_sum is None:
         raise ValueError("data: has no steps to evaluate on.")
-    found = {name: metric.compute() for name, metric in (metrics or {}).items()}
-    return Evaluation(float(total) / max(int(weights), 1), int(steps), found, state)
+    return Evaluation(
+        float(loss_sum) / max(int(weights), 1),
+        int(valid_steps),
+        {name: metric.compute() for name, metric in (metrics or {}).items()},
+        state,
+    )
 
 
-def _valid_steps(
-    trees: tuple[Tree, Tree], chunk: Chunk, layout: Layout, rows: int | None
+def _flatten_valid(
+    pair: tuple[Tree, Tree], chunk: Chunk, layout: Layout, rows: int | None
 ) -> tuple[Tree, Tree]:
-    """[N, ...]: the valid steps of all rows on one axis, step by step."""
+    """``(preds, target)`` as [N, ...]: the valid steps of all rows on one axis, time first."""
     valid = chunk.mask
     if valid is not None and valid.dim() > 1:
         valid = valid.movedim(layout.x_time, 0).flatten()
     elif valid is not None:
         valid = valid.repeat_interleave(rows or 1)
 
-    def flat(leaf: Tensor | None, time: int, row: int | None) -> Tensor:
+    def flatten(leaf: Tensor | None, time_axis: int, row_axis: int | None) -> Tensor:
         if leaf is None:
             raise ValueError(
-                "metrics: there is no y to give to them. Say what they are given: "
-                "metric_inputs(out, y) -> (preds, target)."
+                "metrics: there is no y to give to them. Pass metric_inputs(out, y) -> (preds, "
+                "target)."
             )
         if rows is None:
-            leaf = leaf.movedim(time, 0)
-        elif row is None:  # all rows have the same
-            leaf = leaf.movedim(time, 0).repeat_interleave(rows, 0)
+            leaf = leaf.movedim(time_axis, 0)
+        elif row_axis is None:  # the same for all rows
+            leaf = leaf.movedim(time_axis, 0).repeat_interleave(rows, 0)
         else:
-            leaf = leaf.movedim((time, row), (0, 1)).flatten(0, 1)
+            leaf = leaf.movedim((time_axis, row_axis), (0, 1)).flatten(0, 1)
         return leaf if valid is None else leaf[valid]
 
-    preds = tree_map(lambda leaf: flat(leaf, layout.x_time, layout.x_rows), trees[0])
-    target = tree_map(lambda leaf: flat(leaf, layout.y_time, layout.y_rows), trees[1])
-    return preds, target
+    preds, target = pair
+    return (
+        tree_map(lambda leaf: flatten(leaf, layout.x_time, layout.x_rows), preds),
+        tree_map(lambda leaf: flatten(leaf, layout.y_time, layout.y_rows), target),
+    )

@@ -1,4 +1,4 @@
-"""Unbiased truncation: cut at random, and make up for it where it was not cut."""
+"""Unbiased truncation: cut at random, and reweight the gradients that cross uncut steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._layout import SharedLayout
+from .._layout import Layout, SharedLayout
 from .._make_segment import check_made
 from .._output import SegmentOutput
 from .._segment import TrainSegment
@@ -22,8 +22,8 @@ Tree = Any
 
 
 class Cuts(NamedTuple):
-    """``pieces`` are (first step, after the last); the gradient that goes back from a step to the
-    one before it is multiplied by the step's entry in ``factors``."""
+    """``pieces`` are ``(first step, step after the last)``. ``factors`` has a factor for each step,
+    for the gradient that goes back from it to the step before."""
 
     pieces: list[tuple[int, int]]
     factors: list[float]
@@ -38,10 +38,10 @@ def random_truncation(
 ) -> RandomTruncation:
     """random_truncation : train_segment, mean length of a piece -> function like train_segment
 
-    Truncation without bias: the mean of its gradients over many draws is the gradient of the whole
-    segment, though none of its pieces may be as long. A segment of K steps is run in pieces of
-    random lengths, one after the other, so that it takes the memory of the longest. Where it might
-    have been cut with probability c and was not, the gradient is multiplied by 1 / (1 - c)::
+    Truncation without bias: the mean of its gradients over all draws is the gradient of the full
+    segment, even if every piece is shorter. A segment of K steps runs in pieces of random lengths,
+    one after the other, so it takes the memory of the longest piece. At a step where it could have
+    been cut with probability c and was not, the gradient is multiplied by 1 / (1 - c)::
 
         since = 0
         for t in range(1, K):
@@ -50,16 +50,21 @@ def random_truncation(
             if rand() < c: cut before step t; since = 0
             else: the gradient that crosses from t to t - 1 is multiplied by 1 / (1 - c)
 
+    ``mean_length``
+        The mean length of a piece, in steps; more than 1.
     ``tail``
-        How soon long pieces become rare: lengths above n have a probability like n^(1 - tail).
-        ``math.inf``: c is always 1 / mean_length, and the factors grow exponentially with the
+        The exponent of the lengths' distribution: P(length > n) falls like n^(1 - tail). With
+        ``math.inf``, c is always 1 / mean_length; the factors then grow exponentially with the
         length, and so does the variance.
     ``generator``
-        Of the random numbers; None: torch's own, on the CPU.
+        Draws the cuts; None: torch's default generator, on the CPU.
 
-    The result is called as ``train_segment`` is, and can be trained on a stream with
-    :func:`train_stream`. Its loss is the mean over the steps, so that of ``train_segment`` must be
-    one, or one value per step. Raises TypeError and ValueError for invalid arguments.
+    The result is called as ``train_segment`` is, and can be trained with :func:`train_stream`. Its
+    loss is the mean of the pieces' losses, weighted by their valid steps, so the loss must be a
+    mean over steps or return one value per step. (With ``in_dims`` and a ``mask``, a segment's loss
+    is a mean over sequences of each one's mean, and the result is the mean of that over pieces.)
+    Raises TypeError for anything but what :func:`ftbptt.make_train_segment` returns, ValueError for
+    numbers out of range and for a segment with ``taps``, ``window`` or ``context``.
 
     ARTBP: Tallec and Ollivier, Unbiasing truncated backpropagation through time, 2017.
 
@@ -76,12 +81,12 @@ def random_truncation(
     """
     check_made(train_segment)
     recipe = train_segment.recipe
-    for name, used in (
+    for name, is_used in (
         ("taps", train_segment.tapped),
         ("window", recipe.window is not None),
         ("context", bool(recipe.context)),
     ):
-        if used:
+        if is_used:
             raise ValueError(
                 f"train_segment: was made with {name}=, which has no meaning in pieces of random "
                 "length. Make it without."
@@ -89,12 +94,17 @@ def random_truncation(
     if not (mean_length > 1 and math.isfinite(mean_length)):
         raise ValueError(f"mean_length: expected a number of steps above 1, found {mean_length}.")
     if not tail > 2:
-        raise ValueError(f"tail: expected above 2, where lengths have a mean, found {tail}.")
+        raise ValueError(
+            f"tail: expected a number above 2, so that lengths have a mean, found {tail}."
+        )
     return RandomTruncation(train_segment, mean_length, tail, generator)
 
 
 class RandomTruncation:
-    """params, state, x[K, ...], y[K, ...] -> SegmentOutput, unbiased: :func:`random_truncation`."""
+    """params, state, x[K, ...], y[K, ...] -> SegmentOutput, with unbiased gradients
+
+    Made by :func:`random_truncation`. Takes ``reset`` and ``mask`` as :class:`TrainSegment` does.
+    """
 
     def __init__(
         self,
@@ -105,10 +115,10 @@ class RandomTruncation:
     ) -> None:
         self.train_segment, self.mean_length, self.tail = train_segment, mean_length, tail
         self.generator = generator
-        self._scaled: dict[int, TrainSegment] = {}  # by the axis of time
+        self._with_factors: dict[int, TrainSegment] = {}  # variants, by the time axis
 
     def probability(self, since: int) -> float:
-        """Of a cut so many steps after the last one."""
+        """The probability of a cut ``since`` steps after the last one."""
         if math.isinf(self.tail):
             return 1 / self.mean_length
         return (self.tail - 1) / ((self.tail - 2) * self.mean_length + since)
@@ -118,7 +128,7 @@ class RandomTruncation:
         return torch.rand(steps, generator=self.generator, dtype=torch.float64).tolist()
 
     def cuts(self, steps: int) -> Cuts:
-        """Draws where so many steps are cut."""
+        """Draws where a segment of ``steps`` steps is cut."""
         pieces, factors, start = [], [1.0], 0
         draws = self.draws(steps)
         for t in range(1, steps):
@@ -141,55 +151,72 @@ class RandomTruncation:
         reset: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> SegmentOutput:
-        # Of this call: the next one's data may have another layout.
+        # Segments keeps the layout of its data, which may be another in the next call.
         segments, chunk = Segments(self.train_segment), Chunk(x, y, reset, mask)
         axes, layout = segments.axes(x), segments.layout(x)
         cuts = self.cuts(axes.length(chunk))
-        if layout.time_dim not in self._scaled:
-            self._scaled[layout.time_dim] = self.train_segment.variant(
-                factors=True, time_dim=layout.time_dim
-            )
-        run, first = self._scaled[layout.time_dim], tree_leaves(x)[0]
-        wide = next((leaf for leaf in tree_leaves(params) if differentiable(leaf)), first)
-        dtype = wide.dtype.to_real() if wide.is_complex() else wide.dtype
-        factors = torch.tensor(cuts.factors, dtype=dtype, device=first.device)
-        total: Any = 0
-        mean, outs = None, []  # of (loss, grads)
+        run = self._variant_with_factors(layout.time_dim)
+        x_leaf = tree_leaves(x)[0]
+        factors = torch.tensor(cuts.factors, dtype=_real_dtype(params, x_leaf),
+                               device=x_leaf.device)  # fmt: skip
+        total: int | Tensor = 0
+        mean: tuple[Tensor, Tree] | None = None  # of the pieces' losses and gradients so far
+        outs = []
         for start, end in cuts.pieces:
             part = axes.cut(chunk, start, end)
-            own = factors[start:end].clone()
-            own[0] = 1.0  # goes into the detached state
-            if isinstance(layout, SharedLayout):
-                rows = first.shape[layout.x_dim]
-                own = layout.sequence_back(own.unsqueeze(1).expand(-1, rows))
-            else:
-                own = own.reshape(*(1,) * layout.time_dim, -1)
-            result = run(params, state, (part.x, own), part.y, reset=part.reset, mask=part.mask)
+            part_factors = factors[start:end].clone()
+            part_factors[0] = 1.0  # goes into the detached state
+            part_factors = _laid_out(part_factors, layout, x_leaf)
+            result = run(
+                params, state, (part.x, part_factors), part.y, reset=part.reset, mask=part.mask
+            )
             state = result.state
             weight, _ = segments.weigh(part, state, 0)
             total = total + weight
             piece = (result.loss, result.grads)
-            mean = piece if mean is None else _with_piece(mean, piece, share(weight, total))
+            mean = piece if mean is None else _running_mean(mean, piece, share(weight, total))
             outs.append(result.out)
         assert mean is not None
         loss, grads = mean
         out = tree_map(lambda *parts: torch.cat(parts, axes.x), *outs)
         return SegmentOutput(grads, state, loss, out)
 
+    def _variant_with_factors(self, time_dim: int) -> TrainSegment:
+        if time_dim not in self._with_factors:
+            self._with_factors[time_dim] = self.train_segment.variant(
+                factors=True, time_dim=time_dim
+            )
+        return self._with_factors[time_dim]
+
     def evaluate(self, *args: Tree, **flags: Tensor | None) -> SegmentOutput:
-        """As :meth:`TrainSegment.evaluate`: nothing is cut where there is no gradient."""
+        """As :meth:`TrainSegment.evaluate`: without gradients there is nothing to cut."""
         return self.train_segment.evaluate(*args, **flags)
 
 
-def _with_piece(mean: Tree, piece: Tree, weight: float | Tensor) -> Tree:
-    """The weighted mean of (loss, grads) with another piece, which has ``weight`` in it.
+def _real_dtype(params: Tree, x_leaf: Tensor) -> torch.dtype:
+    """The real dtype of gradients: that of the first parameter that has one."""
+    leaf = next((leaf for leaf in tree_leaves(params) if differentiable(leaf)), x_leaf)
+    return leaf.dtype.to_real() if leaf.is_complex() else leaf.dtype
+
+
+def _laid_out(factors: Tensor, layout: Layout, x_leaf: Tensor) -> Tensor:
+    """``factors[K]`` as a leaf of ``x``: time and the rows of ``in_dims`` as in x."""
+    if isinstance(layout, SharedLayout):
+        rows = x_leaf.shape[layout.x_dim]
+        return layout.sequence_back(factors.unsqueeze(1).expand(-1, rows))
+    return factors.reshape(*(1,) * layout.time_dim, -1)
+
+
+def _running_mean(
+    mean: tuple[Tensor, Tree], piece: tuple[Tensor, Tree], piece_share: float | Tensor
+) -> tuple[Tensor, Tree]:
+    """A weighted mean of losses and gradients, with one more piece in it.
 
     Sums over steps would overflow in half precision.
     """
 
-    def add(a: Tensor, b: Tensor) -> Tensor:
-        if not differentiable(a):
-            return a
-        return a + ((b - a) * weight).to(a.dtype)
+    def update(a: Tensor, b: Tensor) -> Tensor:
+        return a + ((b - a) * piece_share).to(a.dtype) if differentiable(a) else a
 
-    return tree_map(add, mean, piece)
+    updated: tuple[Tensor, Tree] = tree_map(update, mean, piece)
+    return updated

@@ -1,13 +1,11 @@
-"""One window of a stream: warmed up, run in all its parts, its gradients gathered."""
+"""One window of a stream: warmed up, run in one or more micro-batches, its gradients gathered."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from .._output import SegmentOutput
 from .._trees import tree_leaves
 from .chunk import Chunk
 from .cursor import Place, Span
@@ -22,13 +20,31 @@ from .windows import Truncation, Window
 Tree = Any
 
 
-# What was measured (None: it does not count), the state after a window, and the next place. A
-# tuple, since one is made for every update.
+# The stats of a window (None: its loss is not finite, so it does not count), the state after it,
+# and the next place.
 Ran = tuple[WindowStats | None, Tree, Place]
 
 
+class _Job(NamedTuple):
+    """A window with a gradient: its steps, and the state before the first.
+
+    ``keep`` is the step within it before which the state is wanted (None: after the last one),
+    ``update`` the index of the update that the window is for.
+    """
+
+    window: Window
+    chunk: Chunk
+    state: Tree
+    keep: int | None
+    update: int
+
+
+# The stats of a window or a micro-batch, as in Ran; the state after it; the state before `keep`.
+_Result = tuple[WindowStats | None, Tree, Tree]
+
+
 class WindowRunner:
-    """Runs windows, of which ``learner`` gathers the gradients."""
+    """Runs windows, whose gradients ``learner`` gathers."""
 
     def __init__(
         self,
@@ -41,76 +57,85 @@ class WindowRunner:
         micro_batches: int,
         together: RankSync | None,
     ) -> None:
-        """``together``: of a run whose windows are updates of their own, with those of others."""
+        """``together``: if each window is an update, made together with other ranks."""
         self.segments, self.learner, self.truncation = segments, learner, truncation
         self.initial, self.guard, self.events = initial, guard, events
         self.micro_batches = micro_batches
         self.together = together if micro_batches == 1 else None
-        self._before: torch.Size | None = None  # the shape of x in the window before
+        self._last_x_shape: torch.Size | None = None
 
     def run(self, span: Span, place: Place, update: int) -> Ran | None:
-        """A window of that update, the state at ``place``; None if the run is to stop."""
-        segments, window, chunk = self.segments, span.window, span.chunk
+        """Runs a window for an update, from the state at ``place``; None if the run is to stop."""
+        segments, learner, window, chunk = self.segments, self.learner, span.window, span.chunk
         if self.events.sequence_end:
             tell_sequence_ends(self.events, span, place.end, segments.axes(chunk.x))
-        # Where the next window will start: its state is kept when this one comes past.
+        # The next window starts from the state before step `keep`. That step can be before this
+        # window's gradient, within it, or at its end (or later, if there is a gap).
         keep = self.truncation.first_after(window)
-        state = kept = self.initial if self.truncation.fresh else place.state
+        state = state_at_keep = self.initial if self.truncation.fresh else place.state
         if span.first < window.start:
-            state, kept = segments.warm_up(self.learner.params, state, span, keep)
+            state, state_at_keep = segments.warm_up(learner.params, state, span, keep)
             chunk = segments.trained_part(span)
-        within = keep - window.start if window.start < keep < window.end else None
-        gathered = self.learner.gathered
-        run = self._run_part if self.micro_batches == 1 else self._run_parts
-        shape = tree_leaves(chunk.x)[0].shape
-        try:
-            ran = run(window, chunk, state, within, update)
-        except Exception as error:
-            if self._before is not None and not self.truncation.fresh:
-                self._add_note(error, shape, self._before, segments.axes(chunk.x).x)
-            raise
-        self._before = shape
-        if ran is None:
+        keep_within = keep - window.start if window.start < keep < window.end else None
+        gathered_before = learner.gathered
+        result = self._run_checked(_Job(window, chunk, state, keep_within, update))
+        if result is None:
             return None
-        measured, after, own_kept = ran
+        stats, state_after, state_within = result
         position = min(keep, window.end)
         if position > window.start:
-            kept = own_kept
-        if measured is None:
-            # As a whole, also in micro-batches of which some were sound.
-            self.learner.gathered = gathered
+            state_at_keep = state_within
+        if stats is None:
+            # The window is left out entirely, with the micro-batches that were finite.
+            learner.gathered = gathered_before
             rows, start = segments.rows(chunk, state), self.initial
             if start is None:
-                start = segments.start(self.learner.params)
-            after = segments.restart_nonfinite_rows(after, start, rows)
-            kept = segments.restart_nonfinite_rows(kept, start, rows)
-        after_it = Place(place.epoch, window.index + 1, position, kept, window.end)
-        return measured, after, after_it
+                start = segments.start(learner.params)
+            state_after = segments.restart_nonfinite_rows(state_after, start, rows)
+            state_at_keep = segments.restart_nonfinite_rows(state_at_keep, start, rows)
+        next_place = Place(place.epoch, window.index + 1, position, state_at_keep, window.end)
+        return stats, state_after, next_place
 
-    def _add_note(self, error: Exception, now: torch.Size, before: torch.Size, axis: int) -> None:
-        """Says it if the shape of x has changed otherwise than in its steps."""
-        a, b = ([size for i, size in enumerate(shape) if i != axis] for shape in (now, before))
-        if a != b:
-            error.add_note(
-                f"ftbptt: apart from its steps, x has shape {a} in this window and {b} in the one "
-                "before, from which the state is carried. All need the same rows; the last batch "
-                "of a DataLoader may have fewer: drop_last=True."
-            )
+    def _run_checked(self, job: _Job) -> _Result | None:
+        """Runs a window; an error gets a note if the rows of the data have changed."""
+        x_shape = tree_leaves(job.chunk.x)[0].shape
+        run = self._run_part if self.micro_batches == 1 else self._run_micro_batches
+        try:
+            result = run(job)
+        except Exception as error:
+            if self._last_x_shape is not None and not self.truncation.fresh:
+                time_axis = self.segments.axes(job.chunk.x).x
+                _add_shape_note(error, x_shape, self._last_x_shape, time_axis)
+            raise
+        self._last_x_shape = x_shape
+        return result
 
-    def _run_part(
-        self,
-        window: Window,
-        chunk: Chunk,
-        state: Tree,
-        within: int | None,
-        update: int,
-        first: int = 0,
-    ) -> tuple[WindowStats | None, Tree, Tree] | None:
-        """Rows of a window, from row ``first`` on: what was measured, the state after, that kept.
+    def _run_micro_batches(self, job: _Job) -> _Result | None:
+        segments, first_row = self.segments, 0
+        results = []
+        for chunk, state in segments.micro_batches(job.chunk, job.state, self.micro_batches):
+            result = self._run_part(job._replace(chunk=chunk, state=state), first_row)
+            if result is None:
+                return None
+            results.append(result)
+            first_row += segments.rows(chunk, state) or 0
+        stats, states_after, states_within = zip(*results, strict=True)
+        joined = None
+        if all(part is not None for part in stats):
+            joined = WindowStats.joined(stats, job.window.end - job.window.start)
+        return (
+            joined,
+            segments.join_states(list(states_after)),
+            segments.join_states(list(states_within)),
+        )
 
-        Nothing was measured if the loss is not finite; None if the run is to stop then.
+    def _run_part(self, job: _Job, first_row: int = 0) -> _Result | None:
+        """Runs a window, or a micro-batch of it whose first row in the batch is ``first_row``.
+
+        The stats are None if the loss is not finite; the result is None if the run stops then.
         """
         segments, events, learner = self.segments, self.events, self.learner
+        window, chunk, state, keep, update = job
         if events.before_window:
             emit(events.before_window, window, chunk)
         steps = window.end - window.start
@@ -118,53 +143,35 @@ class WindowRunner:
         scale, early = learner.scale(), None
         if self.together is not None and segments.hands_over:
             early = self.together.early(weight, self.guard.is_sound)
-        result, kept = segments.train(learner.params, state, chunk, within, scale, early)
+        output, state_within = segments.train(learner.params, state, chunk, keep, scale, early)
         if events.after_window:
-            emit(events.after_window, window, result)
-        loss = result.loss if scale is None else result.loss / scale
+            emit(events.after_window, window, output)
+        loss = output.loss if scale is None else output.loss / scale
         if self.guard.is_sound(loss):
-            learner.add(result.grads, weight)
-            return WindowStats(loss, weight, steps, tokens), result.state, kept
-        row = None if rows is None else first
-        if self._stops(update, loss, window.start, chunk, result, row):
-            return None
-        return None, result.state, kept
-
-    def _run_parts(
-        self,
-        window: Window,
-        chunk: Chunk,
-        state: Tree,
-        within: int | None,
-        update: int,
-    ) -> tuple[WindowStats | None, Tree, Tree] | None:
-        """The same in micro-batches."""
-        segments, first = self.segments, 0
-        parts = []
-        for part, own in segments.micro_batches(chunk, state, self.micro_batches):
-            ran = self._run_part(window, part, own, within, update, first)
-            if ran is None:
-                return None
-            parts.append(ran)
-            first += segments.rows(part, own) or 0
-        measured, behind, kept = zip(*parts, strict=True)
-        joined = None
-        if all(own is not None for own in measured):
-            joined = WindowStats.joined(measured, window.end - window.start)
-        return joined, segments.join_states(list(behind)), segments.join_states(list(kept))
-
-    def _stops(
-        self,
-        update: int,
-        loss: Tensor,
-        start: int,
-        chunk: Chunk,
-        result: SegmentOutput,
-        row: int | None,
-    ) -> bool:
-        layout = self.segments.layout(chunk.x)
-        words = nonfinite_window(self.learner.params, result, chunk, layout, start, row)
-        return self.guard.stops(
-            f"the loss of update {update} is {loss.tolist()}: {words}",
+            learner.add(output.grads, weight)
+            return WindowStats(loss, weight, steps, tokens), output.state, state_within
+        row = None if rows is None else first_row
+        layout = segments.layout(chunk.x)
+        cause = nonfinite_window(learner.params, output, chunk, layout, window.start, row)
+        if self.guard.stops(
+            f"the loss of update {update} is {loss.tolist()}: {cause}",
             "The run stops before that update; the parameters are those before it.",
+        ):
+            return None
+        return None, output.state, state_within
+
+
+def _add_shape_note(
+    error: Exception, shape: torch.Size, last_shape: torch.Size, time_axis: int
+) -> None:
+    """Adds a note if the shape of x has changed in more than its number of steps."""
+    now, before = (
+        [size for axis, size in enumerate(sizes) if axis != time_axis]
+        for sizes in (shape, last_shape)
+    )
+    if now != before:
+        error.add_note(
+            f"ftbptt: apart from its steps, x has shape {now} in this window and {before} in the "
+            "one before, from which the state is carried. All need the same rows; the last batch "
+            "of a DataLoader may have fewer: drop_last=True."
         )

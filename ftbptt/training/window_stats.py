@@ -1,4 +1,4 @@
-"""What a window gave besides its gradients."""
+"""What a window gives besides its gradients: its loss, and what that weighs in a mean."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch import Tensor
 
 
 class WindowStats(NamedTuple):
-    """The mean loss over ``weight`` valid steps, all rows together; both stay on the device.
+    """The loss of a window, and its weight in the loss of an update; both stay on the device.
 
-    ``steps`` are those of time, ``tokens`` those of all rows, valid or not.
+    ``weight`` is the number of valid steps that the loss is a mean over, summed over rows (with
+    ``in_dims``: of all steps). ``steps`` counts steps of time, ``tokens`` the steps of all rows,
+    valid or not.
     """
 
     loss: Tensor
@@ -21,7 +23,7 @@ class WindowStats(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence[WindowStats], steps: int | None = None) -> WindowStats:
-        """That of several windows, or of a window of so many ``steps`` from its micro-batches."""
+        """Those of several windows together, or of the micro-batches of one that has ``steps``."""
         if len(parts) == 1:
             return parts[0]
         loss, weight = parts[0].loss, parts[0].weight
@@ -32,12 +34,12 @@ class WindowStats(NamedTuple):
         return WindowStats(loss, weight, steps, sum(part.tokens for part in parts))
 
 
-def share(own: int | Tensor, total: int | Tensor) -> float | Tensor:
-    """What a part with so many valid steps has in a mean over ``total``, itself among them.
+def share(weight: int | Tensor, total: int | Tensor) -> float | Tensor:
+    """The fraction that a part has in a mean over ``total``, which includes its ``weight``.
 
-    ``mean + (part - mean) * share`` goes on with a mean; the sums that it would be a quotient of
-    have no room in half precision.
+    ``mean + (part - mean) * share`` updates a running mean. A sum to be divided by ``total`` at the
+    end would overflow in half precision.
     """
     if isinstance(total, Tensor):
-        return own / total.clamp(min=1).double()
-    return own / max(total, 1)
+        return weight / total.clamp(min=1).double()
+    return weight / max(total, 1)

@@ -7,9 +7,13 @@ from dataclasses import dataclass, replace
 from .._arguments import whole
 
 
-@dataclass(slots=True)  # not frozen: two are made for every update, and that takes twice as long
+@dataclass(slots=True)  # not frozen, which takes twice as long to make: each update makes two
 class Window:
-    """The steps of one update: ``[warm, start)`` without gradient, ``[start, end)`` with it."""
+    """Window(index, warm, start, end): the steps of one update, counted from the epoch's first.
+
+    Steps ``[warm, start)`` run without a gradient, ``[start, end)`` with one. ``index`` counts the
+    windows of an epoch from 0.
+    """
 
     index: int
     warm: int
@@ -21,8 +25,8 @@ class Window:
 class Truncation:
     """TBPTT(k1, k2): an update every ``k1`` steps, with gradients over the last ``k2``.
 
-    ``states[t]`` is the state before step t, as the last window that ran over it left it; a window
-    leaves the one that the next window starts from. In full::
+    ``states[t]`` is the state before step t, from the last window that ran it; each window leaves
+    the one that the next window starts from. In full::
 
         for end in range(k1, T + k1, k1):                                 # carried state
             start = max(0, end - k2); warm = max(0, start - burn_in); end = min(end, T)
@@ -36,10 +40,13 @@ class Truncation:
             state = initial_state
             ...                                                           # the same three lines
 
-    The loss of a window leaves out its first ``context`` steps; a window that has no more than
-    those makes no update. With ``context = k2 - k1`` each step's loss counts once, in the first
+    The loss of a window leaves out its first ``context`` steps; a window with no more steps than
+    that makes no update. With ``context = k2 - k1`` each step's loss counts once, in the first
     window that reaches it: BPTT(h; h') of Williams and Peng, 1990. Burn-in from a stored state:
     Kapturowski et al., 2019.
+
+    >>> Truncation(k1=4, k2=8).window(1)
+    Window(index=1, warm=0, start=0, end=8)
     """
 
     k1: int
@@ -50,7 +57,9 @@ class Truncation:
 
     @classmethod
     def of(cls, k1: int, k2: int | None, burn_in: int, context: int, fresh: bool) -> Truncation:
-        """Checked. Raises TypeError for what is no whole number, ValueError for one that is wrong.
+        """From checked arguments; ``k2=None`` is ``k1``.
+
+        Raises TypeError for anything but integers, ValueError for integers out of range.
 
         >>> Truncation.of(4, None, 0, 0, False)
         Truncation(k1=4, k2=4, burn_in=0, context=0, fresh=False)
@@ -60,13 +69,13 @@ class Truncation:
         burn_in, context = whole("burn_in", burn_in, 0), whole("context", context, 0)
         if context >= k2:
             raise ValueError(
-                f"context: {context} of the k2={k2} steps of a window leave none with a loss. Give "
+                f"context: {context} of the k2={k2} steps of a window leave none with a loss. Use "
                 "a smaller context or a larger k2."
             )
         return cls(k1, k2, burn_in, context, fresh)
 
     def window(self, index: int) -> Window:
-        """The window of the index-th update, in a stream that does not end before it."""
+        """Window ``index`` of a stream without an end."""
         if self.fresh:
             warm = index * self.k1
             start = warm + self.burn_in
@@ -76,22 +85,22 @@ class Truncation:
         return Window(index, max(0, start - self.burn_in), start, end)
 
     def first_after(self, window: Window) -> int:
-        """The first step that the next window reads; with ``fresh`` that needs no state."""
+        """The first step that the next window reads from a carried state (``fresh``: none)."""
         if self.fresh:
             return window.end
         return max(0, (window.index + 2) * self.k1 - self.k2 - self.burn_in)
 
     def learns(self, window: Window) -> bool:
-        """Whether any step of the window, as long as it is, has a loss."""
+        """Whether any step of the window has a loss."""
         return window.end - window.start > self.context
 
     def cut(self, window: Window, total: int) -> Window | None:
-        """The window in a stream of ``total`` steps; None if all of them were in one before it."""
-        before = self.window(window.index - 1).end if window.index else 0
-        return replace(window, end=min(window.end, total)) if before < total else None
+        """The window in a stream of ``total`` steps; None if an earlier one reaches its end."""
+        last_end = self.window(window.index - 1).end if window.index else 0
+        return replace(window, end=min(window.end, total)) if last_end < total else None
 
     def updates(self, total: int) -> int:
-        """How many updates a stream of ``total`` steps gives.
+        """The number of updates on a stream of ``total`` steps.
 
         >>> Truncation(k1=4, k2=8).updates(10)
         3
@@ -100,10 +109,11 @@ class Truncation:
             return 0
         if self.fresh:
             windows = 1 + max(0, -((self.burn_in + self.k2 - total) // self.k1))
-            without = 0
+            without_loss = 0
         else:
             windows = -(-total // self.k1)
-            without = min(windows, self.context // self.k1)  # the first, which are short
+            # The first windows are shorter than k2: those within the context have no loss.
+            without_loss = min(windows, self.context // self.k1)
         last = self.cut(self.window(windows - 1), total)
-        is_cut_short = windows > without and (last is None or not self.learns(last))
-        return windows - without - is_cut_short
+        is_last_too_short = windows > without_loss and (last is None or not self.learns(last))
+        return windows - without_loss - is_last_too_short
