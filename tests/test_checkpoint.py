@@ -8,6 +8,7 @@ import os
 import random
 import warnings
 from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ftbptt.training.checkpoint import (
     has_checkpoint,
     previous,
     random_state,
+    same_random_state,
     set_random_state,
 )
 
@@ -297,3 +299,36 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     numpy.random.seed(5)
     set_random_state(load_checkpoint(tmp_path / "run.pt"))
     assert [draw(), draw()] == expected
+
+
+@pytest.fixture
+def numpy_generator() -> Iterator[None]:
+    """NumPy's global generator, put back after the test."""
+    before = numpy.random.get_bit_generator()
+    yield
+    numpy.random.set_bit_generator(before)
+
+
+@pytest.mark.usefixtures("numpy_generator")
+@pytest.mark.parametrize("name", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_any_bit_generator_of_numpy_is_restored(name: str, tmp_path: Path) -> None:
+    numpy.random.set_bit_generator(getattr(numpy.random, name)(3))
+    numpy.random.normal()  # the second of two normal numbers is held back
+    before = random_state()
+    save_checkpoint(tmp_path / "run.pt", before)
+    expected = numpy.random.normal(size=5).tolist()
+    assert not same_random_state(before, random_state())
+    numpy.random.seed(5) if name == "MT19937" else numpy.random.normal(size=3)
+    set_random_state(load_checkpoint(tmp_path / "run.pt"))
+    assert same_random_state(before, random_state())
+    assert numpy.random.normal(size=5).tolist() == expected
+
+
+@pytest.mark.usefixtures("numpy_generator")
+def test_another_bit_generator_of_numpy_is_refused() -> None:
+    numpy.random.set_bit_generator(numpy.random.PCG64(3))
+    state = random_state()
+    numpy.random.set_bit_generator(numpy.random.MT19937(3))
+    message = r"checkpoint: NumPy drew from PCG64, but draws from MT19937 now.*set_bit_generator"
+    with pytest.raises(ValueError, match=message):
+        set_random_state(state)

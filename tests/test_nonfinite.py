@@ -124,8 +124,41 @@ def test_several_inputs_and_no_rows() -> None:
         torch.optim.SGD(params.values(), 0.1), k1=4, progress=False,
     )  # fmt: skip
     made, (said,) = noted(updates)
-    assert "is nan: x is first not finite at step 6; out is first not finite at step 6; gr" in said
+    assert "is nan: x['b'] is first not finite at step 6; out is first not finite at" in said
+    assert "step 6; grads[" in said
     assert made == [4]
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_a_number_in_the_target(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.GRU(3, 4, batch_first=batch_first).double()
+    x, y = stream(13, 3)[0], torch.zeros(13, 3, 4).double()
+    y[9, 2, 1] = float("nan")
+    if batch_first:
+        x, y = x.transpose(0, 1).contiguous(), y.transpose(0, 1).contiguous()
+    updates = started((x, y), layer, state=None, loss=nn.functional.mse_loss, on_nonfinite="raise")
+    made, (said,) = noted(updates)
+    assert "the loss of update 2 is nan: y is first not finite at step 9, row 2; grads[" in said
+    assert made == [4, 8]
+
+
+def test_a_number_in_a_leaf_of_the_target() -> None:
+    """The leaf is named; whole numbers beside it are fine."""
+
+    def loss(out: Tensor, y: Any) -> Tensor:
+        return mean_cross_entropy(out, y["class"]) * y["weights"][0].mean()
+
+    x, classes = stream(11, 3)
+    weights = torch.ones(11, 3).double()
+    weights[6, 1] = float("inf")
+    y = {"class": classes, "weights": [weights]}
+    made, (said,) = noted(started((x, y), loss=loss))
+    assert "is inf: y['weights'][0] is first not finite at step 6, row 1; grads['cell" in said
+    assert made == [4]
+    y["weights"] = [weights[:, 1].clone()]  # the same for all rows
+    made, (said,) = noted(started((x, y), loss=loss))
+    assert "is inf: y['weights'][0] is first not finite at step 6; grads['cell" in said
 
 
 def test_whole_numbers_in_and_a_loss_that_overflows() -> None:
@@ -174,6 +207,13 @@ def test_a_parameter_that_is_not_finite_already(mode: str) -> None:
     then = THEN | {"skip": "The run stops: parameters that are not finite stay so."}
     assert said == f"{words} {then[mode]}".strip()
     assert not made
+
+
+def test_the_warning_points_to_the_callers_line() -> None:
+    updates = started(bad_stream(9, 2, 6, 1))
+    with pytest.warns(RuntimeWarning, match="the loss of update 1 is nan") as caught:
+        list(updates)
+    assert caught[0].filename == __file__
 
 
 # -- parts of the batch, and parts of an update ---------------------------------------------------

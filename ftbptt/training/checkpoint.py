@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and the random numbers of a run."""
+"""Checkpoint files, written atomically, and the state of the random number generators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,38 +24,46 @@ from .._trees import (
     tree_map,
     tree_unflatten,
 )
+from .._warnings import warn
 
 Tree = Any
-_MARK = b"ftbptt-sha256:"  # after torch's own file, with the hash of all before it
+_MARK = b"ftbptt-sha256:"  # follows torch's own file, and is followed by that file's hash
 
 
 class CheckpointError(ValueError):
-    """A file that is damaged, or that is not a checkpoint."""
+    """A file is damaged, or is not a checkpoint."""
 
 
 def previous(path: str | Path) -> Path:
-    """Where the checkpoint before the last one is kept."""
+    """Where :func:`save_checkpoint` moves the checkpoint that was at ``path``."""
     path = Path(path)
     return path.with_name(f"{path.name}.previous")
 
 
 def _unfinished(path: Path) -> Path:
-    """Where it is written. One name, so that killed runs do not leave a file each."""
+    """The temporary file. It has one fixed name, so killed runs leave at most one behind."""
     return path.with_name(f"{path.name}.tmp")
 
 
 def save_checkpoint(path: str | Path, content: Any) -> None:
     """save_checkpoint : path, tree of tensors, numbers, strings, dicts, lists and tuples -> None
 
-    Writes a temporary file beside ``path`` and renames it, so that at any moment, also if the
-    process is killed or the power fails, there is a whole checkpoint at ``path`` or at
-    ``previous(path)``, where the one before is kept. ``torch.load`` reads the file as well.
+    Writes a temporary file beside ``path`` and renames it. The checkpoint that was there is kept
+    beside it, under its name with ``.previous`` added. So there is a complete checkpoint at any
+    moment, even if the process is killed or the power fails. ``torch.load`` can read the file too.
 
-    Raises TypeError for what could not be read again with ``weights_only=True``, and OSError, with
-    the old checkpoint in place, if the disk is full or ``path`` is a folder.
+    Raises TypeError for content that ``weights_only=True`` could not load. Raises OSError, with the
+    old checkpoint in place, if the disk is full or ``path`` is a folder.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for step in (1, 2):
+    ...         save_checkpoint(f"{folder}/run.pt", {"step": step})
+    ...     sorted(file.name for file in Path(folder).iterdir())
+    ['run.pt', 'run.pt.previous']
     """
     path = Path(path)
-    if path.is_dir():  # which could be renamed as well
+    if path.is_dir():  # os.replace would move a folder away as well
         raise IsADirectoryError(f"checkpoint: {path} is a folder. Give the name of a file.")
     data = as_bytes(content)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,15 +83,15 @@ def save_checkpoint(path: str | Path, content: Any) -> None:
 
 
 def as_bytes(content: Any) -> bytes:
-    """As torch saves it, NumPy's numbers as Python's. Raises as :func:`save_checkpoint`."""
+    """The content as ``torch.save`` writes it. Raises TypeError as :func:`save_checkpoint` does."""
     content = tree_map(_plain_number, content)
-    if not _can_be_read(tree_map(_without_data, content)):
+    if not _is_loadable(tree_map(_without_data, content)):
         leaves = tree_flatten_with_path(content)[0]
-        wrong = [(at, leaf) for at, leaf in leaves if not _can_be_read(_without_data(leaf))]
+        unloadable = [(at, leaf) for at, leaf in leaves if not _is_loadable(_without_data(leaf))]
         where = "one of its containers"
-        if wrong:
-            at, leaf = wrong[0]
-            where = f"{keystr(at)}, a {type(leaf).__module__}.{type(leaf).__name__},"
+        if unloadable:
+            path, leaf = unloadable[0]
+            where = f"{keystr(path)}, a {type(leaf).__module__}.{type(leaf).__name__},"
         raise TypeError(
             f"checkpoint: {where} could not be read again with weights_only=True. Keep tensors, "
             "Python's own numbers and strings, dicts, lists and tuples."
@@ -95,18 +102,18 @@ def as_bytes(content: Any) -> bytes:
 
 
 def _plain_number(leaf: Any) -> Any:
-    """A schedule that is computed with NumPy leaves its numbers in the optimizer."""
+    """NumPy's scalars as Python's: a schedule that NumPy computes leaves some in the optimizer."""
     numpy = sys.modules.get("numpy")
     return leaf.item() if numpy is not None and isinstance(leaf, numpy.generic) else leaf
 
 
 def _without_data(leaf: Any) -> Any:
-    """A plain tensor can be read again, so the largest part need not be tried."""
+    """None for a plain tensor: it is loadable, so the trial need not copy the bulk of the data."""
     return None if type(leaf) in (Tensor, Parameter) else leaf
 
 
-def _can_be_read(content: Any) -> bool:
-    """Whether it can be saved, and read with ``weights_only=True``."""
+def _is_loadable(content: Any) -> bool:
+    """Whether ``content`` can be saved, and loaded with ``weights_only=True``."""
     buffer = io.BytesIO()
     try:
         torch.save(content, buffer)
@@ -118,16 +125,16 @@ def _can_be_read(content: Any) -> bool:
 
 
 def has_checkpoint(path: str | Path) -> bool:
-    """Whether there is one, whole or not."""
+    """Whether there is a checkpoint, damaged or not."""
     return Path(path).exists() or previous(path).exists()
 
 
 def load_checkpoint(path: str | Path) -> Any:
-    """load_checkpoint : path -> what was saved there
+    """load_checkpoint : path -> the content that was saved there, tensors on the CPU
 
-    The last one if it is whole; else, with a warning, the one before it. Tensors are on the CPU.
+    If the last checkpoint is damaged, warns and loads the one before it.
 
-    Raises FileNotFoundError if there is none, :class:`CheckpointError` if there is no whole one.
+    Raises FileNotFoundError if there is none, :class:`CheckpointError` if all are damaged.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -136,44 +143,40 @@ def load_checkpoint(path: str | Path) -> Any:
     {'step': 3}
     """
     path = Path(path)
-    reasons = []
-    for place in _places(path):
+    problems = []
+    # The temporary file is complete if the run was killed while it renamed the files.
+    for candidate in (path, previous(path), _unfinished(path)):
         try:
-            content = _read(place)
+            content = _read(candidate)
         except FileNotFoundError:
             continue
         except CheckpointError as error:
-            reasons.append(str(error))
+            problems.append(str(error))
             continue
-        if reasons:
-            warnings.warn(f"{reasons[0]} Using {place}.", stacklevel=2)
+        if problems:
+            warn(f"{problems[0]} Using {candidate}.", UserWarning)
         return content
-    if reasons:
-        raise CheckpointError(" ".join(reasons) + " To start anew, delete what is there.")
+    if problems:
+        raise CheckpointError(" ".join(problems) + " To start anew, delete what is there.")
     raise FileNotFoundError(f"no checkpoint at {path}.")
-
-
-def _places(path: Path) -> tuple[Path, ...]:
-    """Where there may be one; the last is whole where a run was killed as it renamed it."""
-    return path, previous(path), _unfinished(path)
 
 
 def _read(path: Path) -> Any:
     data = path.read_bytes()
-    tail = len(_MARK) + hashlib.sha256().digest_size
-    body, mark = data[:-tail], data[-tail:]
-    if not mark.startswith(_MARK):
+    trailer_size = len(_MARK) + hashlib.sha256().digest_size
+    body, trailer = data[:-trailer_size], data[-trailer_size:]
+    if not trailer.startswith(_MARK):
         raise CheckpointError(
             f"checkpoint {path}: cut off, or not a checkpoint ({len(data)} bytes)."
         )
-    if hashlib.sha256(body).digest() != mark[len(_MARK) :]:
+    if hashlib.sha256(body).digest() != trailer[len(_MARK) :]:
         raise CheckpointError(f"checkpoint {path}: damaged, its content is not what was written.")
     return torch.load(io.BytesIO(body), weights_only=True, map_location="cpu")
 
 
 def as_plain(tree: Tree) -> Any:
-    """The tree in dicts, lists and tuples; of other containers only the leaves, in a list."""
-    if isinstance(tree, Tensor):  # with a tensor, all that it is a view of would be saved
+    """The tree as dicts, lists and tuples; any other container becomes a list of its leaves."""
+    if isinstance(tree, Tensor):  # torch.save would write all of the storage that it is a view of
         return tree if tree.untyped_storage().nbytes() <= tree.nbytes else tree.clone()
     if tree is None:
         return tree
@@ -185,10 +188,10 @@ def as_plain(tree: Tree) -> Any:
 
 
 def from_plain(plain: Any, like: Tree, device: torch.device, start: Tree = None) -> Tree:
-    """What :func:`as_plain` made a state of, in the structure of ``like`` if that is not None.
+    """The inverse of :func:`as_plain` for a state.
 
-    Else in that of ``start``, which may have other shapes. Raises ValueError where it is not like
-    ``like``.
+    The structure is that of ``like``, whose shapes the state must have. If ``like`` is None, it is
+    that of ``start``, whose shapes may differ. Raises ValueError for other shapes than ``like``'s.
     """
     if plain is None:
         return None
@@ -197,38 +200,64 @@ def from_plain(plain: Any, like: Tree, device: torch.device, start: Tree = None)
     moved = [leaf.to(device) for leaf in leaves]
     if like is None:
         return tree_unflatten(moved, spec if start is None else tree_flatten(start)[1])
-    own, spec = tree_flatten(like)
-    shapes, found = ([list(leaf.shape) for leaf in tensors] for tensors in (own, moved))
-    if shapes != found:
+    expected_leaves, spec = tree_flatten(like)
+    expected = [list(leaf.shape) for leaf in expected_leaves]
+    found = [list(leaf.shape) for leaf in moved]
+    if expected != found:
         raise ValueError(
-            f"state: its tensors are {shapes}, but in the checkpoint {found}. Resume with the "
+            f"state: its tensors are {expected}, but in the checkpoint {found}. Resume with the "
             "state and the rows that the run was started with."
         )
     return tree_unflatten(moved, spec)
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every generator that a step or a data set may draw from."""
+    """The state of every global generator: Python's, torch's and, once imported, NumPy's."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, numbers, gauss]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
-    if "numpy" in sys.modules:  # else nobody has drawn from it
+    if "numpy" in sys.modules:  # otherwise nothing has drawn from it
         import numpy
 
-        name, keys, at, has_gauss, value = numpy.random.get_state(legacy=True)
-        state["numpy"] = [
-            name,
-            torch.from_numpy(numpy.asarray(keys, "int64")),
-            at,
-            has_gauss,
-            value,
-        ]
+        state["numpy"] = _with_tensors(numpy.random.get_state(legacy=False))
+    return state
+
+
+def _with_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a bit generator of NumPy, its arrays as [dtype, bytes as a tensor].
+
+    Bytes, since torch has no full support of unsigned integers.
+    """
+    import numpy
+
+    plain: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            plain[name] = _with_tensors(value)
+        elif isinstance(value, numpy.ndarray):
+            plain[name] = [value.dtype.str, torch.from_numpy(value.view(numpy.uint8))]
+        else:
+            plain[name] = value
+    return plain
+
+
+def _with_arrays(plain: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`_with_tensors`."""
+    state: dict[str, Any] = {}
+    for name, value in plain.items():
+        if isinstance(value, dict):
+            state[name] = _with_arrays(value)
+        elif isinstance(value, list):
+            dtype, content = value
+            state[name] = content.numpy().view(dtype)
+        else:
+            state[name] = value
     return state
 
 
 def same_random_state(a: Any, b: Any) -> bool:
-    """Whether two of them, or two parts of them, are the same: nothing was drawn in between."""
+    """Whether two random states, or parts of them, are equal: nothing was drawn in between."""
     if isinstance(a, Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -239,7 +268,10 @@ def same_random_state(a: Any, b: Any) -> bool:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Goes on from what :func:`random_state` gave."""
+    """Restores what :func:`random_state` returned.
+
+    Raises ValueError if NumPy's global generator is of another kind now.
+    """
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -249,5 +281,11 @@ def set_random_state(state: dict[str, Any]) -> None:
     if "numpy" in state:
         import numpy
 
-        name, keys, at, has_gauss, value = state["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype("uint32"), at, has_gauss, value))
+        drew_from = state["numpy"]["bit_generator"]
+        draws_from = type(numpy.random.get_bit_generator()).__name__
+        if drew_from != draws_from:
+            raise ValueError(
+                f"checkpoint: NumPy drew from {drew_from}, but draws from {draws_from} now. Call "
+                f"numpy.random.set_bit_generator(numpy.random.{drew_from}()) before resuming."
+            )
+        numpy.random.set_state(_with_arrays(state["numpy"]))

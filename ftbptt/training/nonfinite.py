@@ -1,9 +1,8 @@
-"""A loss that is not finite: where it came from, and what it does to a run."""
+"""Losses that are not finite: where they come from, and what a run does about them."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ from torch import Tensor
 
 from .._layout import Layout
 from .._output import SegmentOutput
-from .._trees import keystr, tree_flatten_with_path, tree_leaves
+from .._trees import keystr, tree_flatten_with_path
+from .._warnings import warn
 from .chunk import Chunk
 from .learner import Learner
 
@@ -19,33 +19,38 @@ Tree = Any
 
 
 class Guard:
-    """Looks at losses and norms, and does what ``mode`` says: "stop", "skip" or "raise"."""
+    """Checks losses and norms, and reacts as ``mode`` says: "stop", "skip" or "raise"."""
 
     def __init__(self, mode: str, learner: Learner) -> None:
         self.mode, self.learner = mode, learner
         self.lost = False  # the parameters are not finite either
 
     def is_sound(self, value: Tensor) -> bool:
-        """Whether it is finite, if that is to be known at once; on a CPU it costs nothing."""
+        """Whether ``value`` is finite. On a GPU, unless the mode is "skip", it is not checked.
+
+        The check waits for the device, so there it is left to the next report; on a CPU it is free.
+        """
         if not value.is_cpu and self.mode != "skip":
             return True
         return bool(torch.isfinite(value).all()) if value.dim() else math.isfinite(value)
 
-    def stops(self, what: str, stopping: str) -> bool:
-        """Tells the caller what was found, in a warning; whether the run is to stop.
+    def stops(self, problem: str, if_stopped: str) -> bool:
+        """Warns of the problem, and says whether the run is to stop.
 
-        Raises FloatingPointError if that is the mode.
+        ``if_stopped`` is what the warning adds if it does. Raises FloatingPointError in mode
+        "raise".
         """
         mode = self.mode
         if nonfinite_parameter(self.learner.trained):
             self.lost = True
-            if mode == "skip":  # each window from here on would be left out
-                mode, stopping = "stop", "The run stops: parameters that are not finite stay so."
-        then = {"stop": stopping, "skip": "It is left out.", "raise": ""}[mode]
-        message = f"ftbptt: {what}. {then}".strip()
+            if mode == "skip":  # every later window would be skipped
+                mode = "stop"
+                if_stopped = "The run stops: parameters that are not finite stay so."
+        consequence = {"stop": if_stopped, "skip": "It is left out.", "raise": ""}[mode]
+        message = f"ftbptt: {problem}. {consequence}".strip()
         if mode == "raise":
             raise FloatingPointError(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        warn(message, RuntimeWarning)
         return mode == "stop"
 
 
@@ -57,53 +62,70 @@ def nonfinite_window(
     position: int,
     row: int | None,
 ) -> str:
-    """In words: the first step and row whose input or output is not finite, the first parameter.
+    """Describes where a window is not finite: in its data, its output, a parameter or a gradient.
 
-    ``position`` is the first step of the chunk in the epoch, ``row`` its first row in the batch;
-    None for data without rows.
+    ``position`` is the chunk's first step in the epoch, ``row`` its first row in the batch; None
+    for data without rows.
     """
-    found = [
-        _first_step("x", chunk.x, layout, position, row),
-        _first_step("out", result.out, layout, position, row),
+    x_rows, y_rows = (None, None) if row is None else (layout.x_rows, layout.y_rows)
+    first_row = row or 0
+    descriptions = [
+        _first_step("x", chunk.x, layout.x_time, x_rows, position, first_row),
+        _first_step("y", chunk.y, layout.y_time, y_rows, position, first_row),
+        _first_step("out", result.out, layout.x_time, x_rows, position, first_row),
         nonfinite_parameter(params),
         _first_leaf("grads", result.grads, "is the first gradient that is not finite"),
     ]
-    words = [text for text in found if text]
-    return "; ".join(words) if words else "parameters, inputs, outputs and gradients are finite"
+    message = "; ".join(text for text in descriptions if text)
+    return message or "parameters, inputs, outputs and gradients are finite"
 
 
 def nonfinite_parameter(params: Tree) -> str:
-    """In words: the first parameter that is not finite, if there is one."""
+    """Describes the first parameter that is not finite; empty if all are finite."""
     return _first_leaf("params", params, "is not finite already")
 
 
-def _first_step(name: str, tree: Tree, layout: Layout, position: int, row: int | None) -> str:
-    time, rows = layout.x_time, layout.x_rows
-    first: tuple[int, str] | None = None
-    for leaf in tree_leaves(tree):
+def _first_step(
+    name: str, tree: Tree, time: int, rows: int | None, position: int, first_row: int
+) -> str:
+    """Describes the first step, over all leaves, with a value that is not finite.
+
+    ``time`` and ``rows`` are axes; None for ``rows`` that the tree does not have.
+    """
+    first_step: int | None = None
+    description = ""
+    for path, leaf in tree_flatten_with_path(tree)[0]:
         bad = _nonfinite(leaf)
         if bad is None or not bad.any():
             continue
-        bad = bad.movedim(time, 0)
-        step = int(bad.reshape(len(bad), -1).any(1).nonzero()[0])
-        words = f"step {position + step}"
-        if row is not None:  # without time, the rows are on the axis that is left of the two
-            own = bad[step].movedim(rows - (rows > time), 0)
-            words += f", row {row + int(own.reshape(len(own), -1).any(1).nonzero()[0])}"
-        if first is None or step < first[0]:
-            first = step, words
-    return "" if first is None else f"{name} is first not finite at {first[1]}"
+        step = _first_true(bad, time)
+        if first_step is not None and step >= first_step:
+            continue
+        first_step = step
+        description = f"{name}{keystr(path)} is first not finite at step {position + step}"
+        if rows is not None and bad.dim() > max(rows, time):
+            # Without the axis of time, an axis after it moves forward by one.
+            row = _first_true(bad.select(time, step), rows - (rows > time))
+            description += f", row {first_row + row}"
+    return description
 
 
-def _first_leaf(name: str, tree: Tree, words: str) -> str:
+def _first_true(flags: Tensor, axis: int) -> int:
+    """The first index along ``axis`` at which any flag is set."""
+    flags = flags.movedim(axis, 0)
+    return int(flags.reshape(len(flags), -1).any(1).nonzero()[0])
+
+
+def _first_leaf(name: str, tree: Tree, predicate: str) -> str:
     for path, leaf in tree_flatten_with_path(tree)[0]:
         bad = _nonfinite(leaf)
         if bad is not None and bad.any():
-            return f"{name}{keystr(path)} {words}"
+            return f"{name}{keystr(path)} {predicate}"
     return ""
 
 
 def _nonfinite(leaf: Any) -> Tensor | None:
+    """Flags of the values that are not finite; None for a leaf that cannot have any."""
     if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
         return None
     return ~torch.isfinite(leaf)
