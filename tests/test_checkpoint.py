@@ -329,6 +329,6 @@ def test_another_bit_generator_of_numpy_is_refused() -> None:
     numpy.random.set_bit_generator(numpy.random.PCG64(3))
     state = random_state()
     numpy.random.set_bit_generator(numpy.random.MT19937(3))
-    message = r"checkpoint: NumPy drew from PCG64, but draws from MT19937 now.*set_bit_generator"
+    message = r"NumPy's global generator was a PCG64, but is another now.*set_bit_generator"
     with pytest.raises(ValueError, match=message):
         set_random_state(state)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftbptt import make_train_segment
+from ftbptt import SegmentOutput, make_train_segment
 from ftbptt.training import Events, Stream, train_stream
 from ftbptt.training.learner import Learner
 from ftbptt.training.window_stats import WindowStats
@@ -156,3 +156,41 @@ def test_parameters_in_another_order_are_not_mistaken(tmp_path: Path) -> None:
     words = r"params: its leaves are \['b.weight'\], \['b.bias'\], .*in the checkpoint \['a.weight'"
     with pytest.raises(ValueError, match=words):
         run("ba", True)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_gradients_of_a_segment_under_vmap(functional: bool) -> None:
+    """One for each of what was mapped over: torch would only say that the sizes differ."""
+    module = tagger()
+    params = dict(module.named_parameters())
+    segment = make_train_segment(module, mean_cross_entropy, backend="eager")
+    many = torch.func.vmap(segment, in_dims=(None, 0, 1, 1))
+    x, y = stream(20)
+    data = torch.stack([x, x + 1, x - 1], 1), torch.stack([y] * 3, 1)
+    state = tuple(torch.stack([leaf] * 3) for leaf in zeros())
+    optimizer: Any = torch.optim.SGD(params.values(), lr=0.5)
+    if functional:
+        optimizer = Plain()
+    message = (
+        r"grads\['cell.weight_ih'\]: has shape \[3, 20, 3\], but the parameter has \[20, 3\]\. .*"
+        r"torch.func.vmap.*average"
+    )
+    with pytest.raises(ValueError, match=message):
+        next(train_stream(many, params, state, data, optimizer, k1=4, progress=False))
+
+    def averaged(*args: Any) -> SegmentOutput:
+        result = many(*args)
+        return result._replace(grads={name: g.mean(0) for name, g in result.grads.items()})
+
+    updates = train_stream(averaged, params, state, data, optimizer, k1=4, progress=False)
+    assert len(list(updates)) == 5
+
+
+class Plain:
+    """Gradient descent as two pure functions."""
+
+    def init(self, params: Any) -> None:
+        return None
+
+    def update(self, grads: Any, state: None, params: Any) -> tuple[Any, None]:
+        return {name: p - 0.5 * grads[name] for name, p in params.items()}, None

@@ -252,7 +252,7 @@ def _failing_in_a_save(mesh: DeviceMesh, folder: str) -> str:
         raise KeyError("state of my own")
 
     if mesh.get_rank() == 0:
-        run._watch.state_dict = broken  # type: ignore[method-assign]
+        run._monitor.state_dict = broken  # type: ignore[method-assign]
     try:
         for _ in run:
             pass

@@ -349,7 +349,7 @@ def test_an_error_leaves_a_closed_bar(capsys: pytest.CaptureFixture[str]) -> Non
     run = train(progress=True, interval=0, events=Events(after_update=fail))
     with pytest.raises(ArithmeticError, match="mine"):
         next(run)
-    assert run._watch._bar is None
+    assert run._monitor._bar is None
     assert capsys.readouterr().err.endswith("\n")
 
 

@@ -120,7 +120,7 @@ def test_a_segment_that_has_a_context() -> None:
     """Told to make_train_segment, it is that of the windows as well: the first are too short."""
     x, y = stream(22)
     found = []
-    for there, here in ((4, 0), (0, 4)):
+    for there, here in ((4, None), (0, 4)):
         module = tagger()
         train_segment = make_train_segment(
             module, mean_cross_entropy, backend="eager", context=there
@@ -130,6 +130,16 @@ def test_a_segment_that_has_a_context() -> None:
         found.append([float(update.loss) for update in updates])
     assert found[0] == found[1]
     assert len(found[0]) == 9
+
+
+@pytest.mark.parametrize("context", [0, 3])
+def test_a_context_is_given_once(context: int) -> None:
+    """An explicit 0 is not the default."""
+    module = tagger()
+    train_segment = make_train_segment(module, mean_cross_entropy, backend="eager", context=3)
+    params = dict(module.named_parameters())
+    with pytest.raises(ValueError, match=r"context: the segment was made with context=3\. Give it"):
+        run((train_segment, params), stream(22), k1=2, k2=6, context=context)
 
 
 @pytest.mark.slow
@@ -544,7 +554,7 @@ def test_ensemble_by_vmap() -> None:
         ({"ema_decay": 1.0}, ValueError, "ema_decay: expected a number from 0 to below 1"),
         ({"on_nonfinite": "warn"}, ValueError, "on_nonfinite: expected one of stop, skip, raise"),
         ({"reduce_dtype": "bf16"}, TypeError, "reduce_dtype: expected a dtype such as torch.bfl"),
-        ({"reduce_dtype": torch.float16}, ValueError, "reduce_dtype: float16 has no room for sums"),
+        ({"reduce_dtype": torch.float16}, ValueError, "reduce_dtype: sums over the steps of all"),
         ({"resume": True}, ValueError, "resume: give the file to resume from"),
         (
             {"optimizer": torch.optim.LBFGS([torch.zeros(1)])},

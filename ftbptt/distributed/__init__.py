@@ -1,7 +1,7 @@
-"""Many processes: ranks of ``torch.distributed`` that train together, or side by side.
+"""Training on many processes, the ranks of ``torch.distributed``.
 
-``train_stream(mesh=...)`` is all that data-parallel training needs; an ensemble needs nothing but
-its share of the models (:func:`own_models`).
+For data-parallel training, pass ``train_stream(mesh=...)``. For an ensemble, each rank trains its
+share of the models (:func:`own_models`), without communication.
 """
 
 from .ranks import RankFailed

@@ -1,4 +1,4 @@
-"""The processes that train together: who they are, and what they tell each other."""
+"""The processes that train together, and the collectives that they use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class RankFailed(RuntimeError):
-    """Another rank has left the run, died, or did not answer within the group's time-out."""
+    """Another rank left the run, died, or did not answer within the group's time-out."""
 
 
 class Ranks:
@@ -31,7 +31,7 @@ class Ranks:
             if mesh.ndim != 1:
                 raise ValueError(
                     f"mesh: expected one dimension, over which rows are shared, found {mesh.ndim}. "
-                    "Give a part of it, mesh['rows']."
+                    "Pass one dimension of it, such as mesh['rows']."
                 )
             mesh = mesh.get_group()
         if not isinstance(mesh, ProcessGroup):
@@ -41,10 +41,10 @@ class Ranks:
             )
         self.group = mesh
         self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
-        self.alive = True  # as far as is known, all of them
+        self.alive = True  # False once a collective has failed
 
-    def begin_alike(self, params: Tree) -> None:
-        """All ranks begin with the parameters of the first, written in place.
+    def broadcast_params(self, params: Tree) -> None:
+        """Overwrites the parameters with those of the first rank, in place.
 
         Raises :class:`RankFailed`.
         """
@@ -52,44 +52,44 @@ class Ranks:
         with torch.no_grad():
             for leaf in tree_leaves(params):
                 if isinstance(leaf, Tensor):
-                    own = leaf.detach().contiguous()
+                    buffer = leaf.detach().contiguous()
                     try:
-                        dist.broadcast(own, source, group=self.group)
+                        dist.broadcast(buffer, source, group=self.group)
                     except RuntimeError as error:
                         raise self.lost(error) from error
-                    leaf.copy_(own)
+                    leaf.copy_(buffer)
 
     def all_do(self, do: Callable[[], Result]) -> Result:
-        """What ``do`` returns, once it has succeeded on all ranks.
+        """The result of ``do()``, once it has succeeded on all ranks. A collective.
 
-        Raises its error where it failed, and :class:`RankFailed` on the others.
+        Raises its error on the rank where it failed, and :class:`RankFailed` on the others.
         """
         result, error = None, None
         try:
             result = do()
-        except RankFailed:  # there is nobody to tell
+        except RankFailed:  # the other ranks cannot be reached
             raise
-        except Exception as own:
-            error = own
-        said = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        except Exception as exception:
+            error = exception
+        messages = self.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        for rank, words in enumerate(said):
-            if words is not None:
-                raise RankFailed(f"rank {rank}: {words}")
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise RankFailed(f"rank {rank}: {message}")
         return cast(Result, result)
 
-    def gather(self, own: Any) -> list[Any]:
-        """What each rank gives, on all of them. Raises :class:`RankFailed`."""
-        found: list[Any] = [None] * self.size
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order. A collective. Raises :class:`RankFailed`."""
+        values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(found, own, group=self.group)
+            dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
             raise self.lost(error) from error
-        return found
+        return values
 
-    def add_up(self, tensor: Tensor) -> dist.Work:
-        """Begins to add up a tensor over the ranks, in place. Raises :class:`RankFailed`."""
+    def start_sum(self, tensor: Tensor) -> dist.Work:
+        """Starts to sum a tensor over the ranks, in place. Raises :class:`RankFailed`."""
         try:
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
         except RuntimeError as error:
@@ -98,14 +98,14 @@ class Ranks:
         return work
 
     def wait(self, work: dist.Work) -> None:
-        """Ends what :meth:`add_up` began. Raises :class:`RankFailed`."""
+        """Waits for what :meth:`start_sum` started. Raises :class:`RankFailed`."""
         try:
             work.wait()
         except RuntimeError as error:
             raise self.lost(error) from error
 
     def lost(self, error: Exception) -> RankFailed:
-        """There is nobody to talk to any more."""
+        """The error to raise when a collective failed; none can be used after that."""
         self.alive = False
         return RankFailed(
             f"rank {self.rank}: another rank died, or did not answer in time ({error})."

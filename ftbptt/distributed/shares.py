@@ -1,4 +1,4 @@
-"""Which rows, or which models, are those of a rank."""
+"""Which rows, or which models of an ensemble, each rank gets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tree = Any
 
 
 def share_of(rows: int, rank: int, size: int) -> range:
-    """The rows of a rank, the same number for each, or one more for the first ones."""
+    """The rows of a rank: contiguous, and as even as possible, the first ranks having one more."""
     if rows < size:
         raise ValueError(
             f"mesh: {size} ranks share the rows of the data, but there are only {rows} "
@@ -27,14 +27,13 @@ def share_of(rows: int, rank: int, size: int) -> range:
 
 
 def own_models(tree: Tree, mesh: DeviceMesh | ProcessGroup, dim: int = 0) -> Tree:
-    """own_models : tree of [M, ...], mesh -> tree of [own M, ...]
+    """own_models : tree of [M, ...], mesh -> tree of [m, ...], about M / ranks of the models
 
-    The share of this rank in an ensemble: of stacked parameters, states and data, the models that
-    it trains. Models have nothing to do with each other, so ``torch.vmap`` over those of each rank
-    is all of an ensemble on many ranks: nothing is sent. ``dim`` is the axis of the models. The
-    shares are copies.
+    This rank's share of an ensemble, copied from the stacked parameters, states or data of all M
+    models. The models are independent, so each rank trains its share under ``torch.vmap``, without
+    communication. ``dim`` is the axis of the models.
 
-    Raises ValueError if there are fewer models than ranks, or leaves differ in their number.
+    Raises ValueError if there are fewer models than ranks, or if the leaves differ in their number.
 
     >>> import tempfile
     >>> import torch.distributed as dist
@@ -48,35 +47,36 @@ def own_models(tree: Tree, mesh: DeviceMesh | ProcessGroup, dim: int = 0) -> Tre
     """
     ranks = Ranks(mesh)
     leaves = tree_flatten_with_path(tree)[0]
-    count = None
     for path, leaf in leaves:
-        here = leaf.shape[dim]
-        if here < ranks.size:
+        first_path, first = leaves[0]
+        count, first_count = leaf.shape[dim], first.shape[dim]
+        if count < ranks.size:
             raise ValueError(
-                f"tree{keystr(path)}: {ranks.size} ranks share the models, but there are {here} on "
-                f"axis {dim}. Give more models, fewer ranks or another dim."
+                f"tree{keystr(path)}: {ranks.size} ranks share the models, but there are {count} "
+                f"on axis {dim}. Give more models, fewer ranks or another dim."
             )
-        if count is not None and here != count:
+        if count != first_count:
             raise ValueError(
-                f"tree{keystr(path)}: has {here} models on axis {dim}, but "
-                f"tree{keystr(leaves[0][0])} has {count}. All leaves need the axis of the models."
+                f"tree{keystr(path)}: has {count} models on axis {dim}, but "
+                f"tree{keystr(first_path)} has {first_count}. All leaves need the axis of the "
+                "models."
             )
-        count = here
 
-    def own(leaf: Tensor) -> Tensor:
+    def share(leaf: Tensor) -> Tensor:
         part = share_of(leaf.shape[dim], ranks.rank, ranks.size)
         return leaf.narrow(dim, part.start, len(part)).clone()
 
-    return tree_map(own, tree)
+    return tree_map(share, tree)
 
 
 def all_models(tree: Tree, mesh: DeviceMesh | ProcessGroup, dim: int = 0) -> Tree:
-    """all_models : tree of [own M, ...], mesh -> tree of [M, ...], on every rank
+    """all_models : tree of [m, ...], mesh -> tree of [M, ...], on every rank
 
-    The shares of all ranks as one: what :func:`own_models` has taken apart. To be called by all.
+    Joins the shares of all ranks: the inverse of :func:`own_models`, with an example there. All
+    ranks must call it. Raises :class:`RankFailed` if one does not answer.
     """
     ranks = Ranks(mesh)
     return tree_map(
-        lambda leaf: torch.cat([own.to(leaf.device) for own in ranks.gather(leaf.cpu())], dim),
+        lambda leaf: torch.cat([part.to(leaf.device) for part in ranks.gather(leaf.cpu())], dim),
         tree,
     )

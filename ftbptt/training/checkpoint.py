@@ -281,11 +281,11 @@ def set_random_state(state: dict[str, Any]) -> None:
     if "numpy" in state:
         import numpy
 
-        drew_from = state["numpy"]["bit_generator"]
-        draws_from = type(numpy.random.get_bit_generator()).__name__
-        if drew_from != draws_from:
+        try:
+            numpy.random.set_state(_with_arrays(state["numpy"]))
+        except ValueError as error:
+            name = state["numpy"]["bit_generator"]
             raise ValueError(
-                f"checkpoint: NumPy drew from {drew_from}, but draws from {draws_from} now. Call "
-                f"numpy.random.set_bit_generator(numpy.random.{drew_from}()) before resuming."
-            )
-        numpy.random.set_state(_with_arrays(state["numpy"]))
+                f"checkpoint: NumPy's global generator was a {name}, but is another now ({error}). "
+                f"Call numpy.random.set_bit_generator(numpy.random.{name}()) before resuming."
+            ) from error

@@ -1,4 +1,4 @@
-"""Gradients in, parameters out: accumulation, clipping, the optimizer, and what follows it."""
+"""Gradients in, parameters out: accumulation, clipping, the optimizer's step, the averages."""
 
 from __future__ import annotations
 
@@ -21,26 +21,38 @@ Tree = Any
 
 @runtime_checkable
 class FunctionalOptimizer(Protocol):
-    """An optimizer as two pure functions."""
+    """An optimizer as two pure functions, such as one of JAX's style.
+
+    >>> class GradientDescent:
+    ...     def init(self, params):
+    ...         return None
+    ...     def update(self, grads, state, params):
+    ...         return {name: p - 0.1 * grads[name] for name, p in params.items()}, state
+    >>> isinstance(GradientDescent(), FunctionalOptimizer)
+    True
+    """
 
     def init(self, params: Tree) -> Tree:
-        """The optimizer's state before the first update."""
+        """init : params -> the optimizer's state before the first update"""
 
     def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        """The parameters after an update, and the optimizer's state."""
+        """update : grads, state, params -> parameters and state after the update
+
+        ``grads`` has the structure of ``params``, with zeros for leaves without a gradient.
+        """
 
 
 @runtime_checkable
 class Sharded(Protocol):
-    """An optimizer of which each rank has a part, as torch's ``ZeroRedundancyOptimizer``."""
+    """An optimizer whose state is sharded over ranks: torch's ``ZeroRedundancyOptimizer``."""
 
     rank: int
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """All parts to one rank; to be called by all of them."""
+        """Gathers the state on rank ``to``; a collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, on that rank."""
+        """The full state, on the rank that it was gathered on."""
 
 
 def differentiable(leaf: Tensor) -> bool:
@@ -48,7 +60,7 @@ def differentiable(leaf: Tensor) -> bool:
 
 
 class Learner:
-    """Gathers gradients of windows and, when enough are there, makes an update of them."""
+    """Averages the gradients of windows, and updates the parameters with the average."""
 
     def __init__(
         self,
@@ -64,7 +76,8 @@ class Learner:
         self.params, self.optimizer = params, optimizer
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self.scheduler, self.scaler = scheduler, scaler
-        self.trained_places: list[int] = []
+        self.trained_indices: list[int] = []  # among the leaves of params
+        self._shapes_checked = False
         self.opt_state: Tree = None
         if isinstance(optimizer, Optimizer):
             if isinstance(optimizer, LBFGS):
@@ -72,10 +85,10 @@ class Learner:
                     "optimizer: LBFGS evaluates the loss many times in a step, but a window of a "
                     "stream is run once. Give another one, or call train_segment in its closure."
                 )
-            self._take_up(optimizer)
+            self._find_trained(optimizer)
         elif isinstance(optimizer, FunctionalOptimizer):
             leaves = tree_leaves(params)
-            self.trained_places = [i for i, leaf in enumerate(leaves) if differentiable(leaf)]
+            self.trained_indices = [i for i, leaf in enumerate(leaves) if differentiable(leaf)]
             self.opt_state = optimizer.init(params)
         else:
             raise TypeError(
@@ -84,46 +97,50 @@ class Learner:
             )
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError(
-                "scheduler: it changes the learning rate of another optimizer than the one that is "
-                "given. Build it from this one."
+                "scheduler: it changes the learning rate of another optimizer. Build it from the "
+                "one that is passed as optimizer."
             )
         if scaler is not None and not isinstance(optimizer, Optimizer):
             raise TypeError("scaler: needs a torch.optim.Optimizer, which it steps itself.")
-        self._average = None if ema_decay is None else get_ema_multi_avg_fn(ema_decay)
+        self._update_ema = None if ema_decay is None else get_ema_multi_avg_fn(ema_decay)
         self.ema: list[Tensor] | None = None
         if ema_decay is not None:
-            self.ema = [leaf.detach().clone() for leaf in self._averaged()]
-        self.gathered: tuple[list[Tensor], Any] | None = None  # gradients and their weight
-        # Whether a step writes to them, as Nesterov's over many tensors at once does. Seen at work.
+            self.ema = [leaf.detach().clone() for leaf in self._averaged_leaves()]
+        # The mean of the gradients so far, and its weight in valid steps.
+        self.gathered: tuple[list[Tensor], Any] | None = None
+        # Whether the step writes to the gradients, as SGD(foreach=True, nesterov=True) does. Known
+        # after the first step.
         self.changes_gradients = True
 
-    def _take_up(self, optimizer: Optimizer) -> None:
-        """Which leaves of the parameters the optimizer holds."""
-        _check_owned(optimizer, self.params)
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._groups = len(optimizer.param_groups)
-        leaves = tree_leaves(self.params)
-        self.trained_places = [
-            i for i, p in enumerate(leaves) if id(p) in owned and differentiable(p)
+    def _find_trained(self, optimizer: Optimizer) -> None:
+        """Finds the leaves of the parameters that the optimizer holds."""
+        _check_in_params(optimizer, self.params)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._group_count = len(optimizer.param_groups)
+        self.trained_indices = [
+            i
+            for i, leaf in enumerate(tree_leaves(self.params))
+            if id(leaf) in held and differentiable(leaf)
         ]
-        self._own = [leaves[i] for i in self.trained_places]
-        self._unique = list({id(p): p for p in self._own}.values())
+        self._trained = self.trained
+        self._unique = list({id(p): p for p in self._trained}.values())
+        self._shapes_checked = False
 
     def begin_update(self) -> None:
-        """To be called before an update's first window: a group may have been added since."""
-        own = self.optimizer
-        if isinstance(own, Optimizer) and len(own.param_groups) != self._groups:
-            self._take_up(own)
+        """Must be called before an update's first window: a group may have been added."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, Optimizer) and len(optimizer.param_groups) != self._group_count:
+            self._find_trained(optimizer)
 
     @property
     def trained(self) -> list[Tensor]:
         """The leaves of the parameters that updates change."""
         leaves = tree_leaves(self.params)
-        return [leaves[i] for i in self.trained_places]
+        return [leaves[i] for i in self.trained_indices]
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a step is one of all ranks, which wait for each other in it."""
+        """Whether the step is a collective: all ranks have to make it."""
         return isinstance(self.optimizer, Sharded)
 
     @property
@@ -133,36 +150,61 @@ class Learner:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def scale(self) -> Tensor | None:
-        """What the loss is to be multiplied by, without waiting for the device."""
+        """The factor of the loss, read without waiting for the device; None without a scaler."""
         if self.scaler is None:
             return None
-        return self.scaler.scale(torch.ones((), device=self._own[0].device))
+        return self.scaler.scale(torch.ones((), device=self._trained[0].device))
 
     def add(self, grads: Tree, weight: Any) -> None:
-        """Gathers gradients of the mean over ``weight`` valid steps: a weighted mean of all."""
+        """Adds the gradients of a mean loss over ``weight`` valid steps to the weighted mean."""
+        if not self._shapes_checked:
+            self._check_shapes(grads)
         new = tree_leaves(grads)
-        if len(new) > len(self.trained_places):
-            new = [new[i] for i in self.trained_places]
+        if len(new) > len(self.trained_indices):
+            new = [new[i] for i in self.trained_indices]
         if self.gathered is not None:
-            (old, n), m = self.gathered, weight
-            weight = n + m
-            part = share(m, weight)
-            new = [a + (b - a) * part for a, b in zip(old, new, strict=True)]
+            old, old_weight = self.gathered
+            total = old_weight + weight
+            fraction = share(weight, total)
+            # The mean is moved towards the new gradients: a sum could overflow in float16.
+            new = [a + (b - a) * fraction for a, b in zip(old, new, strict=True)]
+            weight = total
         self.gathered = new, weight
 
+    def _check_shapes(self, grads: Tree) -> None:
+        """Raises ValueError for gradients whose shapes are not those of the parameters.
+
+        Only the first gradients are checked: later ones come from the same segment.
+        """
+        leaves = tree_flatten_with_path(grads)[0]
+        if len(leaves) > len(self.trained_indices):
+            leaves = [leaves[i] for i in self.trained_indices]
+        for (path, grad), leaf in zip(leaves, self.trained, strict=True):
+            if grad.shape != leaf.shape:
+                raise ValueError(
+                    f"grads{keystr(path)}: has shape {list(grad.shape)}, but the parameter has "
+                    f"{list(leaf.shape)}. A segment under torch.func.vmap returns a gradient for "
+                    "each of the samples that it maps over: average them first, in a function "
+                    "around it."
+                )
+        self._shapes_checked = True
+
     def forget(self) -> None:
-        """Drops what was gathered: a window that is run again must not count twice."""
+        """Drops the gradients so far: a window that is run again must not count twice."""
         self.gathered = None
         if self.scaler is not None:
             forget_unscaled(self.scaler, self.optimizer)
 
     def ready(self) -> tuple[list[Tensor], Tensor | None]:
-        """The gradients of the update, unscaled and clipped; and their norm before, if they are."""
+        """The gradients of the update, unscaled and clipped, and their norm before clipping.
+
+        The norm is None if nothing is clipped.
+        """
         assert self.gathered is not None
         grads, _ = self.gathered
         self.gathered = None
         if isinstance(self.optimizer, Optimizer):
-            grads = self._give(grads)
+            grads = self._assign(grads)
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
         clips = self.clip_norm is not None or self.clip_value is not None
@@ -176,32 +218,35 @@ class Learner:
                 grad.clamp_(-self.clip_value, self.clip_value)
         return grads, norm
 
-    def _give(self, grads: list[Tensor]) -> list[Tensor]:
-        """Puts gradients where an optimizer of torch finds them; none for what is frozen now."""
-        if len(self._unique) < len(self._own):  # one tensor stands in params twice
+    def _assign(self, grads: list[Tensor]) -> list[Tensor]:
+        """Assigns the gradients to ``.grad``, and returns those that were assigned."""
+        if len(self._unique) < len(self._trained):  # a tensor occurs in params more than once
             total: dict[int, Tensor] = {}
-            for p, grad in zip(self._own, grads, strict=True):
+            for p, grad in zip(self._trained, grads, strict=True):
                 total[id(p)] = total[id(p)] + grad if id(p) in total else grad
             grads = list(total.values())
-        given = []
+        assigned = []
         for p, grad in zip(self._unique, grads, strict=True):
+            # A parameter without requires_grad is frozen, by torch's convention. For a plain tensor
+            # that is just the default, and gradients do not come from autograd here: one that was
+            # given to the optimizer is meant to be trained.
             if p.requires_grad or not isinstance(p, nn.Parameter):
                 p.grad = grad
-                given.append(grad)
-            else:  # a plain tensor need not ask for a gradient to be trained, but a parameter must
+                assigned.append(grad)
+            else:
                 p.grad = None
-        return given
+        return assigned
 
     def step(self, grads: list[Tensor]) -> bool:
-        """The update; false if a scaler left it out. ``grads`` are those of :meth:`ready`."""
+        """Makes the update, with the gradients of :meth:`ready`; false if the scaler skipped it."""
         stepped, versions = True, versions_of(grads)
         if not isinstance(self.optimizer, Optimizer):
             leaves, spec = tree_flatten(self.params)
-            whole = [torch.zeros_like(leaf) for leaf in leaves]
-            for i, grad in zip(self.trained_places, grads, strict=True):
-                whole[i] = grad
+            all_grads = [torch.zeros_like(leaf) for leaf in leaves]
+            for i, grad in zip(self.trained_indices, grads, strict=True):
+                all_grads[i] = grad
             self.params, self.opt_state = self.optimizer.update(
-                tree_unflatten(whole, spec), self.opt_state, self.params
+                tree_unflatten(all_grads, spec), self.opt_state, self.params
             )
         elif self.scaler is None:
             self.optimizer.step()
@@ -209,24 +254,24 @@ class Learner:
             before = self.scaler.get_scale() if self.scheduler is not None else 0.0
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            # It makes no step with infinite gradients, and is smaller after that.
+            # The scaler skips a step with infinite gradients, and lowers its scale after it.
             stepped = self.scheduler is None or self.scaler.get_scale() >= before
         self.changes_gradients = versions != versions_of(grads)
-        if self._average is not None and self.ema is not None:
-            self._average(self.ema, self._averaged(), 0)
+        if self._update_ema is not None and self.ema is not None:
+            self._update_ema(self.ema, self._averaged_leaves(), 0)
         return stepped
 
     def follow_schedule(self) -> None:
-        """To be called after each step that was made."""
+        """Steps the scheduler. To be called after each step of the optimizer."""
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
 
-    def _averaged(self) -> list[Tensor]:
+    def _averaged_leaves(self) -> list[Tensor]:
         return [leaf for leaf in tree_leaves(self.params) if differentiable(leaf)]
 
     @property
     def ema_params(self) -> Tree:
-        """The moving average, in the structure of the parameters; None if none was asked for."""
+        """The moving average, in the structure of the parameters; None without ``ema_decay``."""
         if self.ema is None:
             return None
         leaves, spec = tree_flatten(self.params)
@@ -236,41 +281,45 @@ class Learner:
         )
 
     def after_report(self, loss: float) -> None:
-        """A scheduler that wants the loss is stepped when that was read."""
+        """Steps a scheduler that needs the loss, which has just been read."""
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        own = self.optimizer
+        opt_state: Any
+        if isinstance(self.optimizer, Optimizer):
+            opt_state = _full_state(self.optimizer)
+        else:
+            opt_state = tree_leaves(self.opt_state)
         return {
             "kinds": self._kinds(),
             "names": _names(self.params),
             "params": tree_leaves(self.params),
-            "optimizer": _state_of(own)
-            if isinstance(own, Optimizer)
-            else tree_leaves(self.opt_state),
+            "optimizer": opt_state,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "ema": self.ema,
         }
 
     def _kinds(self) -> dict[str, str | None]:
+        """The classes of the optimizer, the scheduler, ...; None for those that are not used."""
         parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
-        kinds = {name: None if own is None else type(own).__name__ for name, own in parts.items()}
+        kinds = {name: None if x is None else type(x).__name__ for name, x in parts.items()}
         return kinds | {"ema": None if self.ema is None else "moving average"}
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for a state of other parameters, or made with other options."""
-        for name, own in self._kinds().items():
-            there = state["kinds"][name]
-            if own != there:
+        """Raises ValueError for the state of another model, or of a run with other options."""
+        for name, kind in self._kinds().items():
+            saved_kind = state["kinds"][name]
+            if kind != saved_kind:
                 raise ValueError(
-                    f"{name}: this run has {own or 'none'}, but the checkpoint was made with "
-                    f"{there or 'none'}. Resume with the options that the run was started with."
+                    f"{name}: this run has {kind or 'none'}, but the checkpoint was made with "
+                    f"{saved_kind or 'none'}. Resume with the options that the run was started "
+                    "with."
                 )
         _check_like("params", "model", self.params, state["params"])
         names = _names(self.params)
-        if names != state.get("names", names):
+        if names != state["names"]:
             raise ValueError(
                 f"params: its leaves are {', '.join(names)}, but in the checkpoint "
                 f"{', '.join(state['names'])}: it belongs to a different model, or to one that "
@@ -278,19 +327,20 @@ class Learner:
             )
         if isinstance(self.optimizer, Optimizer):
             sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-            found = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
-            if sizes != found:
+            saved_sizes = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+            if sizes != saved_sizes:
                 raise ValueError(
-                    f"optimizer: its groups have {sizes} tensors, but the checkpoint's {found}. "
+                    f"optimizer: its groups have {sizes} tensors, but the checkpoint's "
+                    f"{saved_sizes}. "
                     "Resume with the same groups."
                 )
         else:
             _check_like("optimizer's state", "optimizer", self.opt_state, state["optimizer"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` gave, and :meth:`check` has let pass.
+        """Restores what :meth:`state_dict` returned, once :meth:`check` has accepted it.
 
-        Tensors of the caller are written in place.
+        Writes the caller's tensors in place.
         """
         leaves, spec = tree_flatten(self.params)
         if isinstance(self.optimizer, Optimizer):
@@ -299,9 +349,9 @@ class Learner:
                     leaf.copy_(value)
             self.optimizer.load_state_dict(state["optimizer"])
         else:
-            own, opt_spec = tree_flatten(self.opt_state)
+            opt_leaves, opt_spec = tree_flatten(self.opt_state)
             self.params = tree_unflatten(_moved(state["params"], leaves), spec)
-            self.opt_state = tree_unflatten(_moved(state["optimizer"], own), opt_spec)
+            self.opt_state = tree_unflatten(_moved(state["optimizer"], opt_leaves), opt_spec)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None:
@@ -311,11 +361,8 @@ class Learner:
                 average.copy_(value)
 
 
-def _state_of(optimizer: Optimizer) -> dict[str, Any] | None:
-    """What to keep of it; of one that is shared out over ranks, on the first of them only.
-
-    That is to be called by all of them.
-    """
+def _full_state(optimizer: Optimizer) -> dict[str, Any] | None:
+    """The optimizer's state. For a sharded one a collective, and None but on the first rank."""
     if isinstance(optimizer, Sharded):
         optimizer.consolidate_state_dict(to=0)
         return optimizer.state_dict() if optimizer.rank == 0 else None
@@ -323,42 +370,42 @@ def _state_of(optimizer: Optimizer) -> dict[str, Any] | None:
 
 
 def _names(tree: Tree) -> list[str]:
+    """The paths of the leaves."""
     return [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
 
 
 def _moved(values: list[Any], like: list[Any]) -> list[Any]:
-    """The values, tensors on the devices of those in ``like``."""
+    """The values, each tensor on the device of its counterpart in ``like``."""
     return [
         value.to(leaf.device) if isinstance(leaf, Tensor) else value
         for value, leaf in zip(values, like, strict=True)
     ]
 
 
-def _check_like(name: str, whole: str, tree: Tree, found: list[Any]) -> None:
-    """What the checkpoint has must be as ``tree``, but for the values."""
+def _check_like(name: str, owner: str, tree: Tree, saved: list[Any]) -> None:
+    """Raises ValueError if the saved leaves differ from those of ``tree`` in shape or dtype."""
     leaves = tree_leaves(tree)
-    if len(leaves) != len(found):
+    if len(leaves) != len(saved):
         raise ValueError(
-            f"{name}: has {len(leaves)} leaves, but the checkpoint has {len(found)}: it belongs "
-            f"to a different {whole}."
+            f"{name}: has {len(leaves)} leaves, but the checkpoint has {len(saved)}: it belongs "
+            f"to a different {owner}."
         )
-    for path, leaf, value in zip(_names(tree), leaves, found, strict=True):
+    for path, leaf, value in zip(_names(tree), leaves, saved, strict=True):
         if not (isinstance(leaf, Tensor) and isinstance(value, Tensor)):
             continue
         if leaf.shape != value.shape or leaf.dtype != value.dtype:
             raise ValueError(
                 f"{name}{path}: is {leaf.dtype} {list(leaf.shape)}, but in the checkpoint "
-                f"{value.dtype} {list(value.shape)}: it belongs to a "
-                f"different {whole}."
+                f"{value.dtype} {list(value.shape)}: it belongs to a different {owner}."
             )
 
 
-def _check_owned(optimizer: Optimizer, params: Tree) -> None:
-    """The optimizer must hold the very tensors of ``params``."""
-    own = {id(leaf) for leaf in tree_leaves(params)}
+def _check_in_params(optimizer: Optimizer, params: Tree) -> None:
+    """Raises ValueError if the optimizer holds a tensor that is not one of ``params``."""
+    ids = {id(leaf) for leaf in tree_leaves(params)}
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
-            if id(p) not in own:
+            if id(p) not in ids:
                 raise ValueError(
                     f"optimizer: its tensor {i} of group {g}, of shape {list(p.shape)}, is not "
                     "one of the tensors in params, so it would never get a gradient. Build the "

@@ -1,4 +1,4 @@
-"""What a person sees of a run while it goes on, and what a run does about what was seen."""
+"""What is read of a run while it goes on: reports, the progress bar, and when to stop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .update import Update
 
 
 class Monitor:
-    """Reads losses now and then: a bar, the caller's events, schedulers and ``stop`` learn them.
+    """Reads losses now and then, for the progress bar, events, schedulers and ``stop``.
 
-    ``ended``: the run is to end, by what was read.
+    ``ended``: what was read ends the run.
     """
 
     def __init__(
@@ -31,23 +31,26 @@ class Monitor:
         self.meter, self._events, self._guard, self._learner = meter, events, guard, learner
         self._stop, self._progress = stop, progress
         self._bar: ProgressBar | None = None
-        self.last: Update | None = None  # not reported yet
+        self.unreported: Update | None = None  # the last update, until it is reported
         self._stopped = False  # by ``stop``
         self.ended = False
 
     def begin(self, total: int | None, index: int) -> None:
-        """The clock starts, at update ``index`` of so many."""
+        """Starts the clock and the bar, at update ``index`` of ``total``."""
         self.meter.start()
         self.draw(total, index)
 
     def draw(self, total: int | None, index: int) -> None:
-        """The bar, if there is to be one."""
+        """Draws the bar, if there is to be one."""
         if self._progress and self._bar is None:
             self._bar = ProgressBar(total, index)
 
     def read(self) -> Report | None:
-        """The losses since the last time, which waits for the device; None if there are none."""
-        update, self.last = self.last, None
+        """Reads the losses since the last report, if there are any. Waits for the device.
+
+        The scheduler and ``stop`` see the mean loss here; :meth:`publish` does the rest.
+        """
+        update, self.unreported = self.unreported, None
         if update is None:
             return None
         report = self.meter.report(update, self._learner.learning_rate)
@@ -57,24 +60,24 @@ class Monitor:
                 self._stopped = self.ended = True
         return report
 
-    def tell(self, report: Report | None) -> None:
-        """Says what was read."""
+    def publish(self, report: Report | None) -> None:
+        """Shows the report, calls the events, and reacts if its loss is not finite."""
         if report is None:
             return
         if self._bar is not None:
             self._bar.show(report)
         emit(self._events.report, report)
         if not math.isfinite(report.loss):
-            words = nonfinite_parameter(self._learner.params) or "its parameters are finite"
+            cause = nonfinite_parameter(self._learner.params) or "its parameters are finite"
             self.ended |= self._guard.stops(
                 f"the mean loss up to update {report.index} is {report.loss}, first that of update "
-                f"{self.meter.first_nonfinite}: {words}",
+                f"{self.meter.first_nonfinite}: {cause}",
                 "The run stops; updates with such a loss have been made. on_nonfinite='skip' looks "
                 "at each loss before its update.",
             )
 
     def close(self) -> None:
-        """Nothing is drawn any more."""
+        """Closes the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -88,7 +91,7 @@ class Monitor:
         }
 
     def load_state_dict(self, state: dict[str, Any], device: Any) -> None:
-        """Goes on from what :meth:`state_dict` gave; a run that ``stop`` had ended has ended."""
+        """Restores what :meth:`state_dict` returned. A run that ``stop`` had ended stays ended."""
         stop: Any = self._stop
         self.meter.load_state_dict(state["meter"], device)
         if state["stop"] is not None and hasattr(stop, "load_state_dict"):

@@ -1,13 +1,12 @@
-"""Updates of several processes together: one gradient, the mean over the valid steps of all.
+"""Updates that several processes make together, from the mean gradient over all valid steps.
 
-Each rank trains on rows of its own. For an update the ranks add up their gradients, each times its
-valid steps, and then the numbers that all must agree on: whether anybody still has data, whether
-losses are to be read now, whether somebody has to stop.
+Each rank trains on its own rows. In an update the ranks sum their gradients, weighted by valid
+steps, and with them the numbers that they must agree on: whether any rank still has data, whether
+losses are to be read now, whether a rank has to stop.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,24 +15,47 @@ from torch import Tensor
 
 from .._interrupt import uninterrupted
 from .._output import EarlyGradients
+from .._warnings import warn
 from ..distributed.ranks import RankFailed, Ranks
 from ..distributed.reduction import Reduction
 from .learner import Learner
 from .window_stats import WindowStats
 
-_STOPS, _FAILED = 1, 2  # what a rank can say of itself
-_TOLD = 8  # numbers that a rank tells, besides one for each of them
-_BASE = 4096  # of the steps of all ranks in two numbers, each exact in float32
+_STOPPING, _FAILED = 1, 2  # a rank's status; 0 while it goes on
+_BASE = 4096  # the steps of all ranks are summed as two digits, each exact in float32
 
 
-class Joined(NamedTuple):
-    """What the ranks made together. ``measured`` is None if no rank had a window that counts.
+class _Numbers(NamedTuple):
+    """What the ranks sum up besides gradients; a status for each rank follows it."""
 
-    ``more``: some rank had one at all. ``due``: losses are to be read. ``seconds``: how long the
-    run took, by the first rank's clock. ``stopping`` and ``failed`` are the ranks that said so.
+    weight_high: float  # the valid steps, weight_high * _BASE + weight_low
+    weight_low: float
+    weighted_loss: float
+    tokens: float
+    has_stats: float  # the rank has a window that counts
+    more: float  # the rank has a window
+    due: float  # losses are to be read; only the first rank says so
+    seconds: float  # that the run took; of the first rank only
+
+
+class JointUpdate(NamedTuple):
+    """The result of all ranks.
+
+    ``stats``
+        those of the windows of all ranks; None if no rank had a window that counts
+    ``more``
+        whether a rank had a window at all
+    ``grads``
+        the mean gradients
+    ``due``
+        whether losses are to be read
+    ``seconds``
+        how long the run took, by the first rank's clock
+    ``stopping``, ``failed``
+        the ranks that stop the run, and those that left it
     """
 
-    measured: WindowStats | None
+    stats: WindowStats | None
     more: bool
     grads: list[Tensor]
     due: bool
@@ -43,147 +65,158 @@ class Joined(NamedTuple):
 
 
 class RankSync:
-    """A learner's share in the updates of all ranks."""
+    """Makes a learner's updates those of all ranks."""
 
     def __init__(self, ranks: Ranks, learner: Learner, dtype: torch.dtype | None) -> None:
         self.ranks, self.learner, self.dtype = ranks, learner, dtype
-        self.bytes_reduced = 0  # what this rank has put into reductions of gradients
-        self.left = False  # this rank has said so
-        self._begun: Reduction | None = None  # of the update at work
+        self.bytes_reduced = 0  # bytes that this rank has sent in reductions of gradients
+        self.has_left = False  # this rank has left the run, and the others know
+        self._begun: Reduction | None = None  # of the update in progress
 
     def early(
         self, weight: float | Tensor, is_sound: Callable[[Tensor], bool]
     ) -> EarlyGradients | None:
-        """How the gradients of a window that is an update of its own are sent as they come.
+        """Sends the gradients of a window, which is a full update, while they are computed.
 
-        None if they go in one message, for which all have to be there.
+        None if there is one bucket only, for which all gradients have to be there.
         """
-        reduction = self._new()
+        reduction = self._new_reduction()
         if len(reduction.buckets) == 1:
             return None
         self._begun = reduction
         number = float(weight)
 
         def ready(loss: Tensor, grads: list[Tensor]) -> None:
-            with uninterrupted():  # a bucket that is sent has to be known as such
-                reduction.give(grads if is_sound(loss) else None, number)
+            with uninterrupted():  # a bucket that is sent must be recorded as sent
+                reduction.add_bucket(grads if is_sound(loss) else None, number)
 
-        places = self.learner.trained_places
-        return EarlyGradients([[places[i] for i in own] for own in reduction.buckets], ready)
+        trained = self.learner.trained_indices
+        parts = [[trained[i] for i in bucket] for bucket in reduction.buckets]
+        return EarlyGradients(parts, ready)
 
-    def _new(self) -> Reduction:
-        return Reduction(self.ranks, self.learner.trained, self.dtype, _TOLD + self.ranks.size)
+    def _new_reduction(self) -> Reduction:
+        numbers = len(_Numbers._fields) + self.ranks.size
+        return Reduction(self.ranks, self.learner.trained, self.dtype, numbers)
 
     def update(
         self,
-        measured: WindowStats | None,
+        stats: WindowStats | None,
         more: bool,
         index: int,
         due: bool,
         stops: bool,
         seconds: float = 0.0,
-    ) -> Joined:
-        """The windows of all ranks, from this one's; the learner has their gradient then.
+    ) -> JointUpdate:
+        """Joins the windows of all ranks; the learner then has the gradients of all.
 
-        ``measured`` is None without a window that counts, ``more`` false without any. Raises
-        :class:`RankFailed` if another rank has left the run.
+        ``stats`` is None if this rank has no window that counts, ``more`` false if it has none at
+        all. Raises :class:`RankFailed` if another rank has left the run.
         """
         learner, grads = self.learner, None
-        if measured is not None and learner.gathered is not None:
+        if stats is not None and learner.gathered is not None:
             grads = learner.gathered[0]
-        joined = self.join(grads, measured, more=more, due=due, stops=stops, seconds=seconds)
-        if joined.failed:
-            self.left = True
-            said = self.ranks.gather(None)
-            raise RankFailed(f"rank {joined.failed[0]} has left the run: {said[joined.failed[0]]}")
-        if joined.stopping and not stops:
-            warnings.warn(
-                f"ftbptt: rank {joined.stopping[0]} stops the run before update {index}.",
+        joint = self._join(grads, stats, more=more, due=due, stops=stops, seconds=seconds)
+        if joint.failed:
+            self.has_left = True
+            first = joint.failed[0]
+            reasons = self.ranks.gather(None)
+            raise RankFailed(f"rank {first} has left the run: {reasons[first]}")
+        if joint.stopping and not stops:
+            warn(
+                f"ftbptt: rank {joint.stopping[0]} stops the run before update {index}.",
                 RuntimeWarning,
-                stacklevel=2,
             )
         learner.gathered = None
-        if joined.measured is not None:
-            learner.gathered = joined.grads, joined.measured.weight
-        return joined
+        if joint.stats is not None:
+            learner.gathered = joint.grads, joint.stats.weight
+        return joint
 
     def check(self, index: int, stops: bool) -> bool:
-        """Before update ``index``: whether some rank has come to its end, as this one if ``stops``.
+        """Whether a rank stops the run before update ``index``; ``stops``: this one does.
 
         Raises :class:`RankFailed` if one has left.
         """
         return bool(self.update(None, False, index, False, stops).stopping)
 
     def close(self, index: int) -> None:
-        """The run has ended before update ``index``, and ends on all ranks.
+        """Waits until all ranks end the run, before update ``index``.
 
-        Raises :class:`RankFailed` if one has left it by an error.
+        Raises :class:`RankFailed` if one leaves it by an error.
         """
-        while not self.left:
-            joined = self.update(None, False, index, False, True)
-            self.left = len(joined.stopping) == self.ranks.size
+        while not self.has_left:
+            joint = self.update(None, False, index, False, True)
+            self.has_left = len(joint.stopping) == self.ranks.size
 
-    def tell(self, words: str) -> None:
-        """This rank leaves the run while the others wait for it: they learn why.
+    def leave(self, reason: str) -> None:
+        """Tells the other ranks, which wait for the next update, that this rank leaves, and why.
 
-        Raises :class:`RankFailed` if they cannot be told.
+        Raises :class:`RankFailed` if they cannot be reached.
         """
-        if self.left or not self.ranks.alive:
+        if self.has_left or not self.ranks.alive:
             return
-        self.left = True
-        self.join(None, None, failed=True)
-        self.ranks.gather(words)
+        self.has_left = True
+        self._join(None, None, failed=True)
+        self.ranks.gather(reason)
 
-    def join(
+    def _join(
         self,
         grads: list[Tensor] | None,
-        measured: WindowStats | None,
+        stats: WindowStats | None,
         *,
         more: bool = False,
         due: bool = False,
         stops: bool = False,
         failed: bool = False,
         seconds: float = 0.0,
-    ) -> Joined:
-        """Every rank's part of an update; to be called by all of them.
+    ) -> JointUpdate:
+        """Sums gradients and numbers over the ranks. A collective.
 
-        ``grads`` and ``measured`` are None where this rank has no window that counts. ``due`` and
-        ``seconds`` are asked of the first rank alone.
+        ``grads`` and ``stats`` are None if this rank has no window that counts. ``due`` and
+        ``seconds`` are read on the first rank only.
         """
-        weight, loss = 0.0, 0.0
-        if measured is not None:
-            if measured.loss.dim():
+        weight, loss, tokens = 0.0, 0.0, 0
+        if stats is not None:
+            if stats.loss.dim():
                 raise ValueError(
                     "mesh: ranks share the mean of one loss, but the segment returns one of shape "
-                    f"{list(measured.loss.shape)}. An ensemble needs no mesh: each rank trains its"
+                    f"{list(stats.loss.shape)}. An ensemble needs no mesh: each rank trains its"
                     " own, ftbptt.distributed.own_models."
                 )
-            weight, loss = float(measured.weight), float(measured.loss)
-        tokens = 0 if measured is None else measured.tokens
-        ranks, like = self.ranks, self.learner.trained
-        reduction = self._begun = self._begun or self._new()
-        own = [0] * ranks.size
-        own[ranks.rank] = _FAILED if failed else _STOPS * stops
+            weight, loss, tokens = float(stats.weight), float(stats.loss), stats.tokens
+        reduction = self._begun = self._begun or self._new_reduction()
+        is_first = self.ranks.rank == 0
         high, low = divmod(weight, _BASE)
-        told = [high, low, weight * loss if weight else 0.0, tokens, measured is not None, more,
-                due and ranks.rank == 0, seconds if ranks.rank == 0 else 0.0, *own]  # fmt: skip
-        sums = reduction.finish(grads, weight, told)
-        self._begun = None  # only now: what an error leaves undone, tell() brings to its end
+        numbers = _Numbers(
+            weight_high=high,
+            weight_low=low,
+            weighted_loss=weight * loss if weight else 0.0,
+            tokens=tokens,
+            has_stats=stats is not None,
+            more=more,
+            due=due and is_first,
+            seconds=seconds if is_first else 0.0,
+        )
+        statuses = [0] * self.ranks.size
+        statuses[self.ranks.rank] = _FAILED if failed else _STOPPING * stops
+        sums = reduction.finish(grads, weight, [*numbers, *statuses])
+        self._begun = None  # only now: after an error, leave() has to complete the reduction
         self.bytes_reduced += reduction.nbytes
-        high, low, weighted, all_tokens, windows, had_one, due_for_all, first_seconds, *said = sums
-        total = high * _BASE + low
-        all_steps = max(total, 1.0)
-        joined = None
-        if windows:
-            mean = torch.tensor(weighted / all_steps, dtype=like[0].dtype.to_real())
-            steps = 0 if measured is None else measured.steps
-            joined = WindowStats(mean, int(total), steps, int(all_tokens))
-        return Joined(
-            joined,
-            bool(had_one),
-            reduction.mean(all_steps),
-            bool(due_for_all),
-            first_seconds,
-            [rank for rank, word in enumerate(said) if word == _STOPS],
-            [rank for rank, word in enumerate(said) if word == _FAILED],
+        total = _Numbers(*sums[: len(numbers)])
+        all_statuses = sums[len(numbers) :]
+        total_weight = total.weight_high * _BASE + total.weight_low
+        divisor = max(total_weight, 1.0)
+        joint_stats = None
+        if total.has_stats:
+            dtype = self.learner.trained[0].dtype.to_real()
+            mean_loss = torch.tensor(total.weighted_loss / divisor, dtype=dtype)
+            steps = 0 if stats is None else stats.steps
+            joint_stats = WindowStats(mean_loss, int(total_weight), steps, int(total.tokens))
+        return JointUpdate(
+            joint_stats,
+            more=bool(total.more),
+            grads=reduction.mean(divisor),
+            due=bool(total.due),
+            seconds=total.seconds,
+            stopping=[rank for rank, status in enumerate(all_statuses) if status == _STOPPING],
+            failed=[rank for rank, status in enumerate(all_statuses) if status == _FAILED],
         )

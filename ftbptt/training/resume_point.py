@@ -1,4 +1,4 @@
-"""Where a run stands between two updates: what it takes to make the next one, also once more."""
+"""What it takes to make the next update of a run, or to make it once more."""
 
 from __future__ import annotations
 
@@ -14,28 +14,37 @@ Tree = Any
 
 
 class ResumePoint(NamedTuple):
-    """``place`` in the data with its state, and the state ``behind`` the last window's last step.
+    """Where a run stands between two updates.
 
-    ``had_windows``: the epoch had some, on any rank. ``reading`` is what the :class:`Cursor` knows,
-    ``generator`` the state of the segment's own.
+    ``place``
+        the next window, and the carried state at its first step
+    ``state_after``
+        the state after the last step of the window before. It differs from the carried one if
+        windows overlap.
+    ``had_windows``
+        whether the epoch has had a window, on any rank
+    ``reading``
+        the state of the :class:`Cursor`
+    ``generator``
+        the state of the segment's generator, if it has one
     """
 
     place: Place
-    behind: Tree
+    state_after: Tree
     had_windows: bool
     reading: dict[str, Any]
     generator: torch.Tensor | None
 
     @classmethod
     def of(
-        cls, place: Place, behind: Tree, had_windows: bool, cursor: Cursor, segments: Segments
+        cls, place: Place, state_after: Tree, had_windows: bool, cursor: Cursor, segments: Segments
     ) -> ResumePoint:
-        own = segments.generator
-        drawn = None if own is None else own.get_state()
-        return cls(place, behind, had_windows, cursor.state_dict(), drawn)
+        generator = segments.generator
+        drawn = None if generator is None else generator.get_state()
+        return cls(place, state_after, had_windows, cursor.state_dict(), drawn)
 
-    def go_back(self, cursor: Cursor, segments: Segments) -> None:
-        """Reads and draws from here on what comes next."""
+    def restore(self, cursor: Cursor, segments: Segments) -> None:
+        """Rewinds the data and the random numbers to this point."""
         cursor.load_state_dict(self.reading, self.place)
         if segments.generator is not None and self.generator is not None:
             segments.generator.set_state(self.generator)
@@ -46,7 +55,7 @@ class ResumePoint(NamedTuple):
         return {
             "place": [place.epoch, place.index, place.position, place.end],
             "state": as_plain(place.state),
-            "behind": as_plain(self.behind),
+            "state_after": as_plain(self.state_after),
             "had_windows": self.had_windows,
             "cursor": self.reading,
             "generator": self.generator,
@@ -56,11 +65,9 @@ class ResumePoint(NamedTuple):
     def from_state(
         cls, state: dict[str, Any], like: Tree, start: Tree, device: torch.device
     ) -> ResumePoint:
-        """What :meth:`state_dict` gave; ``like`` and ``start`` are as for :func:`from_plain`."""
-        carried, behind = (
-            from_plain(state[name], like, device, start) for name in ("state", "behind")
-        )
+        """The inverse of :meth:`state_dict`; ``like`` and ``start`` as for :func:`from_plain`."""
+        carried = from_plain(state["state"], like, device, start)
+        state_after = from_plain(state["state_after"], like, device, start)
         epoch, index, position, end = state["place"]
         place = Place(epoch, index, position, carried, end)
-        had_windows = state.get("had_windows", index > 0)
-        return cls(place, behind, had_windows, state["cursor"], state.get("generator"))
+        return cls(place, state_after, state["had_windows"], state["cursor"], state["generator"])

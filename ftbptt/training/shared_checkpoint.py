@@ -1,8 +1,12 @@
 """Checkpoints that ranks write together, through ``torch.distributed.checkpoint``.
 
-A folder for each: what is the same on all ranks is written by the first, what is a rank's own by
-that rank, and the rows of the state by the rank that has them, under the numbers of those rows. So
-any number of ranks can read it, each its own rows.
+Each checkpoint is a folder. The first rank writes what all ranks have in common, each rank writes
+its own part, and the rows of the state that it has, keyed by their numbers. So any number of ranks
+can read the checkpoint, each its rows. The keys::
+
+    run                        common part: bytes, with the tensors in run<path>
+    rank<r>of<size>            a rank's own part, likewise
+    rows<start>-<stop>/<i>     rows [start, stop) of the i-th leaf of the state, rows on axis 0
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import io
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import groupby
 from pathlib import Path
@@ -25,25 +29,34 @@ from torch.distributed import ProcessGroup
 
 from .._compat import timeout_of
 from .._trees import keystr, tree_flatten_with_path, tree_map
+from .._warnings import warn
 from ..distributed.ranks import Ranks
 from ..distributed.shares import share_of
 from .checkpoint import CheckpointError, as_bytes
 
-_KEPT = 2  # whole ones; while a third is written there is always one to go back to
+_KEPT = 2  # complete checkpoints; so there is one to fall back to while the next is written
 _NAME = "update-{:09d}"
-_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_writing_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 class Parts(NamedTuple):
-    """What a checkpoint holds: trees of tensors, numbers, strings, dicts, lists and tuples.
+    """The content of a checkpoint: trees of tensors, numbers, strings, dicts, lists and tuples.
 
-    ``common`` is that of the first rank, ``own`` a rank's own; ``rows`` is a tree of tensors whose
-    rows the ranks have shared out, in the order of the ranks.
+    ``common`` is the same on all ranks, ``by_rank`` is this rank's, and ``rows`` are tensors whose
+    rows are shared out over the ranks, in their order.
     """
 
     common: Any
-    own: Any
+    by_rank: Any
     rows: Any
+
+
+class _Ready(NamedTuple):
+    """What each rank tells the others before they write: its rows, and what went wrong."""
+
+    rows: int
+    disk_error: str | None
+    unloadable: str | None
 
 
 class SharedCheckpoints:
@@ -52,51 +65,52 @@ class SharedCheckpoints:
     def __init__(self, folder: Path, ranks: Ranks, row_axis: Callable[[Tensor], int]) -> None:
         self.folder, self.ranks, self.row_axis = folder, ranks, row_axis
         self._writing: Future[Any] | None = None
-        self._own: list[str] = []  # the names of those of this run
+        self._names: list[str] = []  # of the checkpoints of this run
 
     def save(self, index: int, parts: Parts) -> None:
-        """Begins to write a checkpoint; to be called by all ranks.
+        """Starts to write a checkpoint. A collective.
 
-        The contents are copied first, so they may change then. Raises OSError and
-        :class:`RankFailed` if the one before could not be written, and TypeError, on all ranks,
-        for what one of them could not read again.
+        The content is copied first, so it may change once this returns. Raises OSError or
+        :class:`RankFailed` if the previous checkpoint could not be written, and TypeError, on all
+        ranks, for content of any rank that ``weights_only=True`` could not load.
         """
         from torch.distributed.checkpoint import FileSystemWriter, async_save
 
         ranks = self.ranks
         ranks.all_do(self.wait)
         path = self.folder / ranks.gather(self._free_name(index) if ranks.rank == 0 else None)[0]
-        numbers, leaves = self._numbered(parts.rows)
-        content, unreadable = {}, None
+        references, leaves = self._take_out(parts.rows)
+        content, unloadable = {}, None
         try:
-            content = _taken_apart(f"rank{ranks.rank}of{ranks.size}", [parts.own, numbers])
+            content = _flatten(_rank_key(ranks.rank, ranks.size), [parts.by_rank, references])
             if ranks.rank == 0:
-                content |= _taken_apart("run", parts.common)
+                content |= _flatten("run", parts.common)
         except TypeError as error:
-            unreadable = str(error)
-        told = ranks.gather((len(leaves[0]) if leaves else 0, self._make_room(path), unreadable))
-        if (problem := told[0][1]) is not None:
-            raise OSError(problem)
-        if wrong := [said for *_, said in told if said is not None]:
-            raise TypeError(wrong[0])
-        first = sum(count for count, *_ in told[: ranks.rank])
+            unloadable = str(error)
+        rows = len(leaves[0]) if leaves else 0
+        ready = [_Ready(*of) for of in ranks.gather((rows, self._make_room(path), unloadable))]
+        if (disk_error := ready[0].disk_error) is not None:
+            raise OSError(disk_error)
+        if problems := [of.unloadable for of in ready if of.unloadable is not None]:
+            raise TypeError(problems[0])
+        first = sum(of.rows for of in ready[: ranks.rank])
         for i, leaf in enumerate(leaves):
             content[f"rows{first}-{first + len(leaf)}/{i}"] = leaf
-        self._own.append(path.name)
+        self._names.append(path.name)
         self._writing = async_save(
-            content, storage_writer=FileSystemWriter(path), process_group=_group_beside(ranks)
+            content, storage_writer=FileSystemWriter(path), process_group=_writing_group(ranks)
         )  # type: ignore[assignment]
 
     def _free_name(self, index: int) -> str:
-        """A name for update ``index``; a whole checkpoint is not written over."""
-        name, again = _NAME.format(index), 0
+        """A name for update ``index`` that no complete checkpoint has."""
+        name, suffix = _NAME.format(index), 0
         while (self.folder / name / ".metadata").exists():
-            again += 1
-            name = f"{_NAME.format(index)}.{again}"
+            suffix += 1
+            name = f"{_NAME.format(index)}.{suffix}"
         return name
 
     def _make_room(self, path: Path) -> str | None:
-        """What the first rank does before anybody writes; what went wrong with it."""
+        """Makes the folder, on the first rank, before any rank writes; returns an error message."""
         if self.ranks.rank == 0:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -105,150 +119,175 @@ class SharedCheckpoints:
                 return f"checkpoint: {error}"
         return None
 
-    def _numbered(self, tree: Any) -> tuple[Any, list[Tensor]]:
-        """The tree with ``number@row axis`` for its tensors, and those, rows in front."""
+    def _take_out(self, tree: Any) -> tuple[Any, list[Tensor]]:
+        """Takes the tensors out of a tree, and moves their rows to axis 0.
+
+        In the tree there is ``index@axis`` instead: which of the tensors, and where its rows were.
+        """
         tensors: list[Tensor] = []
 
-        def number(leaf: Any) -> str | None:
+        def take(leaf: Any) -> str | None:
             if leaf is None:
                 return None
             axis = self.row_axis(leaf)
             tensors.append(leaf.detach().movedim(axis, 0))
             return f"{len(tensors) - 1}@{axis}"
 
-        return tree_map(number, tree), tensors
+        return tree_map(take, tree), tensors
 
     def wait(self) -> None:
-        """Until what is being written is whole. Then all but the last ones are deleted."""
+        """Waits until the checkpoint is written, then deletes all but the last ones."""
         if self._writing is None:
             return
         try:
             self._writing.result()
-        except KeyboardInterrupt:  # it is still being written
+        except KeyboardInterrupt:  # the write goes on
             raise
         except RuntimeError as error:
             self._writing = None
             raise self.ranks.lost(error) from error
-        except BaseException as error:  # which torch's CheckpointException is
+        except BaseException as error:  # torch's CheckpointException is no Exception
             self._writing = None
             raise OSError(f"checkpoint: {self.folder}: {_reason(error)}") from error
         self._writing = None
         if self.ranks.rank == 0:
             for path in self.folder.glob("update-*"):
-                if path.name not in self._own[-_KEPT:]:
+                if path.name not in self._names[-_KEPT:]:
                     shutil.rmtree(path, ignore_errors=True)
 
-    def whole(self) -> list[str]:
-        """The names of those that were written to their end, the last first."""
+    def complete(self) -> list[str]:
+        """The names of the checkpoints that were written to the end, the newest first."""
         marks = list(self.folder.glob("update-*/.metadata"))
         marks.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
         return [path.parent.name for path in marks]
 
     def load(self) -> Parts | None:
-        """The last one that all ranks can read, with this rank's rows; None if there is none.
+        """The newest checkpoint that all ranks can read, with this rank's rows. A collective.
 
-        Raises :class:`CheckpointError` if there are some, but none of them whole.
+        None if there is none. Raises :class:`CheckpointError` if there are some, all damaged.
         """
-        reasons: list[str] = []
-        for name in self.ranks.gather(self.whole())[0]:
-            found, reason = None, None
+        problems: list[str] = []
+        for name in self.ranks.gather(self.complete())[0]:
+            parts, problem = None, None
             try:
-                found = self._read(self.folder / name)
-            except BaseException as error:
+                parts = self._read(self.folder / name)
+            except BaseException as error:  # torch's CheckpointException is no Exception
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                reason = f"checkpoint {self.folder / name}: damaged ({_reason(error)})."
-            wrong = [said for said in self.ranks.gather(reason) if said is not None]
-            if not wrong:
-                if reasons:
-                    warnings.warn(f"{reasons[0]} Using {self.folder / name}.", stacklevel=2)
-                self._own = [name]
-                return found
-            reasons.append(wrong[0])
-        if reasons:
-            raise CheckpointError(" ".join(reasons) + " To start anew, delete what is there.")
+                problem = f"checkpoint {self.folder / name}: damaged ({_reason(error)})."
+            of_ranks = [text for text in self.ranks.gather(problem) if text is not None]
+            if not of_ranks:
+                if problems:
+                    warn(f"{problems[0]} Using {self.folder / name}.", UserWarning)
+                self._names = [name]
+                return parts
+            problems.append(of_ranks[0])
+        if problems:
+            raise CheckpointError(" ".join(problems) + " To start anew, delete what is there.")
         return None
 
     def _read(self, path: Path) -> Parts:
-        """This rank's part of a checkpoint, whatever the number of ranks that has written it."""
+        """This rank's part of a checkpoint that any number of ranks wrote."""
         from torch.distributed.checkpoint import FileSystemReader, load
 
         ranks, reader = self.ranks, FileSystemReader(path)
-        there = reader.read_metadata().state_dict_metadata
-        size = max(int(found[1]) for key in there if (found := re.match(r"rank\d+of(\d+)$", key)))
-        own = f"rank{ranks.rank % size}of{size}"
-        blocks = sorted(
-            (int(found[3]), int(found[1]), int(found[2]), key)
-            for key in there
-            if (found := re.match(r"rows(\d+)-(\d+)/(\d+)$", key))
+        metadata = reader.read_metadata().state_dict_metadata
+        # The part of one rank may stand for another's if there were fewer.
+        size = max(int(key[2]) for key in _matches(r"rank(\d+)of(\d+)$", metadata))
+        rank_key = _rank_key(ranks.rank % size, size)
+        all_blocks = sorted(
+            _Block(int(key[3]), int(key[1]), int(key[2]), key.string)
+            for key in _matches(r"rows(\d+)-(\d+)/(\d+)$", metadata)
         )
-        mine = range(0)
-        if blocks:
-            mine = share_of(max(stop for _, _, stop, _ in blocks), ranks.rank, ranks.size)
-        blocks = [own for own in blocks if own[1] < mine.stop and own[2] > mine.start]
-        wanted = [key for key in there if re.match(rf"(run|{own})(?!\d)", key)]
+        rows = range(0)
+        if all_blocks:
+            rows = share_of(max(block.stop for block in all_blocks), ranks.rank, ranks.size)
+        blocks = [
+            block for block in all_blocks if block.start < rows.stop and block.stop > rows.start
+        ]
+        keys = [key.string for key in _matches(rf"(run|{rank_key})(?!\d)", metadata)]
         content = {
-            key: torch.empty(there[key].size, dtype=there[key].properties.dtype)  # type: ignore[union-attr]
-            for key in [*wanted, *(key for *_, key in blocks)]
+            key: torch.empty(metadata[key].size, dtype=metadata[key].properties.dtype)  # type: ignore[union-attr]
+            for key in [*keys, *(block.key for block in blocks)]
         }
-        with warnings.catch_warnings():  # that it reads alone is what is wanted
+        with warnings.catch_warnings():  # each rank reads by itself, on purpose
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(content, storage_reader=reader, no_dist=True)
-        leaves = []
-        for _, group in groupby(blocks, lambda block: block[0]):
-            leaf = torch.cat(
-                [content[key][max(0, mine.start - start) : mine.stop - start]
-                 for _, start, _, key in group]
-            )  # fmt: skip
-            leaves.append(leaf)
+        leaves = [
+            torch.cat(
+                [
+                    content[block.key][max(0, rows.start - block.start) : rows.stop - block.start]
+                    for block in of_leaf
+                ]
+            )
+            for _, of_leaf in groupby(blocks, lambda block: block.leaf)
+        ]
 
-        def tensor(number: str | None) -> Tensor | None:
-            if number is None:
+        def put_back(reference: str | None) -> Tensor | None:
+            if reference is None:
                 return None
-            i, axis = map(int, number.split("@"))
+            i, axis = map(int, reference.split("@"))
             return leaves[i].movedim(0, axis).contiguous()
 
-        contents, numbers = _put_together(own, content)
-        rows = tree_map(tensor, numbers)
-        return Parts(_put_together("run", content), contents, rows)
+        by_rank, references = _unflatten(rank_key, content)
+        return Parts(_unflatten("run", content), by_rank, tree_map(put_back, references))
 
 
-def _group_beside(ranks: Ranks) -> ProcessGroup:
-    """A group of the same ranks that checkpoints are written by, while the run goes on.
+class _Block(NamedTuple):
+    """Rows ``[start, stop)`` of a leaf, as one rank wrote them under ``key``."""
 
-    One for all runs, since a group has threads and sockets; made by all ranks at once.
+    leaf: int
+    start: int
+    stop: int
+    key: str
+
+
+def _rank_key(rank: int, size: int) -> str:
+    return f"rank{rank}of{size}"
+
+
+def _matches(pattern: str, keys: Iterable[str]) -> list[re.Match[str]]:
+    return [match for key in keys if (match := re.match(pattern, key))]
+
+
+def _writing_group(ranks: Ranks) -> ProcessGroup:
+    """A second group of the same ranks, to write checkpoints in while the run goes on.
+
+    It is shared by all runs, since a group holds threads and sockets. The first call for a group
+    is a collective.
     """
-    if ranks.group not in _groups:
-        _groups[ranks.group] = dist.new_group(
+    if ranks.group not in _writing_groups:
+        _writing_groups[ranks.group] = dist.new_group(
             dist.get_process_group_ranks(ranks.group), backend="gloo",
             timeout=timeout_of(ranks.group), use_local_synchronization=True,
         )  # fmt: skip
-    return _groups[ranks.group]
+    return _writing_groups[ranks.group]
 
 
-def _taken_apart(name: str, tree: Any) -> dict[str, Tensor]:
-    """The tensors of a tree by their paths, and the rest of it as bytes."""
+def _flatten(name: str, tree: Any) -> dict[str, Tensor]:
+    """The tensors of a tree by their paths, and the tree without them as bytes."""
     leaves = tree_flatten_with_path(tree)[0]
     tensors = {
         f"{name}{keystr(path)}": leaf.detach() for path, leaf in leaves if isinstance(leaf, Tensor)
     }
     numbers = iter(range(len(tensors)))
-    rest = tree_map(
+    skeleton = tree_map(  # with the number of a tensor in its place
         lambda leaf: torch.tensor(next(numbers)) if isinstance(leaf, Tensor) else leaf, tree
     )
-    data = torch.frombuffer(bytearray(as_bytes([list(tensors), rest])), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(as_bytes([list(tensors), skeleton])), dtype=torch.uint8)
     return {name: data, **tensors}
 
 
-def _put_together(name: str, content: dict[str, Tensor]) -> Any:
-    """What :func:`_taken_apart` was given."""
+def _unflatten(name: str, content: dict[str, Tensor]) -> Any:
+    """The inverse of :func:`_flatten`."""
     data = io.BytesIO(content[name].numpy().tobytes())
-    names, rest = torch.load(data, weights_only=True)
+    paths, skeleton = torch.load(data, weights_only=True)
     return tree_map(
-        lambda leaf: content[names[int(leaf)]] if isinstance(leaf, Tensor) else leaf, rest
+        lambda leaf: content[paths[int(leaf)]] if isinstance(leaf, Tensor) else leaf, skeleton
     )
 
 
 def _reason(error: BaseException) -> str:
+    """The class of an error, and the last line of its message, which has the cause."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__

@@ -13,33 +13,37 @@ from .checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from .shared_checkpoint import Parts, SharedCheckpoints
 
 Content = dict[str, Any]
-_OF_ALL = (
-    "format", "windows", "index", "seconds", "told_epochs", "had_windows", "learner", "stop",
+
+# Keys of a run's state: those that are the same on all ranks, and trees that are split by row.
+# The rest is each rank's own.
+_COMMON = (
+    "format", "windows", "index", "seconds", "epochs_ended", "had_windows", "learner", "stop",
     "stopped",
 )  # fmt: skip
-_BY_ROW = ("state", "behind")
+_BY_ROW = ("state", "state_after")
 
 
 class Store(Protocol):
-    """Where a run is kept. With many ranks each call is to be made by all of them.
+    """Where a run keeps its checkpoints. With many ranks each method is a collective.
 
-    ``replaces``: another run is kept there, which this one takes the place of.
+    ``replaces``: there is a checkpoint of another run, which this run is to overwrite.
     """
 
     replaces: bool
 
     def offer(self, index: int | None, content: Callable[[], Content], *, last: bool) -> bool:
-        """Keeps the run as it is after ``index`` updates; whether it was kept.
+        """Saves the run after ``index`` updates; returns whether it did.
 
-        None: it is not worth keeping. ``last``: nothing comes after it, so it is waited for.
+        ``index`` is None if there is nothing worth saving. ``last``: the run ends or is left, so
+        the call waits until the checkpoint is written.
         """
 
     def load(self) -> Content | None:
-        """What was kept last; None if there is nothing."""
+        """The last checkpoint; None if there is none."""
 
 
 class FileStore:
-    """A file, and the one before it."""
+    """A file, and beside it the checkpoint before."""
 
     def __init__(self, path: Path, replaces: bool) -> None:
         self.path, self.replaces = path, replaces
@@ -54,7 +58,7 @@ class FileStore:
 
 
 class SharedStore:
-    """A folder to which all ranks write what is theirs."""
+    """A folder to which each rank writes its part."""
 
     def __init__(
         self, folder: Path, ranks: Ranks, row_axis: Callable[[Tensor], int], replaces: bool
@@ -65,25 +69,25 @@ class SharedStore:
     def offer(self, index: int | None, content: Callable[[], Content], *, last: bool) -> bool:
         if not self.ranks.alive:
             return False
-        # After an error, not all may have come to the same update.
-        same = set(self.ranks.gather(index)) == {index}
-        if index is not None and same:
-            own = self.ranks.all_do(content)
-            # A rank whose rows end first stays where it was, while the others go on.
-            furthest = max(self.ranks.gather(own["place"]))
-            common = {name: own.pop(name) for name in _OF_ALL}
+        # After an error, the ranks may have reached different updates.
+        agreed = set(self.ranks.gather(index)) == {index}
+        if index is not None and agreed:
+            by_rank = self.ranks.all_do(content)
+            # A rank whose rows ended early stays at its last place, while the others go on.
+            furthest = max(self.ranks.gather(by_rank["place"]))
+            common = {name: by_rank.pop(name) for name in _COMMON}
             common |= {"ranks": self.ranks.size, "furthest": furthest}
-            rows = {name: own.pop(name) for name in _BY_ROW}
-            self.checkpoints.save(index, Parts(common, own, rows))
+            rows = {name: by_rank.pop(name) for name in _BY_ROW}
+            self.checkpoints.save(index, Parts(common, by_rank, rows))
         if last:
             self.ranks.all_do(self.checkpoints.wait)
-        return same and index is not None
+        return agreed and index is not None
 
     def load(self) -> Content | None:
         parts = self.checkpoints.load()
         if parts is None:
             return None
-        common, own, rows = parts
-        if common.get("ranks", self.ranks.size) != self.ranks.size:  # the rows are shared out anew
-            own["place"] = common["furthest"]
-        return {**common, **own, **rows}
+        common, by_rank, rows = parts
+        if common["ranks"] != self.ranks.size:  # the rows are shared out anew
+            by_rank["place"] = common["furthest"]
+        return {**common, **by_rank, **rows}

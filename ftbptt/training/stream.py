@@ -1,8 +1,7 @@
-"""A run on a stream: how it begins, is left, goes on and ends, and when it is saved."""
+"""A run on a stream: how it begins, is left, continues and ends, and when it is saved."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .._trees import tree_map
+from .._warnings import warn
 from ..distributed.ranks import RankFailed
 from .cursor import Cursor
 from .events import Events
@@ -28,18 +28,46 @@ Tree = Any
 
 
 class Phase(Enum):
-    """Where a run is in its life."""
+    """Where a run is in its life.
+
+    ========  =====================================  =============================================
+    phase     the run                                next phase
+    ========  =====================================  =============================================
+    NEW       has made no update in this process     RUNNING by ``next``; ENDED by ``finish``
+    RUNNING   makes updates                          LEFT by an error, Ctrl-C or ``break``;
+                                                     ENDED by ``finish``, or without more updates
+    LEFT      has told the other ranks, and saved    RUNNING by ``next``, which rewinds to the
+                                                     update in progress; ENDED by ``finish``
+    ENDED     has read the last losses, and saved    none: ``next`` raises StopIteration
+    ========  =====================================  =============================================
+    """
 
     NEW = auto()
     RUNNING = auto()
-    LEFT = auto()  # by an error, Ctrl-C or ``break``; the next update goes on
+    LEFT = auto()
     ENDED = auto()
 
 
 class Stream(Iterator[Update]):
     """Updates on a stream, one for each ``next``; made by :func:`train_stream`.
 
-    ``extra`` is a dict of the caller's own, kept in checkpoints.
+    ``extra`` is a dict for the caller's own data, which is saved in checkpoints.
+
+    >>> import ftbptt, torch
+    >>> cell = torch.nn.GRUCell(3, 5)
+    >>> segment = ftbptt.make_train_segment(
+    ...     cell, lambda out, y: out.square().mean(), backend="eager"
+    ... )
+    >>> params = dict(cell.named_parameters())
+    >>> run = ftbptt.training.train_stream(
+    ...     segment, params, None, (torch.randn(100, 2, 3), None),
+    ...     torch.optim.Adam(params.values()), k1=25, interval=0, progress=False,
+    ... )
+    >>> next(run)
+    Update(index=0, epoch=0, position=25)
+    >>> run.finish()
+    >>> run.index, len(run.history), run.state.shape
+    (1, 1, torch.Size([2, 5]))
     """
 
     def __init__(
@@ -54,27 +82,29 @@ class Stream(Iterator[Update]):
         store: Store | None,
         checkpoint_every: int,
         progress: bool,
-        together: RankSync | None,
+        rank_sync: RankSync | None,
     ) -> None:
         initial = state if state is None else tree_map(Tensor.detach, state)
         self._guard = guard = Guard(limits.on_nonfinite, learner)
-        self._watch = Monitor(meter, events, guard, learner, limits.stop, progress)
+        self._monitor = Monitor(meter, events, guard, learner, limits.stop, progress)
         windows = WindowRunner(
             segments, learner, cursor.truncation, initial, guard, events, limits.micro_batches,
-            together if limits.accumulate == 1 else None,
+            rank_sync if limits.accumulate == 1 else None,
         )  # fmt: skip
-        keeps_standing = store is not None or together is not None
-        self._trainer = Trainer(windows, cursor, self._watch, limits, together, keeps_standing)
-        self._learner, self._cursor, self._together = learner, cursor, together
+        keeps_resume_point = store is not None or rank_sync is not None
+        self._trainer = Trainer(
+            windows, cursor, self._monitor, limits, rank_sync, keeps_resume_point
+        )
+        self._learner, self._cursor, self._together = learner, cursor, rank_sync
         self._store, self._checkpoint_every = store, checkpoint_every
         self._phase = Phase.NEW
-        self._has_begun = False
-        self._saved = 0  # the index that the checkpoint has
+        self._has_begun = False  # the clock runs, and the data is being read
+        self._saved = 0  # the number of updates that the checkpoint has
         self.extra: dict[str, Any] = {}
 
     @property
     def index(self) -> int:
-        """How many updates were made."""
+        """The number of updates that were made."""
         return self._trainer.index
 
     @property
@@ -84,7 +114,7 @@ class Stream(Iterator[Update]):
 
     @property
     def optimizer(self) -> Any:
-        """What the run was given as such."""
+        """The ``optimizer`` of :func:`train_stream`."""
         return self._learner.optimizer
 
     @property
@@ -95,25 +125,25 @@ class Stream(Iterator[Update]):
     @property
     def state(self) -> Tree:
         """The state after the last step that was trained on, detached."""
-        return self._trainer.behind
+        return self._trainer.state_after
 
     @property
     def history(self) -> list[Report]:
-        """What was reported so far; of a very long run every second one, or fewer of the oldest."""
-        return self._watch.meter.history
+        """The reports so far. Of a very long run the older ones are thinned out."""
+        return self._monitor.meter.history
 
     @property
     def seconds(self) -> float:
-        """How long the run took so far, all its parts together.
+        """How long the run has taken, including the time before it was resumed.
 
-        With a mesh: up to its last update, by the first rank's clock, and so the same on all.
+        With a mesh, up to its last update by the first rank's clock, so it is the same on all.
         """
-        return self._watch.meter.seconds if self._together is None else self._trainer.seconds
+        return self._monitor.meter.seconds if self._together is None else self._trainer.seconds
 
     # -- iteration ----------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Update]:
-        """As a generator, which is closed where a loop is left: the checkpoint is written then."""
+        """A generator: it is closed when a loop is left, and the checkpoint is written then."""
         try:
             while (update := next(self, None)) is not None:
                 yield update
@@ -124,129 +154,139 @@ class Stream(Iterator[Update]):
 
     def __next__(self) -> Update:
         try:
-            update = None if self._phase is Phase.ENDED else self._go_on()
+            update = None if self._phase is Phase.ENDED else self._next_update()
         except BaseException as error:
             self._leave(error)
-            if isinstance(error, StopIteration):  # it would end the loop without a word
+            if isinstance(error, StopIteration):  # it would silently end the loop
                 raise RuntimeError("a function that the run called raised StopIteration") from error
             raise
         if update is None:
             raise StopIteration
         return update
 
-    def _go_on(self) -> Update | None:
-        """The next update; None where the run ends."""
-        trainer, update = self._trainer, None
+    def _next_update(self) -> Update | None:
+        """The next update; None if the run ends."""
+        trainer = self._trainer
         if not trainer.ended:
-            phase, self._phase = self._phase, Phase.RUNNING
-            if phase is Phase.LEFT:
-                self._join_again()
-            if not self._has_begun:
-                self._begin()
-            elif phase is Phase.RUNNING and trainer.standing is None:
-                self._save_when_due()
-                trainer.stand()
-        if not trainer.ended:  # as a rank can learn where they save
-            update = trainer.next_update()
+            self._run()
+        # The run may have ended by now: a rank learns that from the others where all save.
+        update = None if trainer.ended else trainer.next_update()
         if update is None:
             if self._together is not None:
                 self._together.close(self.index)
             self.finish()
         return update
 
+    def _run(self) -> None:
+        """Enters the phase RUNNING, and prepares the next update."""
+        previous, self._phase = self._phase, Phase.RUNNING
+        if previous is Phase.LEFT:
+            self._return()
+        if not self._has_begun:
+            self._begin()
+        elif previous is Phase.RUNNING and self._trainer.resume_point is None:
+            self._save_when_due()
+            self._trainer.set_resume_point()
+
     def _begin(self) -> None:
-        self._watch.begin(self._trainer.total_updates(), self.index)
+        self._monitor.begin(self._trainer.total_updates(), self.index)
         self._trainer.begin()
         self._has_begun = True
         if self._store is not None and self._store.replaces:
-            # Else a restart would go on with the run that was there.
-            with self._trainer.undisturbed():
+            # Otherwise a restart would resume the old run.
+            with self._trainer.uninterrupted():
                 if not self._trainer.ends_on_a_rank():
                     self._store.offer(self.index, self.state_dict, last=False)
 
-    def _join_again(self) -> None:
-        """A run that was left goes on, on all ranks; an update that was not made begins anew."""
+    def _return(self) -> None:
+        """A run that was left continues, on all ranks. It goes back to the update in progress."""
         if self._together is not None:
-            self._together.left = False
+            self._together.has_left = False
         if self._has_begun:
-            self._watch.draw(self._trainer.total_updates(), self.index)
-            self._trainer.go_back()
+            self._monitor.draw(self._trainer.total_updates(), self.index)
+            self._trainer.rewind()
 
     def _save_when_due(self) -> None:
-        """Between two updates, when the caller is done with the last one."""
+        """Saves between two updates, when the caller is done with the last one."""
         is_due = self.index % self._checkpoint_every == 0 and self._saved != self.index
         if is_due and self._store is not None:
-            self._trainer.tell(self._watch.read())
-            with self._trainer.undisturbed():
+            self._trainer.publish(self._monitor.read())
+            with self._trainer.uninterrupted():
                 if not self._trainer.ends_on_a_rank():
-                    self._save_new(last=False)
+                    self._save_if_new(last=False)
 
     def _leave(self, error: BaseException) -> None:
-        """The run is left, by an error or Ctrl-C: all updates up to now are kept."""
+        """The run is left by an error, Ctrl-C or ``break``: saves all updates so far."""
         self._learner.forget()
-        self._watch.close()
-        with self._trainer.undisturbed():
+        self._monitor.close()
+        with self._trainer.uninterrupted():
             try:
                 if self._together is not None:
-                    left = isinstance(error, GeneratorExit)
-                    words = "its loop over the run was left" if left else _sentence(error)
-                    self._together.tell(words)
-            except RankFailed as failed:
-                _add_note(error, f"ftbptt: the other ranks could not be told: {failed}")
+                    is_break = isinstance(error, GeneratorExit)
+                    reason = f"{type(error).__name__}: {error}"
+                    self._together.leave("its loop over the run was left" if is_break else reason)
+            except RankFailed as failure:
+                _add_note(error, f"ftbptt: the other ranks could not be told: {failure}")
             try:
-                self._save_new(last=True)
-            except Exception as failed:
-                _add_note(error, f"ftbptt: the checkpoint could not be written: {failed}")
+                self._save_if_new(last=True)
+            except Exception as failure:
+                _add_note(error, f"ftbptt: the checkpoint could not be written: {failure}")
             self._phase = Phase.LEFT
 
     def finish(self) -> None:
         """Ends the run: reads the last losses, and writes the checkpoint.
 
-        For a caller of ``next`` who has enough; a loop that is left, or comes to its end, writes
-        the checkpoint by itself.
+        Call it after ``next``. A loop over the run does this at its end, and writes the checkpoint
+        where it is left.
         """
-        self._trainer.tell(self._watch.read())
+        self._trainer.publish(self._monitor.read())
         self._trainer.ended = True
-        self._watch.close()
+        self._monitor.close()
         self._cursor.close()
-        with self._trainer.undisturbed():
+        with self._trainer.uninterrupted():
             if self._together is not None:
-                self._together.tell("its run was finished")
-            self._save_new(last=True)
+                self._together.leave("its run was finished")
+            self._save_if_new(last=True)
             self._phase = Phase.ENDED
 
-    # -- stopping and going on ------------------------------------------------------------------
+    # -- saving and resuming --------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes a checkpoint of the run as it was after the last update.
+        """Writes a checkpoint of the run after the last update.
 
-        It is written by itself every ``checkpoint_every`` updates, at the end, where a loop over
-        the run is left, on an error and on Ctrl-C. With a mesh, all ranks have to call it. Raises
+        The run also saves itself: every ``checkpoint_every`` updates, at the end, where a loop over
+        it is left, on an error and on Ctrl-C. With a mesh, all ranks must call this. Raises
         RuntimeError for a run without ``checkpoint=``.
         """
         if self._store is None:
             raise RuntimeError("this run has no checkpoint: train_stream(..., checkpoint='run.pt')")
-        if not self._has_begun and self._trainer.standing is None:
+        if not self._has_begun and self._trainer.resume_point is None:
             self._begin()
-        with self._trainer.undisturbed():
-            together = self._together
-            if together is not None and not together.left and self._trainer.ends_on_a_rank():
-                return  # all of them save where it ends
+        with self._trainer.uninterrupted():
+            rank_sync = self._together
+            if rank_sync is not None and not rank_sync.has_left and self._trainer.ends_on_a_rank():
+                return  # all ranks save when it ends
             if self._store.offer(self.index, self.state_dict, last=True):
                 self._saved = self.index
 
-    def _save_new(self, *, last: bool) -> None:
-        """Writes the checkpoint if it has not got the last update, and that is worth keeping."""
-        parted = self._together is not None and self._phase in (Phase.LEFT, Phase.ENDED)
-        if self._store is None or parted:  # the ranks do nothing together any more
+    def _save_if_new(self, *, last: bool) -> None:
+        """Saves the run, if the checkpoint lacks the last update and that is worth saving."""
+        # Once a run with ranks is left, they make no more collectives.
+        has_parted = self._together is not None and self._phase in (Phase.LEFT, Phase.ENDED)
+        if self._store is None or has_parted:
             return
-        worth = self._saved != self.index and self._trainer.is_whole and not self._guard.lost
-        index = self.index if worth and self._watch.meter.unread_is_finite() else None
+        is_worth_it = (
+            self._saved != self.index
+            and self._trainer.is_consistent
+            and not self._guard.lost
+            and self._monitor.meter.unread_is_finite()
+        )
+        index = self.index if is_worth_it else None
         if self._store.offer(index, self.state_dict, last=last):
             self._saved = self.index
 
     def state_dict(self) -> dict[str, Any]:
-        """The run as it was after the last update: tensors, numbers, strings, lists and dicts."""
+        """The run after the last update: tensors, numbers, strings, lists and dicts."""
         return {
             "format": 1,
             "seconds": self.seconds,
@@ -255,27 +295,23 @@ class Stream(Iterator[Update]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` gave, before the first update of this run.
+        """Restores what :meth:`state_dict` returned. Call it before the first ``next``.
 
-        Parameters and the optimizer's tensors are written in place. A run that ``stop`` had ended
-        has ended. Raises ValueError, with nothing written, for a run of another model or with other
-        options.
+        Writes the parameters and the optimizer's tensors in place. A run that ``stop`` had ended
+        stays ended. Raises ValueError, before it writes anything, for a run of another model or
+        with other options.
         """
         if not isinstance(state, dict) or state.get("format") != 1:
             raise ValueError("checkpoint: it holds something else than a run of train_stream.")
         self._trainer.load_state_dict(state)
-        self._trainer.seconds = state.get("seconds", 0.0)
+        self._trainer.seconds = state["seconds"]
         self._saved = self.index
         self.extra = state["extra"]
 
 
-def _add_note(error: BaseException, words: str) -> None:
-    """Says it with the error; where a loop is left by ``break``, nobody would see that."""
+def _add_note(error: BaseException, message: str) -> None:
+    """Adds a note to the error; warns instead for ``break``, whose GeneratorExit nobody sees."""
     if isinstance(error, GeneratorExit):
-        warnings.warn(words, RuntimeWarning, stacklevel=2)
+        warn(message, RuntimeWarning)
     else:
-        error.add_note(words)
-
-
-def _sentence(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+        error.add_note(message)

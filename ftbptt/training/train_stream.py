@@ -1,4 +1,4 @@
-"""``train_stream``: what the caller asks for, checked, as a :class:`Stream`."""
+"""``train_stream``: checks the arguments, and builds a :class:`Stream` from them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .._output import SegmentOutput
 from .._trees import tree_map
 from ..distributed.ranks import Ranks
 from .checkpoint import has_checkpoint, previous
+from .chunk import Chunk
 from .chunk_stream import ChunkStream
 from .cursor import Cursor
 from .events import Events
@@ -25,7 +26,7 @@ from .prefetch import Mover
 from .rank_sync import RankSync
 from .report import Meter
 from .segments import Segments
-from .source import Shareable, as_source
+from .source import Shareable, Source, as_source
 from .stores import FileStore, SharedStore, Store
 from .stream import Stream
 from .trainer import Limits
@@ -45,7 +46,7 @@ def train_stream(
     k1: int,
     k2: int | None = None,
     burn_in: int = 0,
-    context: int = 0,
+    context: int | None = None,
     fresh: bool = False,
     epochs: int | None = 1,
     updates: int | None = None,
@@ -82,71 +83,76 @@ def train_stream(
         leave steps out, any function of its contract.
     ``params``, ``state``
         As for a segment. An optimizer of torch changes the tensors of ``params`` in place; each
-        epoch begins with ``state`` (None: zeros, where the step's are known).
+        epoch begins with ``state`` (None: zeros, if the step's state is known to start there).
     ``data``
         ``(x, y)`` or a :class:`Chunk` of tensors ``[T, B, ...]`` or of arrays such as
         ``numpy.memmap``; an iterable of chunks of any lengths, such as a ``DataLoader``, through
         which the state is carried; or a :class:`Source` such as :class:`ContiguousStreams` and
-        :class:`PackedSequences`. A last window that is shorter counts by its valid steps.
+        :class:`PackedSequences`. A shorter last window counts by its valid steps.
     ``optimizer``
         A ``torch.optim.Optimizer`` on the tensors of ``params``, or an object with
         ``init(params) -> opt_state`` and ``update(grads, opt_state, params) -> (params,
-        opt_state)``; the parameters are then in ``update.params``. The former leaves a parameter
-        that does not require a gradient as it is.
+        opt_state)``; the parameters are then in ``update.params``. The former does not change an
+        ``nn.Parameter`` with ``requires_grad=False``, which is frozen. It does train a plain tensor
+        with ``requires_grad=False``, if it holds it.
     ``k1``, ``k2``, ``burn_in``, ``context``, ``fresh``
         An update every ``k1`` steps, with gradients over the last ``k2`` (default: ``k1``), of
-        which the first ``context`` have no loss; ``burn_in`` steps before them warm up the state
-        without gradient. ``fresh``: windows start every ``k1`` steps, each from ``state``. See
+        which the first ``context`` have no loss (default: that of ``train_segment``, which is 0
+        unless it was made with another); ``burn_in`` steps before them warm up the state without
+        gradient. ``fresh``: windows start every ``k1`` steps, each from ``state``. See
         :class:`Truncation` for the loops that define this.
     ``epochs``, ``updates``
-        How often the data is gone through (None: for ever), and at most how many updates.
+        The number of passes over the data (None: no limit), and the maximum number of updates.
     ``prepare``, ``device``
-        ``prepare(x, y) -> (x, y)`` on each window, such as a cast, which keeps its steps; then it
-        is moved to ``device``, to a GPU while that works on the window before.
+        ``prepare(x, y) -> (x, y)`` is applied to each window, such as a cast, and must keep its
+        steps; then the window is moved to ``device``, to a GPU while that works on the window
+        before.
     ``accumulate``, ``micro_batches``
-        Windows to an update, and parts of the rows a window is run in; both average gradients by
-        valid steps.
+        Windows per update, and parts that the batch of a window is split into; both average
+        gradients by valid steps.
     ``clip_norm``, ``clip_value``, ``scheduler``, ``ema_decay``
         Clipping of the gradient, by norm first; a scheduler of torch, stepped at each update
         (``ReduceLROnPlateau`` at each report); a moving average of the parameters.
     ``autocast``, ``scaler``
         ``torch.bfloat16`` or ``torch.float16``, and a ``torch.amp.GradScaler`` for the latter.
     ``stop``
-        A function of a report's mean loss that ends the run when true, such as
+        A function of a report's mean loss that ends the run when it returns true, such as
         :class:`EarlyStop`.
     ``on_nonfinite``
-        What to do about a loss, or a norm that is clipped by, that is not finite. "stop" ends the
-        run with a warning that says where it began; "raise" raises FloatingPointError; "skip"
-        leaves the window out. On a CPU, and for "skip" everywhere, it is noticed before the
-        parameters are touched; else when losses are next read.
+        What to do if a loss, or the norm that gradients are clipped by, is not finite. "stop" ends
+        the run with a warning that says where it began; "raise" raises FloatingPointError; "skip"
+        leaves the window out. On a CPU, and for "skip" on any device, this is noticed before the
+        parameters change; otherwise when losses are next read.
     ``events``, ``progress``, ``interval``
-        Functions to call (:class:`Events`); whether to draw a bar; seconds between readings.
+        Functions to call (:class:`Events`); whether to draw a progress bar; seconds between
+        readings.
     ``checkpoint``, ``checkpoint_every``, ``resume``
-        A file for the whole run, written every so many updates, when the next is asked for; at the
-        end; and where the loop is left, also by an error or Ctrl-C. With ``resume=True`` the run
-        goes on from it, if it is there, bit for bit as if it had not been cut off, the parameters
-        and the optimizer written in place; with ``resume=False`` it is replaced when the run
-        begins; where neither is said, one that is there already is an error. Data that comes in a
-        random order must draw it from torch's, NumPy's or Python's random numbers, its
-        ``generator``, or by ``set_epoch(epoch)``. What the ``persistent_workers`` of a
-        ``DataLoader`` draw after their first epoch is out of reach, and other when resumed.
-        The same iterator goes on after an error or Ctrl-C as well: the update that was at work is
-        made anew. Without a checkpoint, the windows that it had accumulated are left out.
+        A file for the full state of the run. It is written every ``checkpoint_every`` updates, when
+        the next update is asked for; at the end; and where the loop is left, also by an error or
+        Ctrl-C. ``resume=True`` continues from the file, if it exists, bit for bit as if the run had
+        not been interrupted, and writes the parameters and the optimizer in place.
+        ``resume=False`` replaces it when the run begins. With neither, an existing file is an
+        error.
+        Data in a random order must draw it from torch's, NumPy's or Python's random numbers, from
+        its ``generator``, or by ``set_epoch(epoch)``. What the ``persistent_workers`` of a
+        ``DataLoader`` draw after their first epoch cannot be restored, and differs when resumed.
+        The same iterator can also be continued after an error or Ctrl-C: the update in progress is
+        made again. Without a checkpoint, the windows that it had accumulated are left out.
     ``time_dim``
         The axis of time, for a ``train_segment`` that is not this package's own.
     ``mesh``, ``reduce_dtype``
-        Ranks of ``torch.distributed`` that train together: each takes its share of the rows of
-        ``data`` and ``state``, which are given whole to all of them, and keeps it; gradients are
-        averaged by valid steps (in ``reduce_dtype`` if that is given, such as
-        ``torch.bfloat16``), losses too. All begin with the parameters of the first rank, and read
-        chunks in its random order. The ``checkpoint`` is a folder then, which all ranks write and
-        any number of them can go on from. An error on one ends all. torch's
-        ``ZeroRedundancyOptimizer`` shares the optimizer's state out.
+        Ranks of ``torch.distributed`` that train together. All pass the full ``data`` and
+        ``state``; each takes its share of the batch, and keeps it. Gradients and losses are
+        averaged by valid steps, gradients in ``reduce_dtype`` (such as ``torch.bfloat16``; default:
+        their own). All start from the parameters of the first rank, and read chunks in its random
+        order. The ``checkpoint`` is then a folder that all ranks write, and any number of ranks can
+        resume from it. An error on one rank ends the run on all. torch's
+        ``ZeroRedundancyOptimizer`` shards the optimizer's state.
 
     TBPTT(k1, k2): Williams and Peng, 1990; Sutskever, 2013, section 2.8.6.
 
-    Raises TypeError and ValueError for invalid arguments, FileExistsError for a checkpoint that is
-    there already.
+    Raises TypeError and ValueError for invalid arguments, FileExistsError for a checkpoint that
+    exists, unless ``resume`` says what to do with it.
 
     >>> import ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)
@@ -163,24 +169,98 @@ def train_stream(
     2 75 torch.Size([2, 5])
     3 100 torch.Size([2, 5])
     """
-    own_context = getattr(train_segment, "context", 0)  # of make_train_segment(context=)
-    truncation = Truncation.of(k1, k2, burn_in, context or own_context, fresh)
-    epochs = None if epochs is None else whole("epochs", epochs, 1)
-    updates = None if updates is None else whole("updates", updates, 1)
-    accumulate = whole("accumulate", accumulate, 1)
-    micro_batches = whole("micro_batches", micro_batches, 1)
+    truncation = Truncation.of(k1, k2, burn_in, _context(train_segment, context), fresh)
+    limits = Limits(
+        None if epochs is None else whole("epochs", epochs, 1),
+        None if updates is None else whole("updates", updates, 1),
+        whole("accumulate", accumulate, 1),
+        whole("micro_batches", micro_batches, 1),
+        on_nonfinite,
+        stop,
+    )
     checkpoint_every = whole("checkpoint_every", checkpoint_every, 1)
-    for name, given, kind, words in (
+    _check_types(
+        events=events, autocast=autocast, scaler=scaler, reduce_dtype=reduce_dtype, stop=stop,
+        prepare=prepare,
+    )  # fmt: skip
+    _check_values(clip_norm, clip_value, interval, ema_decay, on_nonfinite, reduce_dtype)
+    if resume and checkpoint is None:
+        raise ValueError("resume: give the file to resume from, checkpoint='run.pt'.")
+    segments = Segments(
+        train_segment, context=context or 0, scaled=scaler is not None, autocast=autocast,
+        time_dim=time_dim,
+    )  # fmt: skip
+    ranks = None if mesh is None else Ranks(mesh)
+    store = None if checkpoint is None else _store(Path(checkpoint), ranks, segments, resume)
+    if ranks is not None:
+        params, state = _on_rank(ranks, segments, params, state, optimizer)
+    learner = Learner(
+        params, optimizer, clip_norm=clip_norm, clip_value=clip_value, scheduler=scheduler,
+        scaler=scaler, ema_decay=ema_decay,
+    )  # fmt: skip
+    source, transforms = _source(data, segments, ranks, prepare)
+    mover = Mover(None if device is None else torch.device(device))
+    stream = Stream(
+        segments,
+        state,
+        Cursor(source, truncation, segments.axes, transforms, mover),
+        learner,
+        Meter(interval),
+        events or Events(),
+        limits,
+        store=store,
+        checkpoint_every=checkpoint_every,
+        progress=progress and (ranks is None or ranks.rank == 0),
+        rank_sync=None if ranks is None else RankSync(ranks, learner, reduce_dtype),
+    )
+    saved = store.load() if resume and store is not None else None
+    if saved is not None:
+        stream.load_state_dict(saved)
+    return stream
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def _context(train_segment: Any, context: int | None) -> int:
+    """The context of the windows. Raises ValueError if the segment was made with one as well."""
+    of_segment: int = getattr(train_segment, "context", 0)
+    if context is None:
+        return of_segment
+    if of_segment:
+        raise ValueError(
+            f"context: the segment was made with context={of_segment}. Give it there or here, not "
+            "both."
+        )
+    return context
+
+
+def _check_types(
+    *, events: Any, autocast: Any, scaler: Any, reduce_dtype: Any, stop: Any, prepare: Any
+) -> None:
+    """Raises TypeError for an option of another type; all may be None."""
+    for name, option, kind, expected in (
         ("events", events, Events, "ftbptt.training.Events(...)"),
         ("autocast", autocast, torch.dtype, "a dtype such as torch.bfloat16"),
         ("scaler", scaler, GradScaler, "a torch.amp.GradScaler"),
         ("reduce_dtype", reduce_dtype, torch.dtype, "a dtype such as torch.bfloat16"),
     ):
-        if given is not None and not isinstance(given, kind):
-            raise TypeError(f"{name}: expected {words}, found {given!r}.")
+        if option is not None and not isinstance(option, kind):
+            raise TypeError(f"{name}: expected {expected}, found {option!r}.")
     for name, function in (("stop", stop), ("prepare", prepare)):
         if function is not None and not callable(function):
             raise TypeError(f"{name}: expected a function, found {function!r}.")
+
+
+def _check_values(
+    clip_norm: float | None,
+    clip_value: float | None,
+    interval: float,
+    ema_decay: float | None,
+    on_nonfinite: str,
+    reduce_dtype: torch.dtype | None,
+) -> None:
+    """Raises ValueError for an option out of its range, TypeError for a bound that is no number."""
     for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         if bound is not None:
             check_positive(name, bound)
@@ -194,77 +274,64 @@ def train_stream(
         )
     if reduce_dtype is torch.float16:
         raise ValueError(
-            "reduce_dtype: float16 has no room for sums over the steps of all ranks. Use "
+            "reduce_dtype: sums over the steps of all ranks would overflow in float16. Use "
             "torch.bfloat16, which takes as many bytes."
         )
-    if resume and checkpoint is None:
-        raise ValueError("resume: give the file to resume from, checkpoint='run.pt'.")
-    segments = Segments(
-        train_segment, context=context, scaled=scaler is not None, autocast=autocast,
-        time_dim=time_dim,
-    )  # fmt: skip
-    ranks = None if mesh is None else Ranks(mesh)
-    store = None
-    if checkpoint is not None:
-        store = _store(Path(checkpoint), ranks, segments, resume)
-    if ranks is not None:
-        if not isinstance(optimizer, Optimizer):  # whose parameters are not written in place
-            params = tree_map(lambda leaf: leaf.detach().clone(), params)
-        ranks.begin_alike(params)
-        state = segments.own_state(ranks.rank, ranks.size, state)
-    learner = Learner(
-        params, optimizer, clip_norm=clip_norm, clip_value=clip_value, scheduler=scheduler,
-        scaler=scaler, ema_decay=ema_decay,
-    )  # fmt: skip
-    mover = Mover(None if device is None else torch.device(device))
-    prepares = [] if prepare is None else [partial(segments.prepared, prepare)]
-    source = as_source(data, segments.axes)
-    if ranks is not None:
-        if isinstance(source, Shareable):
-            source = source.share(ranks.rank, ranks.size)
-        else:
-            prepares.insert(0, partial(segments.own_rows, ranks.rank, ranks.size))
-            if isinstance(source, ChunkStream):
-                source.begin_as(ranks.gather(source.beginning())[0])
-    cursor = Cursor(source, truncation, segments.axes, prepares, mover)
-    stream = Stream(
-        segments,
-        state,
-        cursor,
-        learner,
-        Meter(interval),
-        events or Events(),
-        Limits(epochs, updates, accumulate, micro_batches, on_nonfinite, stop),
-        store=store,
-        checkpoint_every=checkpoint_every,
-        progress=progress and (ranks is None or ranks.rank == 0),
-        together=None if ranks is None else RankSync(ranks, learner, reduce_dtype),
-    )
-    found = store.load() if resume and store is not None else None
-    if found is not None:
-        stream.load_state_dict(found)
-    return stream
+
+
+# -- parts of the run -----------------------------------------------------------------------------
 
 
 def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool | None) -> Store:
-    """Where the run is kept. Raises ValueError if ``path`` is no such thing."""
+    """Where the checkpoints are written: a file, or with ranks a folder.
+
+    Raises ValueError if ``path`` is the other one, and FileExistsError if there are checkpoints
+    and ``resume`` is None.
+    """
     if ranks is None:
         if path.is_dir():
             raise ValueError(f"checkpoint: {path} is a folder. Give the name of a file.")
-        there = has_checkpoint(path)
+        exists = has_checkpoint(path)
     else:
         if path.is_file():
             raise ValueError(
                 f"checkpoint: {path} is a file. With a mesh, give the name of a folder."
             )
-        there = any(ranks.gather(path.is_dir() and any(path.iterdir())))
-    if there and resume is None:
-        own = path if path.exists() else previous(path)
+        exists = any(ranks.gather(path.is_dir() and any(path.iterdir())))
+    if exists and resume is None:
         raise FileExistsError(
-            f"checkpoint: {own} already exists. Pass resume=True to continue from it, or "
-            "resume=False to overwrite it."
+            f"checkpoint: {path if path.exists() else previous(path)} already exists. Pass "
+            "resume=True to continue from it, or resume=False to overwrite it."
         )
-    replaces = there and not resume
+    replaces = exists and not resume
     if ranks is None:
         return FileStore(path, replaces)
     return SharedStore(path, ranks, segments.row_axis, replaces)
+
+
+def _on_rank(
+    ranks: Ranks, segments: Segments, params: Tree, state: Tree, optimizer: Any
+) -> tuple[Tree, Tree]:
+    """The parameters of the first rank, and this rank's rows of the state."""
+    if not isinstance(optimizer, Optimizer):  # the caller's tensors must not change in place
+        params = tree_map(lambda leaf: leaf.detach().clone(), params)
+    ranks.broadcast_params(params)
+    return params, segments.own_state(ranks.rank, ranks.size, state)
+
+
+def _source(
+    data: Any, segments: Segments, ranks: Ranks | None, prepare: Callable[..., Any] | None
+) -> tuple[Source, list[Callable[[Chunk], Chunk]]]:
+    """The source of this rank's data, and the functions that are applied to each chunk of it."""
+    transforms: list[Callable[[Chunk], Chunk]] = []
+    if prepare is not None:
+        transforms.append(partial(segments.prepared, prepare))
+    source = as_source(data, segments.axes)
+    if ranks is None:
+        return source, transforms
+    if isinstance(source, Shareable):
+        return source.share(ranks.rank, ranks.size), transforms
+    if isinstance(source, ChunkStream):
+        source.begin_as(ranks.gather(source.beginning())[0])
+    transforms.insert(0, partial(segments.own_rows, ranks.rank, ranks.size))
+    return source, transforms

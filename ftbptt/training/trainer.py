@@ -1,4 +1,4 @@
-"""Updates, one after another: windows gathered, ranks joined, the optimizer's step, the epochs."""
+"""Makes the updates of a run: windows, gradients of all ranks, the optimizer's step, epochs."""
 
 from __future__ import annotations
 
@@ -22,88 +22,94 @@ from .window_run import WindowRunner
 from .window_stats import WindowStats
 
 Tree = Any
-_AS_IT_IS = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a run goes, and what it is made of."""
+    """How long a run lasts, and what its updates consist of."""
 
     epochs: int | None
     updates: int | None
-    accumulate: int  # windows
+    accumulate: int  # windows per update
     micro_batches: int
     on_nonfinite: str
     stop: Callable[[float], bool] | None
 
 
 class Trainer:
-    """Makes the updates of a run, alone or with other ranks, and knows where the run stands.
+    """Makes the updates of a run, alone or with other ranks, and tracks where it stands.
 
-    ``keeps_standing``: an update that is left undone is begun anew, with all of its windows. That
-    costs as much as a small window: for a run that is saved, and for ranks, which have not all run
-    the same ones.
+    ``keeps_resume_point``: an update that is interrupted can be made again, with all its windows.
+    Keeping that point takes as long as a small window, so it is done only for a run that is saved,
+    and with ranks, which may be interrupted at different windows.
     """
 
     def __init__(
         self,
         windows: WindowRunner,
         cursor: Cursor,
-        watch: Monitor,
+        monitor: Monitor,
         limits: Limits,
-        together: RankSync | None,
-        keeps_standing: bool,
+        rank_sync: RankSync | None,
+        keeps_resume_point: bool,
     ) -> None:
-        self.windows, self.cursor, self.watch = windows, cursor, watch
+        self.windows, self.cursor, self.monitor = windows, cursor, monitor
         self.learner, self.guard, self.events = windows.learner, windows.guard, windows.events
-        self.limits, self.together, self.keeps_standing = limits, together, keeps_standing
-        self.place = Place(0, 0, 0, windows.initial)  # after the last window
-        self.behind = windows.initial  # the state after the last window's last step
-        # Where the run stood before the work on the next update began; None between two updates.
-        self.standing: ResumePoint | None = None
-        self.index = 0  # how many updates were made
-        self.ended = False  # no update comes any more
-        self.is_whole = True  # the parameters are all of the same update
+        self.limits, self.rank_sync = limits, rank_sync
+        self.keeps_resume_point = keeps_resume_point
+        self.place = Place(0, 0, 0, windows.initial)  # of the next window
+        self.state_after = windows.initial  # after the last step of the last window
+        # Where the run stood before the update in progress; None between two updates.
+        self.resume_point: ResumePoint | None = None
+        self.index = 0  # the number of updates that were made
+        self.ended = False  # there are no more updates
+        self.is_consistent = True  # False while the optimizer writes the parameters
         self.seconds = 0.0  # up to the last update, by the first rank's clock
         self._had_windows = False  # in this epoch, on any rank
-        self._told_epochs = 0  # how many have ended, as the caller knows
+        self._epochs_ended = 0  # epochs whose end was announced by an event
 
     def begin(self) -> None:
-        """The first epoch, or where a run that is resumed stood."""
-        if self.standing is None:
+        """Begins the first epoch, or continues from where a resumed run stood."""
+        if self.resume_point is None:
             self.cursor.begin(0)
             emit(self.events.epoch_start, 0)
         else:
-            self.standing.go_back(self.cursor, self.windows.segments)
-        self.stand()
+            self.resume_point.restore(self.cursor, self.windows.segments)
+        self.set_resume_point()
 
-    def stand(self) -> None:
-        """Here the next update begins: what is left undone is saved, and done again, from here."""
-        if self.keeps_standing:
-            self.standing = self._where()
+    def set_resume_point(self) -> None:
+        """The next update begins: if it is interrupted, it is saved and made again from here."""
+        if self.keeps_resume_point:
+            self.resume_point = self._current_point()
 
-    def go_back(self) -> None:
-        """An update that was not made begins anew."""
-        if self.standing is not None and self.is_whole:
-            self._stand_at(self.standing)
-            self.standing.go_back(self.cursor, self.windows.segments)
+    def rewind(self) -> None:
+        """Goes back to where the interrupted update began."""
+        if self.resume_point is not None and self.is_consistent:
+            self._move_to(self.resume_point)
+            self.resume_point.restore(self.cursor, self.windows.segments)
 
-    def _stand_at(self, standing: ResumePoint) -> None:
-        self.place, self.behind = standing.place, standing.behind
-        self._had_windows = standing.had_windows
+    def _move_to(self, point: ResumePoint) -> None:
+        self.place, self.state_after = point.place, point.state_after
+        self._had_windows = point.had_windows
 
-    def undisturbed(self) -> AbstractContextManager[object]:
-        """Where something can be lost, Ctrl-C must not leave it half done."""
-        return uninterrupted() if self.keeps_standing else _AS_IT_IS
+    def _current_point(self) -> ResumePoint:
+        return ResumePoint.of(
+            self.place, self.state_after, self._had_windows, self.cursor, self.windows.segments
+        )
+
+    def uninterrupted(self) -> AbstractContextManager[object]:
+        """Defers Ctrl-C, where it would leave something half done that can be saved or shared."""
+        return uninterrupted() if self.keeps_resume_point else _NO_CONTEXT
 
     def ends_on_a_rank(self) -> bool:
-        """Whether the run has ended, on whatever rank; before they save all come to this."""
-        if self.together is not None:
-            self.ended |= self.together.check(self.index, self.ended)
+        """Whether the run has ended on any rank. With ranks a collective, called before saving."""
+        if self.rank_sync is not None:
+            self.ended |= self.rank_sync.check(self.index, self.ended)
         return self.ended
 
     def total_updates(self) -> int | None:
-        """How many the run will make, if that is known."""
+        """The number of updates that the run will make, if it is known."""
         limits, steps = self.limits, self.cursor.source.total
         if steps is None or limits.epochs is None:
             return limits.updates
@@ -114,15 +120,15 @@ class Trainer:
     # -- one update -----------------------------------------------------------------------------
 
     def next_update(self) -> Update | None:
-        """The next update; None where the run ends."""
+        """The next update; None if the run has ended."""
         while self.limits.updates is None or self.index < self.limits.updates:
-            measured, more = self._gather()
-            if self.together is None:
-                update = None if measured is None or self.ended else self._update(measured)
+            stats, more = self._run_windows()
+            if self.rank_sync is None:
+                update = None if stats is None or self.ended else self._update(stats)
             else:
                 # With Ctrl-C all ranks stop before the update, or all after it.
-                with self.undisturbed():
-                    update, more = self._update_of_all(measured, more, self.together)
+                with self.uninterrupted():
+                    update, more = self._joint_update(stats, more, self.rank_sync)
             self._had_windows |= more
             if update is not None or self.ended:
                 return update
@@ -130,51 +136,51 @@ class Trainer:
                 return None
         return None
 
-    def _gather(self) -> tuple[WindowStats | None, bool]:
-        """The windows of an update, fewer at the end of an epoch; whether there were any.
+    def _run_windows(self) -> tuple[WindowStats | None, bool]:
+        """Runs the windows of an update, fewer at the end of an epoch.
 
-        One that does not count is made up for by the next, but not where others would wait.
+        Returns their statistics, None if no window counts, and whether there was a window at all.
+        A window that does not count is replaced by the next one, but not with ranks, where the
+        others would have to wait.
         """
         self.learner.begin_update()
         windows: list[WindowStats] = []
-        wanted, more = self.limits.accumulate, False
-        while wanted:
+        remaining, more = self.limits.accumulate, False
+        while remaining:
             span = self.cursor.take(self.place)
             if span is None:
                 break
             more = True
-            ran = self.windows.run(span, self.place, self.index)
-            if ran is None:
+            result = self.windows.run(span, self.place, self.index)
+            if result is None:
                 self.ended = True
                 return None, True
-            measured, self.behind, self.place = ran
-            if measured is not None:
-                windows.append(measured)
-            if measured is not None or self.together is not None:
-                wanted -= 1
-            self.cursor.prefetch(self.place, of_next_update=not wanted)
+            stats, self.state_after, self.place = result
+            if stats is not None:
+                windows.append(stats)
+            if stats is not None or self.rank_sync is not None:
+                remaining -= 1
+            self.cursor.prefetch(self.place, of_next_update=not remaining)
         if len(windows) == 1:
             return windows[0], True
         return WindowStats.joined(windows) if windows else None, more
 
-    def _update_of_all(
-        self, measured: WindowStats | None, more: bool, together: RankSync
+    def _joint_update(
+        self, stats: WindowStats | None, more: bool, rank_sync: RankSync
     ) -> tuple[Update | None, bool]:
-        """What was made of the windows of all ranks, and whether any of them had one."""
-        meter = self.watch.meter
-        joined = together.update(
-            measured, more, self.index, meter.is_due(), self.ended, meter.seconds
-        )
-        self.ended |= bool(joined.stopping)
-        self.seconds = joined.seconds
-        if joined.measured is None or self.ended:
-            return None, joined.more
-        return self._update(joined.measured, joined.due), joined.more
+        """The update from the windows of all ranks, and whether any rank had a window."""
+        meter = self.monitor.meter
+        joint = rank_sync.update(stats, more, self.index, meter.is_due(), self.ended, meter.seconds)
+        self.ended |= bool(joint.stopping)
+        self.seconds = joint.seconds
+        if joint.stats is None or self.ended:
+            return None, joint.more
+        return self._update(joint.stats, joint.due), joint.more
 
-    def _update(self, measured: WindowStats, due: bool | None = None) -> Update | None:
-        """The optimizer's step; None if it was not made.
+    def _update(self, stats: WindowStats, due: bool | None = None) -> Update | None:
+        """Makes the optimizer's step; None if the norm of the gradient forbids it.
 
-        ``due``: whether losses are to be read then, if that is not for this process to say.
+        ``due``: whether to read the losses after it; None: as this process's clock says.
         """
         learner = self.learner
         grads, norm = learner.ready()
@@ -189,51 +195,51 @@ class Trainer:
             if self.events.before_update:
                 emit(self.events.before_update, grads)
         except BaseException:
-            if learner.is_sharded:  # the other ranks make this update, and need our part
-                self.is_whole = False
+            if learner.is_sharded:  # the step is a collective, which the other ranks make
+                self.is_consistent = False
                 learner.step(grads)
             raise
         if norm is None and learner.changes_gradients:
             norm = get_total_norm(grads)
-        place, meter = self.place, self.watch.meter
-        with self.undisturbed():
-            self.is_whole = False
+        place, meter = self.place, self.monitor.meter
+        with self.uninterrupted():
+            self.is_consistent = False
             stepped = learner.step(grads)
-            self.is_whole, self.standing = True, None
+            self.is_consistent, self.resume_point = True, None
             self.index += 1
-            is_due = meter.add(measured)
+            is_due = meter.add(stats)
             update = Update(
-                self.index - 1, place.epoch, place.end, measured.loss, measured.weight,
-                learner.params, self.behind, meter.tokens_per_second, grads, norm,
+                self.index - 1, place.epoch, place.end, stats.loss, stats.weight,
+                learner.params, self.state_after, meter.tokens_per_second, grads, norm,
             )  # fmt: skip
-            self.watch.last = update
+            self.monitor.unreported = update
             if stepped:
                 learner.follow_schedule()
-            report = self.watch.read() if (is_due if due is None else due) else None
+            report = self.monitor.read() if (is_due if due is None else due) else None
         if report is not None:
-            self.tell(report)
+            self.publish(report)
         if self.events.after_update:
             emit(self.events.after_update, update)
         return update
 
-    def tell(self, report: Report | None) -> None:
-        """Says what was read, and ends the run if that is to end it."""
-        self.watch.tell(report)
-        self.ended |= self.watch.ended
+    def publish(self, report: Report | None) -> None:
+        """Publishes what was read, and ends the run if that says so."""
+        self.monitor.publish(report)
+        self.ended |= self.monitor.ended
 
     def _next_epoch(self) -> bool:
-        """Ends the epoch; whether there is another one."""
+        """Ends the epoch, and begins the next; false if there is none."""
         epoch = self.place.epoch
         if not self._had_windows:
             raise ValueError(
                 "data: no window has a step with a loss. Give a longer stream, or a smaller k1, "
                 "burn_in or context."
             )
-        if epoch == self._told_epochs:  # else it ended before the run was left, or saved
+        if epoch == self._epochs_ended:  # otherwise that was before the run was left, or saved
             if self.events.sequence_end:
                 emit(self.events.sequence_end, SequenceEnd(self.place.end, None))
             emit(self.events.epoch_end, epoch)
-            self._told_epochs = epoch + 1
+            self._epochs_ended = epoch + 1
         if self.limits.epochs is not None and epoch + 1 >= self.limits.epochs:
             return False
         self.place = Place(epoch + 1, 0, 0, self.windows.initial)
@@ -242,44 +248,43 @@ class Trainer:
         emit(self.events.epoch_start, epoch + 1)
         return True
 
-    # -- stopping and going on ------------------------------------------------------------------
-
-    def _where(self) -> ResumePoint:
-        return ResumePoint.of(
-            self.place, self.behind, self._had_windows, self.cursor, self.windows.segments
-        )
+    # -- saving and resuming --------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The run as it was after the last update: tensors, numbers, strings, lists and dicts."""
         return {
             "windows": asdict(self.cursor.truncation),
             "index": self.index,
-            "told_epochs": self._told_epochs,
-            **(self.standing or self._where()).state_dict(),
+            "epochs_ended": self._epochs_ended,
+            **(self.resume_point or self._current_point()).state_dict(),
             "learner": self.learner.state_dict(),
-            **self.watch.state_dict(),
+            **self.monitor.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` gave. Raises ValueError, with nothing written."""
+        """Restores what :meth:`state_dict` returned.
+
+        Raises ValueError, before it writes anything, for a run of another model or with other
+        options.
+        """
         windows = asdict(self.cursor.truncation)
         if state["windows"] != windows:
             raise ValueError(
-                f"checkpoint: made with {_words(state['windows'])}, but this run has "
-                f"{_words(windows)}. Resume with the options that the run was started with."
+                f"checkpoint: made with {_describe(state['windows'])}, but this run has "
+                f"{_describe(windows)}. Resume with the options that the run was started with."
             )
         learner = self.learner
         learner.check(state["learner"])
         device = tree_leaves(learner.params)[0].device
         start = self.windows.segments.start(learner.params)
-        self.standing = ResumePoint.from_state(state, self.windows.initial, start, device)
-        self._stand_at(self.standing)
+        self.resume_point = ResumePoint.from_state(state, self.windows.initial, start, device)
+        self._move_to(self.resume_point)
         learner.load_state_dict(state["learner"])
-        self.watch.load_state_dict(state, device)
-        self.ended = self.watch.ended
+        self.monitor.load_state_dict(state, device)
+        self.ended = self.monitor.ended
         self.index = state["index"]
-        self._told_epochs = state.get("told_epochs", self.place.epoch)
+        self._epochs_ended = state["epochs_ended"]
 
 
-def _words(options: dict[str, Any]) -> str:
+def _describe(options: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items())
