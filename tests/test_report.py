@@ -481,7 +481,7 @@ def test_bad_interval() -> None:
 
 
 def test_a_long_history_is_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftbptt.training.report._MOST_REPORTS", 4)
+    monkeypatch.setattr("ftbptt.training.report._MAX_REPORTS", 4)
     run = train(interval=0)
     indices = [update.index for update in run]
     kept = [report.index for report in run.history]

@@ -1,10 +1,10 @@
 """Training on streams far longer than memory, around ``train_segment``.
 
-The way of the data::
+The data flow::
 
-    data --source--> spans --windows--> train_segment --> gradients --learner--> parameters
-                       |                     |
-                     cursor  <--- state ---- +        and a report of it now and then
+    data --source--> chunks --cursor--> windows --train_segment--> gradients --learner--> parameters
+                                ^              |
+                                +--- state ----+
 """
 
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint

@@ -1,4 +1,4 @@
-"""Stopping when a number has not become smaller for a while."""
+"""Stopping when a loss has not improved for a while."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from .._arguments import whole
 
 
 class EarlyStop:
-    """EarlyStop : patience, min_delta -> a function of a number, true when it is time to stop
+    """EarlyStop : patience, min_delta -> a function of a loss, true when it is time to stop
 
-    Call it with a loss: an evaluation's, or as ``train_stream(stop=...)`` with the mean loss of
-    each report. It is true once the loss has not been below the best by more than ``min_delta``
-    for ``patience`` calls in a row. A loss that is not a number counts as no better.
+    Pass it as ``train_stream(stop=...)``, which calls it with the mean loss of each report, or call
+    it with the loss of an evaluation. It returns true once no loss was below the best one by more
+    than ``min_delta`` for ``patience`` calls in a row. NaN is no improvement.
+
+    Raises TypeError for a ``patience`` that is no whole number, ValueError for one below 1 or a
+    negative ``min_delta``.
 
     >>> stop = EarlyStop(patience=2)
     >>> [stop(loss) for loss in (1.0, 0.5, 0.6, 0.5)]

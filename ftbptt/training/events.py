@@ -1,4 +1,4 @@
-"""What a caller can be told of while a stream is trained on."""
+"""The events of a run: functions of the caller that are called while it trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Calls = Callable[P, object] | Sequence[Callable[P, object]]
 class SequenceEnd:
     """A sequence ended in ``row`` before step ``position`` of the epoch.
 
-    ``row`` is None where all rows restart together.
+    ``position`` counts steps from 0; ``row`` is None if all rows restart together.
     """
 
     position: int
@@ -32,22 +32,27 @@ class SequenceEnd:
 
 @dataclass
 class Events:
-    """Functions to call, at each moment one or a sequence of them.
+    """Functions to call during a run: for each event one, or a sequence of them.
 
-    ``before_window(window, chunk)`` and ``after_window(window, output)``
-        around each segment with a gradient; with micro-batches around each of them.
+    ``before_window(window, chunk)``, ``after_window(window, output)``
+        Before and after each segment with a gradient; with micro-batches, for each of them. They
+        get a :class:`Window`, its :class:`Chunk` and a :class:`~ftbptt.SegmentOutput`.
     ``before_update(grads)``
-        the list of gradients that the optimizer is about to see, unscaled and clipped.
+        Before the optimizer's step, with its list of gradients, unscaled and clipped.
     ``after_update(update)``
-        what the iteration gives.
+        After it, with the :class:`Update` that the iteration returns.
     ``sequence_end(end)``
-        a row restarts, or the data ends. Found from ``reset``, so keep that on the CPU.
-    ``epoch_start(epoch)`` and ``epoch_end(epoch)``
-        the epoch counts from 0.
+        With a :class:`SequenceEnd`, when a row restarts or the data ends. This reads ``reset`` in
+        each window, so keep it on the CPU.
+    ``epoch_start(epoch)``, ``epoch_end(epoch)``
+        With the number of the epoch, from 0.
     ``report(report)``
-        the losses were read from the device.
+        With a :class:`Report`, when the losses were read from the device.
 
-    Raises TypeError for what cannot be called.
+    Raises TypeError for a value that cannot be called.
+
+    >>> Events(epoch_end=lambda epoch: print("epoch", epoch), report=[print]).report
+    (<built-in function print>,)
     """
 
     before_window: Calls[[Window, Chunk]] = ()
@@ -60,31 +65,33 @@ class Events:
     report: Calls[[Report]] = ()
 
     def __post_init__(self) -> None:
-        for own in fields(self):
-            given = getattr(self, own.name)
-            one = callable(given) or not isinstance(given, Iterable)
-            calls = (given,) if one else tuple(given)
-            for call in calls:
-                if not callable(call):
-                    raise TypeError(f"Events: {own.name} has {call!r}, which cannot be called.")
-            setattr(self, own.name, calls)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_one = callable(value) or not isinstance(value, Iterable)
+            functions = (value,) if is_one else tuple(value)
+            for function in functions:
+                if not callable(function):
+                    raise TypeError(
+                        f"Events: {field.name} has {function!r}, which cannot be called."
+                    )
+            setattr(self, field.name, functions)
 
 
 def tell_sequence_ends(events: Events, span: Span, seen: int, axes: TimeAxes) -> None:
-    """The rows that restart in the steps of a span that no window before has seen."""
+    """Emits ``sequence_end`` for rows that restart in the span, from step ``seen`` on."""
     if span.chunk.reset is None:
         return
     reset = span.chunk.reset.cpu()
     if reset.dim() > 1:
         reset = reset.movedim(axes.x, 0)
-    # What restarts at the very start has no sequence before it; steps in a gap are not read.
+    # At step 0 no sequence ends; steps in a gap between windows are not read.
     skip = max(seen, 1, span.first) - span.first
-    for at in reset[skip:].nonzero().tolist():
-        row = at[1] if len(at) > 1 else None
-        emit(events.sequence_end, SequenceEnd(span.first + skip + at[0], row))
+    for step, *row in reset[skip:].nonzero().tolist():
+        end = SequenceEnd(span.first + skip + step, row[0] if row else None)
+        emit(events.sequence_end, end)
 
 
-def emit(calls: Any, *args: Any) -> None:
-    """Calls each of them."""
-    for call in calls:
-        call(*args)
+def emit(functions: Any, *args: Any) -> None:
+    """Calls each of the functions."""
+    for function in functions:
+        function(*args)

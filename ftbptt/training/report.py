@@ -1,4 +1,4 @@
-"""What a person sees of a run: numbers read from the device now and then, a bar, a picture."""
+"""Reports of a run: numbers read from the device now and then, a progress bar, a plot."""
 
 from __future__ import annotations
 
@@ -16,16 +16,26 @@ from tqdm import tqdm
 from .update import Update
 from .window_stats import WindowStats
 
-_KEPT = 1024  # losses noted one by one: a long interval must not fill the memory
-_MOST_REPORTS = 8192  # beyond them every second one is dropped: a checkpoint has them all
+_MAX_PENDING = 1024  # losses kept one by one: a long interval must not fill the memory
+_MAX_REPORTS = 8192  # then every second one is dropped: checkpoints contain them all
 
 
 @dataclass(frozen=True)
 class Report:
-    """Numbers of a run, as they are on the host.
+    """Numbers of a run, read from the device after update ``index``.
 
-    ``loss`` is the mean over all valid steps since the last report, ``grad_norm`` that of the
-    update at ``index``. Speeds are since the last report too.
+    ``index``, ``epoch``, ``position``
+        as in :class:`Update`
+    ``loss``
+        the mean over all valid steps since the last report
+    ``grad_norm``
+        the norm of the gradient in update ``index``, before clipping
+    ``learning_rate``
+        that of the optimizer's first group; None for a functional optimizer
+    ``steps_per_second``, ``tokens_per_second``
+        steps of the stream, and steps of all rows, per second since the last report
+    ``seconds``
+        how long the run has taken, including the time before it was resumed
     """
 
     index: int
@@ -36,45 +46,51 @@ class Report:
     learning_rate: float | None
     steps_per_second: float
     tokens_per_second: float
-    seconds: float  # since the run began, all its parts together
+    seconds: float
 
 
 class Meter:
-    """Losses kept on the device until they are read, and the time between."""
+    """Collects losses on the device until a report reads them, and measures the time.
+
+    The losses since the last report are pending in a list, of at most ``_MAX_PENDING``; a full list
+    is folded into a weighted sum on the device.
+    """
 
     def __init__(self, interval: float) -> None:
         self.interval = interval
         self.history: list[Report] = []
-        self.before = 0.0  # seconds in earlier parts of a resumed run
-        self._waited = 0.0  # of them since the last report
+        self._seconds_before = 0.0  # that the run had taken when it was resumed
+        self._unreported_seconds = 0.0  # of them, since the last report
+        # Times: of the start, the last report, the next report, and the last update.
         self._began = self._since = self._next = self._now = time.perf_counter()
-        self._losses: list[Tensor] = []
+        self._losses: list[Tensor] = []  # pending
         self._weights: list[Any] = []
-        self._sum = self._weight = torch.zeros(())  # of the losses before those, and their weights
-        self._noted = 0  # losses since the last report
-        self._bad = torch.tensor(math.inf)  # the first of them that is not finite
+        self._sum = self._weight = torch.zeros(())  # of the folded losses, and of their weights
+        self._folded = 0  # how many those are
+        self._bad = torch.tensor(math.inf)  # the first of them that is not finite; inf if none
         self._steps = 0
         self._tokens = 0
-        self.first_nonfinite: int | None = None  # the update, in the last report
+        self.first_nonfinite: int | None = None  # the index of an update in the last report
 
     def start(self) -> None:
-        """The clock starts."""
+        """Starts the clock."""
         self._began = time.perf_counter()
-        self._since, self._next = self._began - self._waited, self._began + self.interval
+        self._since = self._began - self._unreported_seconds
+        self._next = self._began + self.interval
 
     @property
     def seconds(self) -> float:
-        """Since the run began, all its parts together."""
-        return self.before + time.perf_counter() - self._began
+        """How long the run has taken, including the time before it was resumed."""
+        return self._seconds_before + time.perf_counter() - self._began
 
-    def add(self, measured: WindowStats) -> bool:
-        """Notes an update; whether a report is due."""
-        self._losses.append(measured.loss)
-        self._weights.append(measured.weight)
-        if len(self._losses) == _KEPT:
+    def add(self, stats: WindowStats) -> bool:
+        """Adds an update; returns whether a report is due."""
+        self._losses.append(stats.loss)
+        self._weights.append(stats.weight)
+        if len(self._losses) == _MAX_PENDING:
             self._fold()
-        self._steps += measured.steps
-        self._tokens += measured.tokens
+        self._steps += stats.steps
+        self._tokens += stats.tokens
         self._now = time.perf_counter()
         return self.is_due()
 
@@ -84,27 +100,26 @@ class Meter:
 
     @property
     def tokens_per_second(self) -> float:
-        """The speed since the last report, at the last update."""
+        """The speed from the last report to the last update."""
         return self._tokens / max(self._now - self._since, 1e-9)
 
-    def report(self, update: Update, rate: float | None) -> Report:
-        """Reads what was noted since the last report, waiting for the device."""
+    def report(self, update: Update, learning_rate: float | None) -> Report:
+        """Reads the losses since the last report. Waits for the device."""
         self._fold()
         loss = float((self._sum / self._weight.clamp(min=1)).mean())
         grad_norm = float(update.grad_norm)
         bad = float(self._bad) if not math.isfinite(loss) else math.inf
-        self.first_nonfinite = (
-            None if bad == math.inf else update.index - self._noted + 1 + int(bad)
-        )
-        self._noted, self._bad = 0, torch.tensor(math.inf)
+        first_index = update.index - self._folded + 1
+        self.first_nonfinite = None if bad == math.inf else first_index + int(bad)
+        self._folded, self._bad = 0, torch.tensor(math.inf)
         now = time.perf_counter()
-        took = max(now - self._since, 1e-9)
+        elapsed = max(now - self._since, 1e-9)
         report = Report(
-            update.index, update.epoch, update.position, loss, grad_norm, rate,
-            self._steps / took, self._tokens / took, self.seconds,
+            update.index, update.epoch, update.position, loss, grad_norm, learning_rate,
+            self._steps / elapsed, self._tokens / elapsed, self.seconds,
         )  # fmt: skip
         self.history.append(report)
-        if len(self.history) > _MOST_REPORTS:
+        if len(self.history) > _MAX_REPORTS:
             del self.history[:-1:2]
         self._sum = self._weight = torch.zeros(())
         self._steps = self._tokens = 0
@@ -112,16 +127,16 @@ class Meter:
         return report
 
     def _fold(self) -> None:
-        """Adds up the losses noted, by weight, without reading them."""
+        """Adds the pending losses to the weighted sum, without reading them."""
         if not self._losses:
             return
         losses = torch.stack(self._losses).double()
         weights = _column(self._weights, losses.device)
         self._weight = self._weight.to(losses.device) + weights.sum()
         bad = ~losses.isfinite().reshape(len(losses), -1).all(1)
-        first = torch.where(bad.any(), self._noted + bad.double().argmax(), math.inf)
+        first = torch.where(bad.any(), self._folded + bad.double().argmax(), math.inf)
         self._bad = torch.minimum(self._bad.to(losses.device), first)
-        self._noted += len(losses)
+        self._folded += len(losses)
         weights = weights.reshape(-1, *(1,) * (losses.dim() - 1))
         self._sum = self._sum.to(losses.device) + (losses * weights).sum(0)
         self._losses.clear()
@@ -131,36 +146,37 @@ class Meter:
         return {
             "seconds": self.seconds,
             "history": [astuple(report) for report in self.history],
-            "unread": [list(self._losses), list(self._weights), self._steps, self._tokens],
-            "waited": time.perf_counter() - self._since,
-            "folded": [self._sum, self._weight, self._bad, self._noted],
+            "unreported_seconds": time.perf_counter() - self._since,
+            "pending": [list(self._losses), list(self._weights), self._steps, self._tokens],
+            "folded": [self._sum, self._weight, self._bad, self._folded],
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        self.before, self._waited = state["seconds"], state.get("waited", 0.0)
+        self._seconds_before = state["seconds"]
+        self._unreported_seconds = state["unreported_seconds"]
         self.history[:] = [Report(*values) for values in state["history"]]
-        losses, self._weights, self._steps, self._tokens = state["unread"]
+        losses, self._weights, self._steps, self._tokens = state["pending"]
         self._losses = [loss.to(device) for loss in losses]
-        self._sum, self._weight, self._bad, self._noted = state["folded"]
+        self._sum, self._weight, self._bad, self._folded = state["folded"]
 
     def unread_is_finite(self) -> bool:
-        """Whether the losses since the last report are; waits for the device."""
-        noted = torch.stack(self._losses) if self._losses else torch.zeros(())
-        return bool(self._sum.isfinite().all() & noted.isfinite().all())
+        """Whether the losses since the last report are finite. Waits for the device."""
+        pending = torch.stack(self._losses) if self._losses else torch.zeros(())
+        return bool(self._sum.isfinite().all() & pending.isfinite().all())
 
 
 def _column(weights: Sequence[Any], device: torch.device) -> Tensor:
-    """Numbers, or tensors of one number, as one tensor."""
+    """Numbers, or tensors of one element, as one tensor [N] of float64."""
     if not any(isinstance(weight, Tensor) for weight in weights):
         return torch.tensor(weights, dtype=torch.float64, device=device)
     return torch.stack([torch.as_tensor(w, device=device).double().reshape(()) for w in weights])
 
 
 class ProgressBar:
-    """A bar with loss, gradient norm, speed and time left; drawn when there is a report."""
+    """A bar with loss, gradient norm, speed and time left, redrawn at each report."""
 
-    def __init__(self, updates: int | None, begin: int) -> None:
-        self._bar = tqdm(total=updates, initial=begin, unit="update", dynamic_ncols=True)
+    def __init__(self, total: int | None, index: int) -> None:
+        self._bar = tqdm(total=total, initial=index, unit="update", dynamic_ncols=True)
 
     def show(self, report: Report) -> None:
         self._bar.n = report.index + 1
@@ -176,8 +192,8 @@ class ProgressBar:
 def write_scalars(writer: Any, prefix: str = "train/") -> Callable[[Report], None]:
     """write_scalars : a TensorBoard writer -> a function for ``Events(report=...)``
 
-    ``writer`` is a ``torch.utils.tensorboard.SummaryWriter``, or whatever has its
-    ``add_scalar(tag, value, global_step)``.
+    ``writer`` is a ``torch.utils.tensorboard.SummaryWriter``, or any object with its method
+    ``add_scalar(tag, value, global_step)``. Tags begin with ``prefix``.
 
     >>> class Writer:
     ...     def add_scalar(self, tag, value, step):
@@ -204,8 +220,17 @@ def write_scalars(writer: Any, prefix: str = "train/") -> Callable[[Report], Non
 def plot_history(history: Sequence[Report], path: str | Path) -> None:
     """plot_history : the reports of a run, file name -> None
 
-    Loss, gradient norm and, if there is one, learning rate over the updates, as a PNG. Needs
-    matplotlib. Raises ValueError for an empty history.
+    Plots loss, gradient norm and, if there is one, learning rate over the updates, as a PNG. Makes
+    the file's folder. Needs matplotlib.
+
+    Raises ValueError for an empty history.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report = Report(7, 0, 800, 0.25, 1.5, 0.01, 100.0, 3200.0, 9.0)
+    ...     plot_history([report], f"{folder}/loss.png")
+    ...     Path(folder, "loss.png").exists()
+    True
     """
     if not history:
         raise ValueError("history: expected at least one report, found none.")

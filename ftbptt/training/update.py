@@ -1,4 +1,4 @@
-"""What an update gives to its caller."""
+"""The result of an update."""
 
 from __future__ import annotations
 
@@ -13,11 +13,21 @@ Tree = Any
 class Update:
     """One update of the parameters.
 
-    ``index`` counts from 0; ``epoch`` too; ``position`` is how many steps of the epoch are done.
-    ``loss`` is the mean over the valid steps of the update, on the device: reading it waits for
-    that. ``steps`` is how many valid steps those were, all rows together, ``state`` the carried
-    state after them, ``params`` the parameters after the update, ``tokens_per_second`` the speed
-    since the last report.
+    ``index``, ``epoch``
+        numbers of the update in the run, and of the epoch, from 0
+    ``position``
+        the number of steps of the epoch that are done
+    ``loss``
+        the mean over the valid steps of the update: a tensor [] on the device (under ``vmap``
+        [M]), so reading it waits for the device
+    ``steps``
+        the number of valid steps in the update, all rows together; a tensor [] if there is a mask
+    ``state``
+        the state after the update's last step, detached
+    ``params``
+        the parameters after the update
+    ``tokens_per_second``
+        steps of all rows per second, since the last report
     """
 
     __slots__ = (
@@ -45,7 +55,7 @@ class Update:
 
     @property
     def grad_norm(self) -> Tensor:
-        """The norm of all gradients together, before clipping by norm. Computed when asked for."""
+        """The norm [] of all gradients together, before clipping. Computed at the first access."""
         if self._norm is None:
             self._norm = get_total_norm(self._grads)
         return self._norm
