@@ -123,7 +123,7 @@ def test_both_are_damaged(saved: Path) -> None:
     previous(saved).write_bytes(before)
     words = (
         r"run.pt: cut off, or not a checkpoint \(100 bytes\)\. checkpoint .*run.pt.previous: "
-        r"damaged, its content is not what was written\. To start anew, delete what is there\."
+        r"damaged, its content is not what was written\. To start over, delete the files\."
     )
     with pytest.raises(CheckpointError, match=words):
         load_checkpoint(saved)

@@ -372,7 +372,7 @@ def test_less_data_than_before_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_of_something_else(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "run.pt", [torch.ones(3)])
-    with pytest.raises(ValueError, match="holds something else than a run of train_stream"):
+    with pytest.raises(ValueError, match="does not hold a run of train_stream"):
         Run("plain", 0, tmp_path / "run.pt", resume=True)
     torch.save({"model": torch.ones(3)}, tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match=r"weights.pt: cut off, or not a checkpoint"):

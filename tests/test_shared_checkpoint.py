@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint(two: Ranks, tmp_path: Path) -> None:
     for file in folder.glob("*/*.distcp"):
         file.write_bytes(b"")
     for said in two.call(_written, str(folder), 30, True):
-        assert said[0].endswith("To start anew, delete what is there.")
+        assert said[0].endswith("To start over, delete the folder.")
 
 
 def test_one_that_is_not_whole_does_not_count(two: Ranks, tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def load_checkpoint(path: str | Path) -> Any:
             warn(f"{problems[0]} Using {candidate}.", UserWarning)
         return content
     if problems:
-        raise CheckpointError(" ".join(problems) + " To start anew, delete what is there.")
+        raise CheckpointError(" ".join(problems) + " To start over, delete the files.")
     raise FileNotFoundError(f"no checkpoint at {path}.")
 
 

@@ -15,7 +15,7 @@ class EarlyStop:
     it with the loss of an evaluation. It returns true once no loss was below the best one by more
     than ``min_delta`` for ``patience`` calls in a row. NaN is no improvement.
 
-    Raises TypeError for a ``patience`` that is no whole number, ValueError for one below 1 or a
+    Raises TypeError for a ``patience`` that is not a whole number, ValueError for one below 1 or a
     negative ``min_delta``.
 
     >>> stop = EarlyStop(patience=2)

@@ -21,7 +21,7 @@ Tree = Any
 
 @runtime_checkable
 class FunctionalOptimizer(Protocol):
-    """An optimizer as two pure functions, such as one of JAX's style.
+    """An optimizer as two pure functions, as is usual in JAX.
 
     >>> class GradientDescent:
     ...     def init(self, params):
@@ -228,8 +228,8 @@ class Learner:
         assigned = []
         for p, grad in zip(self._unique, grads, strict=True):
             # A parameter without requires_grad is frozen, by torch's convention. For a plain tensor
-            # that is just the default, and gradients do not come from autograd here: one that was
-            # given to the optimizer is meant to be trained.
+            # that is just the default, and gradients do not come from autograd here: one that
+            # the optimizer holds is meant to be trained.
             if p.requires_grad or not isinstance(p, nn.Parameter):
                 p.grad = grad
                 assigned.append(grad)

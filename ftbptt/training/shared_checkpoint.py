@@ -88,12 +88,13 @@ class SharedCheckpoints:
         except TypeError as error:
             unloadable = str(error)
         rows = len(leaves[0]) if leaves else 0
-        ready = [_Ready(*of) for of in ranks.gather((rows, self._make_room(path), unloadable))]
+        answers = ranks.gather((rows, self._make_room(path), unloadable))
+        ready = [_Ready(*answer) for answer in answers]
         if (disk_error := ready[0].disk_error) is not None:
             raise OSError(disk_error)
-        if problems := [of.unloadable for of in ready if of.unloadable is not None]:
+        if problems := [rank.unloadable for rank in ready if rank.unloadable is not None]:
             raise TypeError(problems[0])
-        first = sum(of.rows for of in ready[: ranks.rank])
+        first = sum(rank.rows for rank in ready[: ranks.rank])
         for i, leaf in enumerate(leaves):
             content[f"rows{first}-{first + len(leaf)}/{i}"] = leaf
         self._names.append(path.name)
@@ -175,15 +176,15 @@ class SharedCheckpoints:
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 problem = f"checkpoint {self.folder / name}: damaged ({_reason(error)})."
-            of_ranks = [text for text in self.ranks.gather(problem) if text is not None]
-            if not of_ranks:
+            rank_problems = [text for text in self.ranks.gather(problem) if text is not None]
+            if not rank_problems:
                 if problems:
                     warn(f"{problems[0]} Using {self.folder / name}.", UserWarning)
                 self._names = [name]
                 return parts
-            problems.append(of_ranks[0])
+            problems.append(rank_problems[0])
         if problems:
-            raise CheckpointError(" ".join(problems) + " To start anew, delete what is there.")
+            raise CheckpointError(" ".join(problems) + " To start over, delete the folder.")
         return None
 
     def _read(self, path: Path) -> Parts:
@@ -192,7 +193,7 @@ class SharedCheckpoints:
 
         ranks, reader = self.ranks, FileSystemReader(path)
         metadata = reader.read_metadata().state_dict_metadata
-        # The part of one rank may stand for another's if there were fewer.
+        # If fewer ranks wrote it, some of them read the same rank's part.
         size = max(int(key[2]) for key in _matches(r"rank(\d+)of(\d+)$", metadata))
         rank_key = _rank_key(ranks.rank % size, size)
         all_blocks = sorted(
@@ -217,10 +218,10 @@ class SharedCheckpoints:
             torch.cat(
                 [
                     content[block.key][max(0, rows.start - block.start) : rows.stop - block.start]
-                    for block in of_leaf
+                    for block in leaf_blocks
                 ]
             )
-            for _, of_leaf in groupby(blocks, lambda block: block.leaf)
+            for _, leaf_blocks in groupby(blocks, lambda block: block.leaf)
         ]
 
         def put_back(reference: str | None) -> Tensor | None:

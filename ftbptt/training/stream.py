@@ -302,7 +302,7 @@ class Stream(Iterator[Update]):
         with other options.
         """
         if not isinstance(state, dict) or state.get("format") != 1:
-            raise ValueError("checkpoint: it holds something else than a run of train_stream.")
+            raise ValueError("checkpoint: it does not hold a run of train_stream.")
         self._trainer.load_state_dict(state)
         self._trainer.seconds = state["seconds"]
         self._saved = self.index
