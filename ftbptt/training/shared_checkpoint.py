@@ -88,8 +88,7 @@ class SharedCheckpoints:
         except TypeError as error:
             unloadable = str(error)
         rows = len(leaves[0]) if leaves else 0
-        answers = ranks.gather((rows, self._make_room(path), unloadable))
-        ready = [_Ready(*answer) for answer in answers]
+        ready: list[_Ready] = ranks.gather(_Ready(rows, self._make_room(path), unloadable))
         if (disk_error := ready[0].disk_error) is not None:
             raise OSError(disk_error)
         if problems := [rank.unloadable for rank in ready if rank.unloadable is not None]:
