@@ -1,4 +1,4 @@
-"""``compare_to_reference``: that it agrees with what is right, and sees what is wrong."""
+"""``compare_to_reference``: accepts correct results, detects wrong ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftbptt import TrainSegment, compare_to_reference, make_train_segment
+from ftbptt import TrainSegment, compare_to_reference, make_train_segment, reference_segment
+from ftbptt.debug import compare
 
 from .cells import REPRESENTATIVE, problem
 from .problem import mse, named
@@ -20,11 +21,11 @@ K, B = 5, 3
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_the_table_agrees(name: str, dtype: torch.dtype) -> None:
-    given = problem(name, dtype)
+    case = problem(name, dtype)
     segment = make_train_segment(
-        given.step, given.loss, backend="eager", time_dim=given.time_dim or None
+        case.step, case.loss, backend="eager", time_dim=case.time_dim or None
     )
-    comparison = compare_to_reference(segment, *given.data(K))
+    comparison = compare_to_reference(segment, *case.data(K))
     assert comparison.agrees, str(comparison)
     assert {"loss", "out", "state", "grads"} <= {
         leaf.path.split("[")[0] for leaf in comparison.leaves
@@ -50,7 +51,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
 @pytest.mark.parametrize("in_dims", [None, (None, 0, 1, 1), (None, None, 1, None)])
 @pytest.mark.parametrize("start", ["given", "none", "learned"])
 def test_flags_and_starts(in_dims: Any, start: str) -> None:
-    """Resets, padding, ``in_dims`` and all that a state can begin with."""
+    """Resets, padding, ``in_dims`` and every kind of initial state."""
     params, state, x, y = arguments()
     initial = (lambda params: params["h0"]) if start == "learned" else torch.ones(4)
     if in_dims is None and start == "learned":
@@ -81,12 +82,12 @@ class Wrong(TrainSegment):
 
 
 def wrong() -> Wrong:
-    right = make_train_segment(recurrence, mse, backend="eager")
-    return Wrong(right.recipe, "eager", None, None)
+    correct = make_train_segment(recurrence, mse, backend="eager")
+    return Wrong(correct.recipe, "eager", None, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_wrong_gradient_is_seen(dtype: torch.dtype) -> None:
+def test_a_wrong_gradient_is_detected(dtype: torch.dtype) -> None:
     comparison = compare_to_reference(wrong(), *arguments(dtype))
     assert not comparison.agrees
     assert [leaf.path for leaf in comparison.leaves if not leaf.agrees] == ["grads['u']"]
@@ -96,7 +97,7 @@ def test_a_wrong_gradient_is_seen(dtype: torch.dtype) -> None:
     assert line.split()[:2] == ["grads['u']", "4x4"]
 
 
-def test_it_is_printed() -> None:
+def test_the_comparison_prints_as_a_table() -> None:
     segment = make_train_segment(recurrence, mse, backend="eager")
     text = str(compare_to_reference(segment, *arguments(torch.float64)))
     assert text.splitlines()[0] == (
@@ -107,7 +108,7 @@ def test_it_is_printed() -> None:
     assert "scalar" in text
 
 
-def test_infinities_are_equal_and_nan_too() -> None:
+def test_nan_in_both_results_agrees() -> None:
     params, state, x, y = arguments()
     x[2, 0, 1] = float("nan")
     segment = make_train_segment(recurrence, mse, backend="eager")
@@ -115,7 +116,33 @@ def test_infinities_are_equal_and_nan_too() -> None:
     assert comparison.agrees, str(comparison)
 
 
-# -- what it refuses ------------------------------------------------------------------------------
+def test_no_target() -> None:
+    """A loss that reads ``out`` alone."""
+    params, state, x, _ = arguments()
+    segment = make_train_segment(recurrence, lambda out, _: out.square().mean(), backend="eager")
+    comparison = compare_to_reference(segment, params, state, x, None)
+    assert comparison.agrees, str(comparison)
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+def test_random_numbers_from_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw from a GPU's generator leaves that of the CPU unchanged."""
+    draws = 0
+
+    def drawing(*args: Any, **options: Any) -> Any:
+        nonlocal draws
+        draws += 1
+        return reference_segment(*args, **options)
+
+    monkeypatch.setattr(compare, "reference_segment", drawing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.tensor(draws)])
+    segment = make_train_segment(recurrence, mse, backend="eager")
+    with pytest.raises(ValueError, match=r"step: draws random numbers"):
+        compare_to_reference(segment, *arguments())
 
 
 def test_random_numbers() -> None:
@@ -134,7 +161,7 @@ def test_segments_without_a_plain_loop(options: dict[str, Any]) -> None:
         compare_to_reference(segment, *arguments())
 
 
-def test_a_loss_with_a_dtype_of_its_own() -> None:
+def test_a_loss_with_a_fixed_dtype() -> None:
     weight = torch.ones(4, 4)
     segment = make_train_segment(recurrence, lambda out, y: mse(out @ weight, y), backend="eager")
     with pytest.raises(RuntimeError) as caught:

@@ -1,6 +1,6 @@
-"""Where a user stops, changes or replaces the gradient, it must not silently be another one.
+"""Steps that stop, change or replace their gradient get that gradient, or an error.
 
-Tracing sees what a step computes; these are the ways in which a step says what its gradient is.
+Tracing records what a step computes; these tests cover the ways in which a step overrides autograd.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class NewSpike(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("kind", [Spike, NewSpike])
-def test_a_gradient_of_ones_own(kind: Any) -> None:
-    """Exact, or refused with a word on autograd.Function: never the derivative of the forward."""
+def test_a_custom_gradient(kind: Any) -> None:
+    """Exact, or an error that names autograd.Function: never the derivative of the forward."""
 
     def after(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
         return 0.8 * h + x @ w - kind.apply(h)
@@ -103,13 +103,13 @@ def test_a_gradient_of_ones_own(kind: Any) -> None:
             check(segment, made, steps)
     except RuntimeError as error:
         refusal = str(error) + "".join(getattr(error, "__notes__", []))
-    # The way out is soft + (hard - soft).detach(), as in the test below.
+    # The workaround is soft + (hard - soft).detach(), as in the test below.
     for word in ("step", "autograd.Function", "detach"):
         assert not refusal or word in refusal
 
 
-def test_the_way_out_of_a_gradient_of_ones_own() -> None:
-    """A surrogate gradient without autograd.Function: value of one, gradient of the other."""
+def test_the_workaround_for_a_custom_gradient() -> None:
+    """A surrogate gradient without autograd.Function."""
 
     def spike(v: Tensor) -> Tensor:
         soft = v / (1 + v.abs())
@@ -122,7 +122,7 @@ def test_the_way_out_of_a_gradient_of_ones_own() -> None:
 
 @pytest.mark.parametrize("guarded", [False, True])
 def test_a_hook_on_the_gradient(guarded: bool) -> None:
-    """Clipping inside the step: exact, or refused by name; never ignored."""
+    """Clipping inside the step: exact, or an error that names the hook; never ignored."""
 
     def after(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
         h = torch.tanh(h @ w + x)
@@ -140,7 +140,7 @@ def test_a_hook_on_the_gradient(guarded: bool) -> None:
     assert not refusal or "hook" in refusal
 
 
-def test_requires_grad_is_seen_as_in_eager() -> None:
+def test_requires_grad_is_as_in_eager() -> None:
     """``if h.requires_grad`` must take the branch that the eager loop takes for weights."""
 
     def after(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
@@ -149,8 +149,8 @@ def test_requires_grad_is_seen_as_in_eager() -> None:
     check_both(problem_with(after))
 
 
-def test_a_segment_inside_a_gradient_is_refused_or_constant() -> None:
-    """Its results are detached in eager torch; torch.func must not make zeros of that silently."""
+def test_a_segment_inside_torch_func_grad_is_an_error() -> None:
+    """Its results are detached in eager torch; torch.func must not silently return zeros."""
     made = problem_with(lambda w, x, h: torch.tanh(h @ w + x))
     segment = make_train_segment(made.step, mse, backend="eager")
     _, state, x, y = made.data(4)

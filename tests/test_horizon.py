@@ -1,4 +1,4 @@
-"""How far gradients reach back: against autograd, step by step and lag by lag."""
+"""``gradient_horizon`` against autograd, step by step and lag by lag."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS, MAX_LAG = 9, 4
 CELLS = ["lstm_readout", "nested_everything", "counter_and_flag", "lru_complex", "delay_line"]
 
 
-def graded(leaf: Tensor) -> bool:
+def has_gradient(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
 
@@ -32,34 +32,37 @@ def by_autograd(step: Any, loss: Any, arguments: Any, t: int, lag: int) -> list[
         x_s = tree_map(lambda leaf, s=s: leaf[s], x)
         out, state = step.apply(params, step.buffers(), x_s, state)
         if s == t - lag:
-            state = tree_map(lambda leaf: leaf.detach().requires_grad_(graded(leaf)), state)
-            behind = tree_leaves(state)
-        own, spec = tree_flatten(out)
-        # Of the loss only what it reads at step t.
-        outs.append([leaf if s == t else leaf.detach() for leaf in own])
+            state = tree_map(lambda leaf: leaf.detach().requires_grad_(has_gradient(leaf)), state)
+            state_after = tree_leaves(state)
+        leaves, spec = tree_flatten(out)
+        # Keep only the part of the loss that reads step t.
+        outs.append([leaf if s == t else leaf.detach() for leaf in leaves])
     assert spec is not None
-    stacked = tree_unflatten([torch.stack(own) for own in zip(*outs, strict=True)], spec)
-    value, wanted = loss(stacked, y).mean(), [leaf for leaf in behind if graded(leaf)]
+    stacked = tree_unflatten([torch.stack(leaf) for leaf in zip(*outs, strict=True)], spec)
+    value = loss(stacked, y).mean()
+    inputs = [leaf for leaf in state_after if has_gradient(leaf)]
     if not value.requires_grad:
-        return [torch.zeros_like(leaf) for leaf in wanted]
-    found = torch.autograd.grad(value, wanted, allow_unused=True)
-    zeros = (torch.zeros_like(leaf) for leaf in wanted)
-    return [g if g is not None else z for g, z in zip(found, zeros, strict=True)]
+        return [torch.zeros_like(leaf) for leaf in inputs]
+    grads = torch.autograd.grad(value, inputs, allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if grad is None else grad
+        for grad, leaf in zip(grads, inputs, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_norms_are_those_of_autograd(name: str) -> None:
-    given = problem(name)
-    segment = make_train_segment(given.step, given.loss, backend="eager")
-    arguments = given.data(STEPS)
+    case = problem(name)
+    segment = make_train_segment(case.step, case.loss, backend="eager")
+    arguments = case.data(STEPS)
     horizon = gradient_horizon(segment, *arguments, max_lag=MAX_LAG)
     assert all(len(norms) == MAX_LAG for norms in horizon.norms.values())
     for t in (MAX_LAG, STEPS - 1):
         for lag in (1, MAX_LAG):
-            expected = by_autograd(given.step, given.loss, arguments, t, lag)
+            expected = by_autograd(case.step, case.loss, arguments, t, lag)
             for norms, d_state in zip(horizon.norms.values(), expected, strict=True):
-                found = norms[lag - 1, t - MAX_LAG].square().sum().sqrt()
-                torch.testing.assert_close(found, d_state.norm().real, rtol=1e-10, atol=1e-13)
+                norm = norms[lag - 1, t - MAX_LAG].square().sum().sqrt()
+                torch.testing.assert_close(norm, d_state.norm().real, rtol=1e-10, atol=1e-13)
 
 
 def gru(rows: int = 3) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -70,7 +73,7 @@ def gru(rows: int = 3) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def test_row_by_row() -> None:
-    """The rows of nn.GRU's state are on its second axis; each has the norm of its own."""
+    """The batch axis of nn.GRU's state is its second; each row has its own norm."""
     module, arguments = gru()
     horizon = gradient_horizon(
         make_train_segment(module, mse, backend="eager"), *arguments, max_lag=MAX_LAG
@@ -82,7 +85,7 @@ def test_row_by_row() -> None:
 
 
 @pytest.mark.parametrize("kind", ["batch_first", "in_dims", "zeros", "one sequence", "long blocks"])
-def test_where_time_and_rows_lie(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axes_of_time_and_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, (params, state, x, y) = gru()
     segment = make_train_segment(module, mse, backend="eager")
     if kind == "zeros":
@@ -91,19 +94,19 @@ def test_where_time_and_rows_lie(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     if kind == "zeros":
         state = None
     if kind == "batch_first":
-        own = nn.GRU(2, 5, num_layers=2, batch_first=True).double()
-        segment, x, y = make_train_segment(own, mse, backend="eager"), x.mT, y.mT
+        batch_first = nn.GRU(2, 5, num_layers=2, batch_first=True).double()
+        segment, x, y = make_train_segment(batch_first, mse, backend="eager"), x.mT, y.mT
         x, y = (leaf.permute(2, 0, 1) if leaf.shape[0] == STEPS else leaf for leaf in (x, y))
     if kind == "in_dims":
         segment = make_train_segment(module, mse, backend="eager", in_dims=(None, 1, 1, 1))
     if kind == "one sequence":
         state, x, y = state[:, 0], x[:, 0], y[:, 0]
-        # Of one row alone the mean of the loss has a third of the terms.
+        # With one row instead of three, the mean has a third of the terms.
         expected = expected[:, :, :1] * 3
     if kind == "long blocks":
         monkeypatch.setattr("ftbptt.debug.lags._BLOCK_BYTES", 1)  # a window at a time
-    found = gradient_horizon(segment, params, state, x, y, max_lag=3).norms["state"]
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+    norms = gradient_horizon(segment, params, state, x, y, max_lag=3).norms["state"]
+    torch.testing.assert_close(norms, expected, rtol=1e-10, atol=1e-13)
 
 
 def test_nothing_reaches_over_a_reset() -> None:
@@ -127,11 +130,11 @@ def test_context_has_no_loss() -> None:
     assert (horizon.norms["state"] > 0).all()
 
 
-# -- what is made of it ---------------------------------------------------------------------------
+# -- statistics and the suggested truncation ------------------------------------------------------
 
 
 def fading(factor: float, steps: int = 60, max_lag: int = 20) -> GradientHorizon:
-    """Of h' = factor * h + w * x, whose gradient fades by just that factor."""
+    """The horizon of h' = factor * h + w * x, whose gradient decays by that factor."""
 
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         h = factor * h + params["w"] * x_t
@@ -148,40 +151,40 @@ def test_decay_and_statistics() -> None:
     horizon = fading(0.8)
     assert horizon.decay == pytest.approx(0.8)
     expected = 0.8 ** torch.arange(1, 21).double() / 120  # the loss is a mean over 60 x 2
-    for found in (horizon.mean(), horizon.mean("state"), horizon.quantile(0.9, "state")):
-        torch.testing.assert_close(found, expected)
+    for norms in (horizon.mean(), horizon.mean("state"), horizon.quantile(0.9, "state")):
+        torch.testing.assert_close(norms, expected)
     assert fading(1.05).decay == pytest.approx(1.05)
 
 
-def test_suggested_k2_keeps_to_the_tolerance() -> None:
-    """What lies behind k2 steps is 0.8^k2 of the gradient, but for the start of the segment."""
+def test_suggested_k2_keeps_within_the_tolerance() -> None:
+    """Lags above k2 make up 0.8^k2 of the gradient, except at the start of the segment."""
     horizon = fading(0.8, steps=400)
     assert list(horizon.bias) == [1, 2, 4, 8, 16, 21]
     k2s = [horizon.suggest_k2(tolerance) for tolerance in (0.5, 0.1, 0.01, 1e-4)]
     assert k2s == sorted(k2s)
     for k2, tolerance in zip(k2s, (0.5, 0.1, 0.01, 1e-4), strict=True):
         assert 0.8**k2 < tolerance * 1.1
-        assert 0.8 ** (k2 - 3) > tolerance  # and not much longer than that takes
+        assert 0.8 ** (k2 - 3) > tolerance  # and k2 is not much larger than necessary
     assert k2s[-1] > horizon.max_lag  # extrapolated
 
 
-def test_suggestion_for_a_cell_holds() -> None:
+def test_suggested_k2_of_a_cell_keeps_within_the_tolerance() -> None:
     torch.manual_seed(0)
     cell = nn.LSTMCell(3, 5).double()
     segment = make_train_segment(cell, mse, backend="eager")
     x, y = torch.randn(80, 2, 3).double(), torch.randn(80, 2, 5).double()
     zeros = (torch.zeros(2, 5).double(),) * 2
     horizon = gradient_horizon(segment, named(cell), zeros, x, y, max_lag=24)
-    whole = segment(named(cell), zeros, x, y).grads
+    full_grads = segment(named(cell), zeros, x, y).grads
     for tolerance in (0.3, 0.03):
         k2 = horizon.suggest_k2(tolerance)
         short = make_train_segment(cell, mse, backend="eager", window=k2)
         grads = short(named(cell), zeros, x, y).grads
-        off = torch.cat([(grads[n] - whole[n]).flatten() for n in whole]).norm()
-        assert off < tolerance * torch.cat([g.flatten() for g in whole.values()]).norm()
+        error = torch.cat([(grads[n] - full).flatten() for n, full in full_grads.items()]).norm()
+        assert error < tolerance * torch.cat([g.flatten() for g in full_grads.values()]).norm()
 
 
-def test_what_does_not_fade_has_no_k2() -> None:
+def test_a_gradient_that_does_not_decay_has_no_k2() -> None:
     with pytest.raises(ValueError, match=r"max_lag: within 20 steps the gradient does not fade"):
         fading(1.0).suggest_k2(0.1)
     with pytest.raises(ValueError, match=r"max_lag: what may lie beyond 20 steps is as large as"):
@@ -199,14 +202,13 @@ def test_gradients_that_are_not_finite() -> None:
         gradient_horizon(segment, dict(cell.named_parameters()), None, x, y)
 
 
-def test_nothing_to_fade() -> None:
-    """No recurrence at all: one step is enough."""
+def test_without_recurrence_one_step_is_enough() -> None:
     horizon = fading(0.0)
     assert horizon.decay == 0
     assert horizon.suggest_k2(1e-6) == 1
 
 
-def test_it_is_printed_and_drawn(tmp_path: Path) -> None:
+def test_print_and_plot(tmp_path: Path) -> None:
     horizon = fading(0.8)
     lines = str(horizon).splitlines()
     assert lines[0] == (
@@ -222,17 +224,17 @@ def test_it_is_printed_and_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_lag", "kind", "words"),
+    ("max_lag", "kind", "message"),
     [
         (0, ValueError, "max_lag: expected at least 1, found 0"),
         (2.5, TypeError, "max_lag: expected a whole number, found 2.5"),
         (STEPS, ValueError, f"max_lag: no step of the {STEPS} in x has {STEPS} before it"),
     ],
 )
-def test_bad_lags(max_lag: Any, kind: type[Exception], words: str) -> None:
+def test_bad_lags(max_lag: Any, kind: type[Exception], message: str) -> None:
     module, arguments = gru()
     segment = make_train_segment(module, mse, backend="eager")
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=message):
         gradient_horizon(segment, *arguments, max_lag=max_lag)
 
 

@@ -1,4 +1,4 @@
-"""Looking at gradients: how far they reach back, and whether they are right."""
+"""Tools to inspect gradients: how far back they reach, and whether they are correct."""
 
 from .compare import ComparedLeaf, Comparison, compare_to_reference
 from .horizon import GradientHorizon, gradient_horizon

@@ -1,4 +1,4 @@
-"""``compare_to_reference``: what a segment returns, beside the plain loop in float64."""
+"""``compare_to_reference``: compares a segment's results with the eager loop in float64."""
 
 from __future__ import annotations
 
@@ -18,19 +18,24 @@ from .._segment import TrainSegment
 from .._step import Step
 from .._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from ..compiler.signature import Recipe
+from ..training.checkpoint import random_state, same_random_state
 
 Tree = Any
-_TIMES_EAGER = 3.0  # how much more than the eager loop a result may be off, in lower precision
-_FLOAT64 = 1e-10  # relative, in float64
-_SMALLEST_SCALE = 1e-3  # leaves of smaller numbers are compared as if they were this large
+_TIMES_EAGER = 3.0  # the error allowed, as a multiple of the eager loop's error
+_FLOAT64_TOLERANCE = 1e-10  # relative to the leaf's root mean square
+_SMALLEST_SCALE = 1e-3  # a lower bound on that, for leaves near zero
 
 
 @dataclass(frozen=True)
 class ComparedLeaf:
-    """One leaf of a result. ``scale`` is the root mean square of its exact value.
+    """How far one leaf of a segment's result is from its exact value.
 
-    ``off`` is that of the error of the segment, ``eager_off`` of the eager loop in the dtype of the
-    data; of integers both are 0 or infinite.
+    - ``path``: the leaf's path in the :class:`SegmentOutput`, such as ``grads['weight_hh']``.
+    - ``shape``: the leaf's shape.
+    - ``scale``: the root mean square of the exact value; NaN for integers.
+    - ``off``: the root mean square of the segment's error. For integers 0 or infinity.
+    - ``eager_off``: the same for the eager loop in the dtype of the data.
+    - ``agrees``: whether the segment's error is within the tolerance.
     """
 
     path: str
@@ -43,7 +48,13 @@ class ComparedLeaf:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A result beside the exact one, leaf by leaf; to print. ``agrees`` if all leaves do."""
+    """A segment's result compared with the exact one; ``print`` shows it as a table.
+
+    - ``segment``: the segment's ``repr``.
+    - ``steps``: the number of time steps K.
+    - ``leaves``: a :class:`ComparedLeaf` for each leaf of the result.
+    - ``agrees``: whether all leaves agree.
+    """
 
     segment: str
     steps: int
@@ -56,17 +67,20 @@ class Comparison:
     def __str__(self) -> str:
         wrong = [leaf for leaf in self.leaves if not leaf.agrees]
         verdict = "agrees with" if not wrong else f"{len(wrong)} leaves differ from"
-        width = max(len("leaf"), *(len(leaf.path) for leaf in self.leaves))
         shapes = {leaf.path: "x".join(map(str, leaf.shape)) or "scalar" for leaf in self.leaves}
-        wide = max(len("shape"), *map(len, shapes.values()))
+        path_width = max(len("leaf"), *(len(leaf.path) for leaf in self.leaves))
+        shape_width = max(len("shape"), *map(len, shapes.values()))
         lines = [
             f"{self.segment}, {self.steps} steps: {verdict} the eager loop in float64",
-            f"{'leaf':{width}}  {'shape':{wide}}  {'size':>9}  {'off by':>9}  {'eager loop':>10}",
+            f"{'leaf':{path_width}}  {'shape':{shape_width}}  "
+            f"{'size':>9}  {'off by':>9}  {'eager loop':>10}",
         ]
         for leaf in self.leaves:
-            numbers = f"{leaf.scale:9.2e}  {leaf.off:9.2e}  {leaf.eager_off:10.2e}"
-            mark = "" if leaf.agrees else "  differs"
-            lines.append(f"{leaf.path:{width}}  {shapes[leaf.path]:{wide}}  {numbers}{mark}")
+            lines.append(
+                f"{leaf.path:{path_width}}  {shapes[leaf.path]:{shape_width}}  "
+                f"{leaf.scale:9.2e}  {leaf.off:9.2e}  {leaf.eager_off:10.2e}"
+                + ("" if leaf.agrees else "  differs")
+            )
         return "\n".join(lines)
 
 
@@ -82,12 +96,14 @@ def compare_to_reference(
 ) -> Comparison:
     """compare_to_reference : train_segment, params, state, x[K, ...], y[K, ...] -> Comparison
 
-    In doubt about a result? Runs the segment; the plain eager loop that defines it, in float64; and
-    that loop in the dtype of the data, whose rounding says how much a result may be off. A leaf
-    agrees if it is off by at most 3 times as much, or, in float64, by 1e-10 of its size.
+    Checks a segment whose result you doubt. Runs the segment, then the eager loop that defines it,
+    in float64 and in the dtype of the data; the rounding error of the latter sets the tolerance. A
+    leaf agrees if its error is at most 3 times the eager loop's plus one rounding of the leaf's
+    root mean square (float64: plus 1e-10 of it).
 
-    Arguments are those of the segment. Raises as that does, and ValueError for a segment that the
-    plain loop does not define: with ``taps=`` or ``window=``, or with random numbers.
+    Arguments are those of the segment; ``y`` may be None. Raises what the segment raises, and
+    ValueError for a segment that the eager loop does not define: made with ``taps=`` or
+    ``window=``, or drawing random numbers.
 
     >>> import torch, ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)
@@ -97,54 +113,39 @@ def compare_to_reference(
     True
     """
     check_made(train_segment)
-    for name, used in (
+    for option, is_used in (
         ("taps", train_segment.tapped),
         ("window", train_segment.recipe.window is not None),
     ):
-        if used:
+        if is_used:
             raise ValueError(
-                f"train_segment: was made with {name}=, which the plain loop does not have. "
+                f"train_segment: was made with {option}=, which the plain loop does not have. "
                 "Compare the same segment without it."
             )
     plan, groups = train_segment.plan(params, state, x, y, reset=reset, mask=mask)
-    found = train_segment(params, state, x, y, reset=reset, mask=mask)
-    step, layout = train_segment.recipe.step, train_segment.layout(x)
+    result = train_segment(params, state, x, y, reset=reset, mask=mask)
+    layout = train_segment.layout(x)
     state_dim = layout.state_dim if isinstance(layout, SharedLayout) else None
-    if state is None:  # then the plan says what that means
+    if state is None:  # start where the segment does: the plan has resolved the initial state
         state, state_dim = tree_unflatten(groups["state"], plan.signature.specs[1]), None
-        reset = _time_back(layout, groups["reset"])
-    loop = _Loop(train_segment.recipe, layout, state_dim, reset, mask)
-    given = (params, state, x, y)
-    before = torch.get_rng_state()
-    eager = loop.run(step, *given)
-    if not torch.equal(torch.get_rng_state(), before):
-        raise ValueError(
-            "step: draws random numbers, so that no two runs are alike. Call module.eval(), which "
-            "turns dropout off, and compare that."
+        reset = _in_layout_of_caller(layout, groups["reset"])
+    loop = _EagerLoop(train_segment.recipe, layout, state_dim, reset, mask)
+    eager = _without_random_numbers(loop, params, state, x, y)
+    exact = _in_float64(loop, params, state, x, y)
+    leaves = [
+        _compare_leaf(keystr(path).removeprefix("."), leaf, eager_leaf, exact_leaf)
+        for (path, leaf), eager_leaf, exact_leaf in zip(
+            tree_flatten_with_path(result)[0], tree_leaves(eager), tree_leaves(exact), strict=True
         )
-    device = tree_leaves(x)[0].device.type
-    try:
-        with torch.autocast(device, enabled=False):
-            exact = loop.run(_in_float64(step), *map(_doubles, given))
-    except Exception as error:
-        error.add_note(
-            "while the eager loop ran in float64. A tensor that the step or the loss makes or "
-            "closes over must follow the dtype of its inputs: .to(x.dtype)."
-        )
-        raise
-    leaves = []
-    for (path, a), b, c in zip(
-        tree_flatten_with_path(found)[0], tree_leaves(eager), tree_leaves(exact), strict=True
-    ):
-        leaves.append(_compared(keystr(path).removeprefix("."), a, b, c))
+    ]
     return Comparison(repr(train_segment), groups["x"][0].shape[0], leaves)
 
 
 @dataclass(frozen=True)
-class _Loop:
-    """The plain loop as a segment calls it.
+class _EagerLoop:
+    """The reference loop, called with a segment's arguments.
 
-    ``state_dim``: where the sequences of ``in_dims`` lie in the state; None if all begin alike.
+    ``state_dim``: the axis of the sequences (``in_dims``) in the state; None if they share one.
     """
 
     recipe: Recipe
@@ -154,37 +155,39 @@ class _Loop:
     mask: Tensor | None
 
     def run(self, step: Step, params: Tree, state: Tree, x: Tree, y: Tree) -> SegmentOutput:
-        """The loop; for a segment with ``in_dims`` its mean over the sequences."""
-        layout, start = self.layout, self.recipe.initial_state
-        if start is not None and not callable(start):
-            start = tree_map(lambda own, leaf: own.to(leaf.dtype), start, state)
+        """Runs the loop; with ``in_dims`` once for each sequence, and averages the results."""
+        layout, initial_state = self.layout, self.recipe.initial_state
+        if initial_state is not None and not callable(initial_state):
+            initial_state = tree_map(lambda a, like: a.to(like.dtype), initial_state, state)
 
-        def call(state: Tree, x: Tree, y: Tree, reset: Tree, mask: Tree) -> SegmentOutput:
+        def run_sequence(state: Tree, x: Tree, y: Tree, reset: Tree, mask: Tree) -> SegmentOutput:
             return reference_segment(
                 step, self.recipe.loss, params, state, x, y, reset=reset, mask=mask,
-                time_dim=layout.time_dim, initial_state=start, context=self.recipe.context,
+                time_dim=layout.time_dim, initial_state=initial_state, context=self.recipe.context,
             )  # fmt: skip
 
-        given = (state, x, y, self.reset, self.mask)
+        arguments = (state, x, y, self.reset, self.mask)
         if not isinstance(layout, SharedLayout):
-            return call(*given)
+            return run_sequence(*arguments)
         dims = (self.state_dim, layout.x_dim, layout.y_dim, layout.x_dim, layout.x_dim)
         count = tree_leaves(x)[0].shape[layout.x_dim]
         outputs = [
-            call(*(_select(tree, dim, i) for tree, dim in zip(given, dims, strict=True)))
+            run_sequence(
+                *(_select(tree, dim, i) for tree, dim in zip(arguments, dims, strict=True))
+            )
             for i in range(count)
         ]
         grads, states, losses, outs = zip(*outputs, strict=True)
         return SegmentOutput(
-            tree_map(lambda *own: torch.stack(own).sum(0) / count, *grads),
-            tree_map(lambda *own: torch.stack(own, layout.state_dim or 0), *states),
+            tree_map(lambda *leaves: torch.stack(leaves).sum(0) / count, *grads),
+            tree_map(lambda *leaves: torch.stack(leaves, layout.state_dim or 0), *states),
             torch.stack(losses).mean(),
-            tree_map(lambda *own: torch.stack(own, layout.x_dim), *outs),
+            tree_map(lambda *leaves: torch.stack(leaves, layout.x_dim), *outs),
         )
 
 
-def _time_back(layout: Layout, reset: list[Tensor]) -> Tensor | None:
-    """A ``reset`` of the plan in the caller's layout."""
+def _in_layout_of_caller(layout: Layout, reset: list[Tensor]) -> Tensor | None:
+    """The plan's ``reset`` (no leaf or one, time first) with its axes where the caller has them."""
     if not reset or reset[0].dim() < 2:
         return reset[0] if reset else None
     if isinstance(layout, SharedLayout):
@@ -198,40 +201,61 @@ def _select(tree: Tree, dim: int | None, i: int) -> Tree:
     return tree_map(lambda leaf: leaf.select(dim, i), tree)
 
 
-def _in_float64(step: Step) -> Step:
-    return (
-        step if step.module is None else replace(step, module=copy.deepcopy(step.module).double())
-    )
+def _without_random_numbers(loop: _EagerLoop, *arguments: Tree) -> SegmentOutput:
+    """Runs the loop in the dtype of the data; ValueError if it draws from any generator."""
+    before = random_state()
+    result = loop.run(loop.recipe.step, *arguments)
+    if not same_random_state(before, random_state()):
+        raise ValueError(
+            "step: draws random numbers, so that no two runs are alike. Call module.eval(), which "
+            "turns dropout off, and compare that."
+        )
+    return result
 
 
-def _doubles(tree: Tree) -> Tree:
-    return tree_map(_to_float64, tree)
+def _in_float64(loop: _EagerLoop, params: Tree, state: Tree, x: Tree, y: Tree) -> SegmentOutput:
+    """Runs the loop in float64, without autocast."""
+    step = loop.recipe.step
+    if step.module is not None:
+        step = replace(step, module=copy.deepcopy(step.module).double())
+    arguments = [
+        None if tree is None else tree_map(_to_double, tree) for tree in (params, state, x, y)
+    ]
+    try:
+        with torch.autocast(tree_leaves(x)[0].device.type, enabled=False):
+            return loop.run(step, *arguments)
+    except Exception as error:
+        error.add_note(
+            "while the eager loop ran in float64. A tensor that the step or the loss makes or "
+            "closes over must follow the dtype of its inputs: .to(x.dtype)."
+        )
+        raise
 
 
-def _to_float64(leaf: Tensor) -> Tensor:
+def _to_double(leaf: Tensor) -> Tensor:
     if leaf.is_complex():
         return leaf.to(torch.complex128)
     return leaf.double() if leaf.is_floating_point() else leaf
 
 
-def _compared(path: str, found: Tensor, eager: Tensor, exact: Tensor) -> ComparedLeaf:
+def _compare_leaf(path: str, result: Tensor, eager: Tensor, exact: Tensor) -> ComparedLeaf:
+    shape = tuple(result.shape)
     if not (exact.is_floating_point() or exact.is_complex()):
-        off, eager_off = (0.0 if torch.equal(a, exact) else math.inf for a in (found, eager))
-        return ComparedLeaf(path, tuple(found.shape), math.nan, off, eager_off, off == 0)
-    finite = exact[exact.isfinite()]
-    scale, off, eager_off = _rms(finite), _error(found, exact), _error(eager, exact)
-    size = max(scale, _SMALLEST_SCALE)
-    double = found.dtype in (torch.float64, torch.complex128)
-    floor = (_FLOAT64 if double else torch.finfo(found.dtype).eps) * size
-    agrees = off <= _TIMES_EAGER * eager_off + floor
-    return ComparedLeaf(path, tuple(found.shape), scale, off, eager_off, agrees)
+        off, eager_off = (0.0 if torch.equal(a, exact) else math.inf for a in (result, eager))
+        return ComparedLeaf(path, shape, math.nan, off, eager_off, off == 0)
+    scale = _rms(exact[exact.isfinite()])
+    off, eager_off = _rms_error(result, exact), _rms_error(eager, exact)
+    is_double = result.dtype in (torch.float64, torch.complex128)
+    relative = _FLOAT64_TOLERANCE if is_double else torch.finfo(result.dtype).eps
+    tolerance = _TIMES_EAGER * eager_off + relative * max(scale, _SMALLEST_SCALE)
+    return ComparedLeaf(path, shape, scale, off, eager_off, off <= tolerance)
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    """The root mean square of the difference; where both are the same, also NaN, it is none."""
-    found = found.to(exact.dtype)
-    same = (found == exact) | (found.isnan() & exact.isnan())
-    error = _rms(torch.where(same, 0, found - exact))
+def _rms_error(result: Tensor, exact: Tensor) -> float:
+    """The root mean square of the error; equal infinities, and NaN in both, count as equal."""
+    result = result.to(exact.dtype)
+    same = (result == exact) | (result.isnan() & exact.isnan())
+    error = _rms(torch.where(same, 0, result - exact))
     return math.inf if math.isnan(error) else error
 
 

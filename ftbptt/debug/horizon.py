@@ -1,4 +1,4 @@
-"""``gradient_horizon``: how far gradients reach back, and which truncation that allows."""
+"""``gradient_horizon``: how far back gradients reach, and the truncation length this allows."""
 
 from __future__ import annotations
 
@@ -24,68 +24,73 @@ Tree = Any
 
 @dataclass(frozen=True)
 class GradientHorizon:
-    """How the gradient of one step's loss by the state fades with the lag; to print and to plot.
+    """How the gradient of one step's loss with respect to the state decays with the lag.
 
-    ``norms`` has by leaf of the state ``[max_lag, losses, rows]``: entry ``[k - 1, i, b]`` is the
-    norm of d loss_t / d state_{t-k} in row b, where loss_t is the share of step t in the segment's
-    loss and state_s the state after step s. ``reached`` has by k2 the norm of the parameters'
-    gradient in which each loss reaches back k2 steps, and ``bias`` how far that is off the one with
-    the longest reach, relative to it.
+    ``print`` shows a table, :meth:`plot` draws it.
+
+    - ``norms``: for each state leaf a tensor ``[max_lag, losses, B]``. Entry ``[k - 1, i, b]`` is
+      the norm of d loss_t / d state_{t-k} in row b, where loss_t is step t's share of the segment's
+      loss and state_s is the state after step s. Without a batch axis, B is 1.
+    - ``reached``: for each k2 the norm of the parameters' gradient if each loss reaches back k2
+      steps.
+    - ``bias``: for each k2 that gradient's distance from the one of the largest k2, relative to the
+      latter's norm.
     """
 
     norms: dict[str, Tensor]
     reached: dict[int, float]
     bias: dict[int, float]
-    _gain: float  # the largest share of a lag in the gradient over its norm: M in the paper
+    _gain: float  # M in the paper: the most that lags add to the gradient, per norm of theirs
 
     @property
     def max_lag(self) -> int:
         return len(next(iter(self.norms.values())))
 
     def mean(self, leaf: str | None = None) -> Tensor:
-        """mean : a leaf's name, or None for all together -> [max_lag], over steps and rows"""
+        """mean : a state leaf's name, or None for the full state -> [max_lag], over steps and B"""
         return self._of(leaf).flatten(1).mean(1)
 
     def quantile(self, q: float, leaf: str | None = None) -> Tensor:
-        """quantile : q from 0 to 1, a leaf's name or None for all -> [max_lag], as ``mean``"""
+        """quantile : q from 0 to 1, leaf as for :meth:`mean` -> [max_lag], over steps and B"""
         return torch.stack([lag.flatten().quantile(q) for lag in self._of(leaf)])
 
     def _of(self, leaf: str | None) -> Tensor:
         if leaf is None:
             return torch.stack(list(self.norms.values())).square().sum(0).sqrt()
         if leaf not in self.norms:
-            known = ", ".join(self.norms)
-            raise ValueError(f"leaf: the state has no {leaf!r} with a gradient; it has {known}.")
+            names = ", ".join(self.norms)
+            raise ValueError(f"leaf: the state has no {leaf!r} with a gradient; it has {names}.")
         return self.norms[leaf]
 
     @property
     def decay(self) -> float:
-        """The factor by which the mean norm falls from lag to lag, fitted to the last half.
+        """The factor by which the mean norm changes per lag, fitted to the last half of the lags.
 
-        Above 1 it grows. 0 if nothing reaches so far.
+        Above 1 the norm grows. 0 if a norm among them is zero, NaN if there is only one.
         """
         mean = self.mean().double().cpu()
         lags = torch.arange(1, len(mean) + 1, dtype=torch.float64)
-        last = lags > len(mean) // 2
-        lags, mean = lags[last], mean[last]
+        last_half = lags > len(mean) // 2
+        lags, mean = lags[last_half], mean[last_half]
         if not (mean > 0).all():
             return 0.0
         if len(lags) < 2:
             return math.nan
         lags = lags - lags.mean()
-        return math.exp(float((lags * mean.log()).sum() / lags.square().sum()))
+        slope = (lags * mean.log()).sum() / lags.square().sum()
+        return math.exp(float(slope))
 
     def suggest_k2(self, tolerance: float = 0.1) -> int:
-        """suggest_k2 : the relative bias of the gradient that is tolerable -> k2
+        """suggest_k2 : the tolerated relative bias of the gradient -> k2
 
-        The smallest k2 for which the bias is estimated to be below: what lags after it can add
-        is at most M times their norms, extrapolated beyond ``max_lag`` by the fitted decay, and is
-        compared with the norm of the gradient. M is measured here, as the largest share of lags in
-        the parameters' gradient over the sum of their norms. It is a bound, so often more than is
-        needed: ``bias`` has what was measured.
+        Returns the smallest k2 whose estimated bias is below ``tolerance``. The bias is bounded by
+        M times the norms of the lags that are cut off, extrapolated beyond ``max_lag`` with
+        ``decay``, relative to the norm of the gradient. M is measured: the largest ratio of what a
+        range of lags adds to the parameters' gradient to the sum of their norms. As an upper bound
+        this often gives a larger k2 than necessary; ``bias`` holds the measured values.
 
-        Raises ValueError for a tolerance that is not above 0, and if the gradient does not fade
-        within ``max_lag``, so that there is nothing to extrapolate.
+        Raises ValueError if ``tolerance`` is not above 0, and if the gradient does not decay within
+        ``max_lag``, so that it cannot be extrapolated.
 
         Aicher, Foti and Fox, Adaptively truncating backpropagation through time to control gradient
         bias, 2019, section 3.
@@ -99,25 +104,25 @@ class GradientHorizon:
                 f"{decay:.3g} from lag to lag), so k2 cannot be estimated. Give a longer "
                 "segment and a larger max_lag."
             )
-        # beyond[k - 1]: of lags k and more, all together.
-        beyond = self._gain * mean.flip(0).cumsum(0).flip(0)
-        behind = self._gain * float(mean[-1]) * decay / (1 - decay)
-        beyond = beyond + behind
+        beyond_max_lag = self._gain * float(mean[-1]) * decay / (1 - decay)
+        # from_lag[k - 1]: the bound on what lags k and above add to the gradient.
+        from_lag = self._gain * mean.flip(0).cumsum(0).flip(0) + beyond_max_lag
 
         def bound(k2: int) -> float:
             if k2 <= self.max_lag:
-                return float(beyond[k2 - 1])
-            return behind * decay ** (k2 - self.max_lag - 1)
+                return float(from_lag[k2 - 1])
+            return beyond_max_lag * decay ** (k2 - self.max_lag - 1)
 
-        whole = max(norm - bound(k2) for k2, norm in self.reached.items())
-        if whole <= 0:
+        # A lower bound on the norm of the gradient without truncation.
+        least_norm = max(norm - bound(k2) for k2, norm in self.reached.items())
+        if least_norm <= 0:
             raise ValueError(
                 f"max_lag: what may lie beyond {self.max_lag} steps is as large as the gradient "
                 f"itself (a factor of {decay:.3g} from lag to lag), so k2 cannot be estimated. "
                 "Give a longer segment and a larger max_lag."
             )
         k2 = 1
-        while bound(k2) / whole >= tolerance:
+        while bound(k2) / least_norm >= tolerance:
             k2 += 1
         return k2
 
@@ -140,8 +145,8 @@ class GradientHorizon:
     def plot(self, path: str | Path) -> None:
         """plot : file name -> None
 
-        The norms over the lag as a PNG: for each leaf of the state the mean, a band from the 10 %
-        to the 90 % quantile, and the fitted decay of all together. Needs matplotlib.
+        Writes a PNG of the norms over the lag: for each state leaf the mean and the band between
+        the 10 % and 90 % quantiles, and the decay fitted to the full state. Needs matplotlib.
         """
         from matplotlib.figure import Figure
 
@@ -156,11 +161,11 @@ class GradientHorizon:
             )
         if 0 < self.decay < math.inf:
             half = self.max_lag // 2
-            last, mean = lags[half:], self.mean().double().cpu()[half:]
-            middle = mean.log().mean().exp()
-            fitted = middle * self.decay ** (last - last.double().mean())
+            lags, mean = lags[half:], self.mean().double().cpu()[half:]
+            geometric_mean = mean.log().mean().exp()
+            fitted = geometric_mean * self.decay ** (lags - lags.double().mean())
             label = f"fitted: {self.decay:.3g} from lag to lag"
-            axes.plot(last, fitted, "k--", linewidth=1, label=label)
+            axes.plot(lags, fitted, "k--", linewidth=1, label=label)
         axes.set_yscale("log")
         axes.set_xlabel("lag k, steps")
         axes.set_ylabel("norm of d loss_t / d state_(t-k)")
@@ -184,13 +189,15 @@ def gradient_horizon(
 ) -> GradientHorizon:
     """gradient_horizon : train_segment, params, state, x[K, ...], y[K, ...] -> GradientHorizon
 
-    How far back do gradients reach? Takes the loss of each step on its own, runs its reverse loop
-    over ``max_lag`` steps (default: half of K), all of them side by side, and measures the gradient
-    by the state at each lag. ``suggest_k2(tolerance)`` of the result is the truncation for that.
+    Measures how far back gradients reach. Backpropagates the loss of each step separately over
+    ``max_lag`` steps (default: half of K), all of them in parallel, and records the norm of the
+    gradient with respect to the state at each lag. ``suggest_k2(tolerance)`` of the result turns
+    this into a truncation length.
 
-    Arguments are those of the segment. The steps that have fewer than ``max_lag`` before them in
-    the segment are left out. Raises TypeError and ValueError as the segment does, and for a
-    ``max_lag`` that the segment has not got.
+    Arguments are those of the segment. Steps with fewer than ``max_lag`` steps before them in the
+    segment are left out. Raises what the segment raises; ValueError if ``max_lag`` is below 1 or
+    too large for the segment, if no state leaf has a gradient, or if a gradient is not finite;
+    TypeError if ``max_lag`` is no whole number.
 
     >>> import torch, ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)
@@ -203,50 +210,52 @@ def gradient_horizon(
     check_made(train_segment)
     segments = Segments(train_segment)
     chunk = Chunk(x, y, reset, mask)
-    steps = segments.axes(x).length(chunk)
-    max_lag = _checked(max_lag, steps, train_segment.context)
+    max_lag = _check_max_lag(max_lag, segments.axes(x).length(chunk), train_segment.context)
     with torch.no_grad():
         plan, groups = train_segment.plan(params, state, x, y, reset=reset, mask=mask)
         if not plan.loops.trained_carries:
             raise ValueError("state: no leaf of it has a gradient, so none reaches back.")
-        first = max(max_lag, train_segment.context)
-        reaches, rows = _powers_of_two(max_lag + 1), _row_axes(segments, chunk, plan)
+        first_loss = max(max_lag, train_segment.context)
+        row_axes = _row_axes(segments, chunk, plan)
+        reaches = _powers_of_two(max_lag + 1)
         with as_traced(plan.signature.autocast):
-            norms = norms_by_lag(plan, groups, first, max_lag, rows)
+            norms = norms_by_lag(plan, groups, first_loss, max_lag, row_axes)
             gradients = gradients_by_reach(plan, groups, reaches)
-    off = [_distance(own, gradients[-1]) for own in gradients]
-    whole = _norm(gradients[-1])
-    if not (math.isfinite(whole) and all(own.isfinite().all() for own in norms.values())):
+    full_norm = _norm(gradients[-1])
+    if not (math.isfinite(full_norm) and all(leaf.isfinite().all() for leaf in norms.values())):
         raise ValueError(
             "params, state, x, y: a gradient of the loss is not finite, so its norms say nothing. "
             "Look at out and loss of the segment first."
         )
-    horizon = GradientHorizon(
-        norms,
-        reached={k2: _norm(own) for k2, own in zip(reaches, gradients, strict=True)},
-        bias={k2: d / whole if d else 0.0 for k2, d in zip(reaches, off, strict=True)},
-        _gain=0.0,
-    )
-    mean, gain = horizon.mean().double(), 0.0
+    reached, bias = {}, {}
+    for k2, gradient in zip(reaches, gradients, strict=True):
+        distance = _distance(gradient, gradients[-1])
+        reached[k2] = _norm(gradient)
+        bias[k2] = distance / full_norm if distance else 0.0
+    horizon = GradientHorizon(norms, reached, bias, _gain=0.0)
+    return replace(horizon, _gain=_largest_gain(horizon.mean().double(), reaches, gradients))
+
+
+def _largest_gain(mean: Tensor, reaches: list[int], gradients: list[list[Tensor]]) -> float:
+    """The largest ratio of what the lags between two reaches add to the gradient to their norms."""
+    gain = 0.0
     for i in range(1, len(reaches)):
-        lags = float(mean[reaches[i - 1] - 1 : reaches[i] - 1].sum())
-        share = _distance(gradients[i], gradients[i - 1])
-        gain = max(gain, share / lags if lags else 0.0)
-    return replace(horizon, _gain=gain)
+        norms = float(mean[reaches[i - 1] - 1 : reaches[i] - 1].sum())
+        added = _distance(gradients[i], gradients[i - 1])
+        gain = max(gain, added / norms if norms else 0.0)
+    return gain
 
 
 def _row_axes(segments: Segments, chunk: Chunk, plan: Plan) -> list[int] | None:
-    """Where the rows lie in each leaf of the state; None for data without rows."""
+    """The batch axis of each state leaf; None for data without a batch."""
     leaves = [torch.empty(leaf.shape, device="meta") for leaf in plan.signature.state]
     if segments.rows(chunk, leaves) is None:
         return None
     return [segments.row_axis(leaf) for leaf in leaves]
 
 
-def _checked(max_lag: int | None, steps: int, context: int) -> int:
-    if max_lag is None:
-        max_lag = max(1, steps // 2)
-    max_lag = whole("max_lag", max_lag, 1)
+def _check_max_lag(max_lag: int | None, steps: int, context: int) -> int:
+    max_lag = max(1, steps // 2) if max_lag is None else whole("max_lag", max_lag, 1)
     if steps <= max(max_lag, context):
         raise ValueError(
             f"max_lag: no step of the {steps} in x has {max_lag} before it. Give a longer segment, "
@@ -265,5 +274,9 @@ def _distance(a: list[Tensor], b: list[Tensor]) -> float:
 
 
 def _norm(gradients: list[Tensor]) -> float:
-    own = [g for g in gradients if g.is_floating_point() or g.is_complex()]
-    return float(torch.stack([torch.linalg.vector_norm(g).double() for g in own]).norm())
+    norms = [
+        torch.linalg.vector_norm(gradient).double()
+        for gradient in gradients
+        if gradient.is_floating_point() or gradient.is_complex()
+    ]
+    return float(torch.stack(norms).norm())
