@@ -1,4 +1,4 @@
-"""Models that take chunks, with hidden states of any nesting, for the tests of Ignite's trainer."""
+"""Models that take chunks, with nested hidden states, for the tests of the trainer for Ignite."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Named(Plain):
 
 
 class Counted(nn.Module):
-    """A state of floats and a whole number."""
+    """A state of floats and an integer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class NormOverTime(Plain):
 
 
 class Convolution(Plain):
-    """Over time, and without any effect yet: only its gradient tells."""
+    """Over time, with weights of zero: only its gradient shows the difference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Attention(Plain):
 
 
 class ConvolutionBehindNoise(Plain):
-    """Noise that drops all where it is a constant below one half hides what is after it."""
+    """Noise that drops everything, as some constants make it do, hides what comes after it."""
 
     def __init__(self, below: bool) -> None:
         super().__init__()
@@ -203,16 +203,16 @@ class Decorated(Plain):
         return super().forward(x, hidden)
 
 
-class OfTheClass(Plain):
+class ClassCounter(Plain):
     count = 0
 
     def forward(self, x: Tensor, hidden: Tree = None) -> tuple[Tensor, Tree]:
-        OfTheClass.count += 1
+        ClassCounter.count += 1
         return super().forward(x, hidden)
 
 
 class Tied(nn.Module):
-    """A module under two names, and a parameter in two modules."""
+    """A module with two names, and a parameter in two modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,6 +280,7 @@ class Model:
     make: Callable[[], nn.Module]
     reason: str = ""  # why it is not compiled
     dim: int = 0
+    without_state: str = ""  # why chunks without a hidden state are not compiled
 
     @property
     def compiles(self) -> bool:
@@ -293,8 +294,8 @@ MODELS = {
     "batch first, counted from the end": Model(lambda: Plain(nn.LSTM, batch_first=True), dim=-2),
     "cells, nested state": Model(Cells),
     "named tuple": Model(Named),
-    "whole number in the state": Model(Counted),
-    "learned start": Model(LearnedStart),
+    "integer in the state": Model(Counted),
+    "learned start": Model(LearnedStart, without_state="the gradient of start differs by 100 %"),
     "tied parameters": Model(Tied),
     "weight norm": Model(lambda: weight_normed()),
     "counter": Model(Counting, "changes 'calls' of Counting"),
@@ -303,7 +304,7 @@ MODELS = {
     "global list": Model(Global, "changes 'SEEN' of _count"),
     "Python's random numbers": Model(TeacherForcing, "draws from Python's"),
     "decorator that counts": Model(Decorated, "changes '__dict__' of forward"),
-    "counter of the class": Model(OfTheClass, "changes 'count' of OfTheClass"),
+    "counter in the class": Model(ClassCounter, "changes 'count' of ClassCounter"),
     "batch norm": Model(BatchNorm, "changes '(num_batches_tracked|running_\\w+)' of norm"),
     "norm over time": Model(NormOverTime, "several steps at once"),
     "convolution": Model(Convolution, "several steps at once"),
@@ -320,10 +321,10 @@ MODELS = {
 
 def model_of(name: str) -> tuple[Any, list[tuple[Tensor, Tensor]], int]:
     """A model, batches for it, and the axis of time."""
-    found = MODELS[name]
+    entry = MODELS[name]
     torch.manual_seed(0)
     random.seed(0)
     data = batches(3)
-    if found.dim:
+    if entry.dim:
         data = [(x.transpose(0, 1), y.transpose(0, 1)) for x, y in data]
-    return found.make().double(), data, found.dim
+    return entry.make().double(), data, entry.dim

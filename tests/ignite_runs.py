@@ -1,4 +1,4 @@
-"""Trainers of Ignite and ours, with the losses of their chunks, for tests."""
+"""Runs Ignite's trainer and ours, recording the losses of their chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trainer_of(
     optimizer: Any = None,
     **options: Any,
 ) -> tuple[Engine, list[float]]:
-    """A trainer, and the loss of each chunk that it will run."""
+    """A trainer, and a list to which it appends the loss of each chunk."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     trainer = make(model, optimizer, loss, step, **options)
     losses: list[float] = []
@@ -35,24 +35,24 @@ def trainer_of(
     return trainer, losses
 
 
-def assert_same(found: nn.Module, expected: nn.Module, tolerance: float) -> None:
-    for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
+def assert_same(result: nn.Module, expected: nn.Module, tolerance: float) -> None:
+    for (name, a), b in zip(result.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def check(
     model: nn.Module, data: Any, tolerance: float, *, dim: int = 0, **options: Any
 ) -> nn.Module:
-    """Trains it and a copy beside Ignite's trainer: losses, means and parameters are the same."""
+    """Trains it, and a copy with Ignite's trainer: losses, means and parameters must be equal."""
     other = copy.deepcopy(model)
     theirs_ = trainer_of(other, theirs.create_supervised_tbptt_trainer, dim=dim)
     ours = trainer_of(model, dim=dim, loss_mean="chunks", **options)
     means: list[list[float]] = []
     for trainer, _ in (theirs_, ours):
-        own: list[float] = []
-        means.append(own)
+        outputs: list[float] = []
+        means.append(outputs)
         trainer.add_event_handler(
-            Events.ITERATION_COMPLETED, lambda e, own=own: own.append(e.state.output)
+            Events.ITERATION_COMPLETED, lambda e, outputs=outputs: outputs.append(e.state.output)
         )
         torch.manual_seed(1)
         random.seed(1)

@@ -1,8 +1,9 @@
-"""What compiled chunks of the trainer for Ignite notice: hooks, attributes, constants, noise."""
+"""Changes that compiled chunks of the trainer for Ignite detect: hooks, attributes, noise."""
 
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -20,7 +21,7 @@ from .ignite_runs import assert_same, check, mse, trainer_of
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
-def test_an_attribute_that_a_handler_changes_counts(ran: list[int]) -> None:
+def test_an_attribute_that_a_handler_changes_takes_effect(ran: list[int]) -> None:
     class Scaled(Plain):
         factor = 1.0
 
@@ -48,7 +49,7 @@ def test_an_attribute_that_a_handler_changes_counts(ran: list[int]) -> None:
     assert len(ran) > 10
 
 
-def test_an_attribute_that_changes_all_the_time_is_not_compiled_for_each() -> None:
+def test_an_attribute_that_keeps_changing_stops_compiling() -> None:
     model = model_of("LSTM")[0]
     trainer, _ = trainer_of(model)
 
@@ -60,7 +61,7 @@ def test_an_attribute_that_changes_all_the_time_is_not_compiled_for_each() -> No
         trainer.run(batches(20))
 
 
-def test_a_constant_of_the_loss_that_is_written_in_place_counts(ran: list[int]) -> None:
+def test_a_constant_of_the_loss_that_is_written_in_place_takes_effect(ran: list[int]) -> None:
     models = []
     for make in (theirs.create_supervised_tbptt_trainer, create_supervised_tbptt_trainer):
         model = model_of("LSTM")[0]
@@ -80,7 +81,7 @@ def test_a_constant_of_the_loss_that_is_written_in_place_counts(ran: list[int]) 
     assert len(ran) > 10
 
 
-def test_inputs_that_are_computed_from_parameters_train_them() -> None:
+def test_inputs_computed_from_parameters_train_them() -> None:
     models = []
     for make in (theirs.create_supervised_tbptt_trainer, create_supervised_tbptt_trainer):
         model = model_of("LSTM")[0]
@@ -103,7 +104,7 @@ def test_inputs_that_are_computed_from_parameters_train_them() -> None:
 RATE = {"l2": 0.0}
 
 
-def test_a_global_of_the_loss_that_changes_counts(ran: list[int]) -> None:
+def test_a_global_of_the_loss_that_changes_takes_effect(ran: list[int]) -> None:
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return mse(out, y) + RATE["l2"] * out.square().mean()
 
@@ -120,8 +121,8 @@ def test_a_global_of_the_loss_that_changes_counts(ran: list[int]) -> None:
     assert len(ran) > 10
 
 
-def test_a_penalty_on_the_parameters_in_the_loss_is_seen() -> None:
-    """However small it is: it is found in autograd's graph, not in the numbers."""
+def test_a_penalty_on_the_parameters_in_the_loss_is_detected() -> None:
+    """However small: it is found in autograd's graph, not by comparing numbers."""
     models = []
     for make in (theirs.create_supervised_tbptt_trainer, create_supervised_tbptt_trainer):
         model = model_of("LSTM")[0]
@@ -138,11 +139,13 @@ def test_a_penalty_on_the_parameters_in_the_loss_is_seen() -> None:
     assert_same(models[1], models[0], 0.0)
 
 
-def test_what_shows_in_the_gradient_alone_is_seen() -> None:
-    """A convolution over time whose weights are zero: loss and state are those of its steps."""
+def test_a_difference_in_the_gradient_alone_is_detected() -> None:
+    """A convolution over time with weights of zero has the loss and state of its steps."""
     model, data, _ = model_of("convolution")
     trainer, _ = trainer_of(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
-    with pytest.warns(RuntimeWarning, match=r"gradient of conv.weight.*several steps at once"):
+    with pytest.warns(
+        RuntimeWarning, match=r"gradient of conv.weight differs.*several steps at once"
+    ):
         trainer.run(data)
 
 
@@ -167,7 +170,7 @@ def test_a_hook_is_called_at_each_chunk(where: str) -> None:
     assert len(calls) == len(losses) == 6
 
 
-def test_a_cache_that_the_first_call_builds_is_no_side_effect(ran: list[int]) -> None:
+def test_a_cache_built_by_the_first_call_is_no_side_effect(ran: list[int]) -> None:
     class Lazy(Plain):
         scale: Tensor | None = None
 
@@ -182,7 +185,7 @@ def test_a_cache_that_the_first_call_builds_is_no_side_effect(ran: list[int]) ->
 
 
 def test_a_chunk_without_a_gradient_decides_nothing() -> None:
-    """A loss that is all padding at first would let any model pass."""
+    """With a loss that is all padding, any model would pass the comparison."""
     data = batches(3)
     data[0] = (data[0][0], torch.full_like(data[0][1], float("nan")))
 
@@ -198,12 +201,34 @@ def test_a_chunk_without_a_gradient_decides_nothing() -> None:
 
 
 def test_a_learned_first_state_that_is_zero_now_gets_its_gradient(ran: list[int]) -> None:
-    """Its first chunks run as written: from zeros, they would give no gradient."""
+    """Its first chunks run eagerly: compiled from zeros, they would give it no gradient."""
     model, data, _ = model_of("learned start")
     assert isinstance(model, nn.Module)
-    check(model, data, 1e-10)
+    with pytest.warns(RuntimeWarning, match="gradient of start differs by 100 %"):
+        check(model, data, 1e-10)
     assert model.start.abs().sum() > 0
     assert ran
+
+
+def test_a_first_chunk_that_differs_from_zeros_warns_once(ran: list[int]) -> None:
+    """Only chunks without a hidden state run as written, with a warning that says why."""
+
+    def run(first_state: float) -> list[str]:
+        model, data, _ = model_of("LSTM")
+        start = torch.full((1, 3, 5), first_state).double()
+        call = model.rnn.forward
+        model.rnn.forward = lambda x, hidden: call(x, (start, start) if hidden is None else hidden)
+        trainer, _ = trainer_of(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.run(data, max_epochs=3)
+        return [str(w.message) for w in caught if w.category is RuntimeWarning]
+
+    assert run(0.0) == []
+    (message,) = run(0.5)
+    assert "Plain runs chunks without a hidden state as written, not compiled" in message
+    assert re.search(r"the state differs by \d+(\.\d+)? %", message)
+    assert len(ran) > 20
 
 
 def test_noise_that_steps_do_not_share_is_compiled(ran: list[int]) -> None:
@@ -221,7 +246,7 @@ def test_noise_that_steps_do_not_share_is_compiled(ran: list[int]) -> None:
     first = copy.deepcopy(model)
     trainer.run(batches(8))
     assert len(ran) > 20
-    # What was tried out has drawn nothing: the first chunk's noise is Ignite's.
+    # The comparisons drew no random numbers: the first chunk's noise is Ignite's.
     torch.manual_seed(5)
     again, other = trainer_of(first)[0], copy.deepcopy(first)
     outputs = []

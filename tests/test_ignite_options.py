@@ -1,4 +1,4 @@
-"""What the trainer for Ignite has beyond Ignite's: windows, carried states, resets, precision."""
+"""Options that Ignite's own trainer lacks: windows, carried states, resets, precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 def loop(
     model: Any, data: Any, hidden: Any, *, k1: int, k2: int, reset: Any = None, lr: float = 0.2
 ) -> list[float]:
-    """TBPTT(k1, k2) with the state carried across batches, step by step."""
+    """TBPTT(k1, k2) with the state carried across batches, one step at a time."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     losses = []
     for x, y in data:
@@ -64,8 +64,7 @@ def test_windows_state_and_resets(
         optimizer=torch.optim.SGD(model.parameters(), lr=0.2),
     )  # fmt: skip
     trainer.run(data)
-    given = reset if with_reset else None
-    expected = loop(other, data, zeros(), k1=k1, k2=k2, reset=given)
+    expected = loop(other, data, zeros(), k1=k1, k2=k2, reset=reset if with_reset else None)
     assert losses == pytest.approx(expected, rel=0, abs=1e-10)
     assert_same(model, other, 1e-10)
     assert bool(ran) == (backend == "auto")
@@ -99,17 +98,17 @@ def test_it_is_train_stream_with_the_same_options() -> None:
 
 
 def test_k1_or_k2_alone() -> None:
-    """``tbtt_step`` stands for the other."""
-    found = []
+    """The other is ``tbtt_step``."""
+    runs = []
     for options in ({"step": 4, "k1": 2}, {"step": 2, "k2": 4}, {"step": 9, "k1": 2, "k2": 4}):
         trainer, losses = trainer_of(model_of("LSTM")[0], backend="eager", **options)
         trainer.run(batches(2))
-        found.append(losses)
-    assert found[0] == found[1] == found[2]
-    assert len(found[0]) == 10
+        runs.append(losses)
+    assert runs[0] == runs[1] == runs[2]
+    assert len(runs[0]) == 10
 
 
-def test_a_state_that_is_carried_begins_anew_with_the_data() -> None:
+def test_a_carried_state_starts_over_with_the_data() -> None:
     model, data, _ = model_of("LSTM")
     trainer, _ = trainer_of(model, state="carry", backend="eager")
     seen: list[Any] = []
@@ -145,7 +144,7 @@ def test_accumulation_goes_across_batches_and_ends_with_the_epoch() -> None:
     trainer, losses = trainer_of(model, optimizer=optimizer, accumulate=4)
     optimizer.register_step_post_hook(lambda *_: steps.append(len(losses)))
     trainer.run(batches(3), max_epochs=2)
-    # In the fourth chunk, before its event; what is left after nine at the end of the epoch.
+    # In each fourth chunk, before its event; the ninth alone at the end of the epoch.
     assert steps == [3, 7, 9, 12, 16, 18]
 
 
@@ -166,8 +165,8 @@ def test_automatic_mixed_precision(backend: str, ran: list[int]) -> None:
     exact = copy.deepcopy(model)
     trainer.run(data, max_epochs=2)
     assert bool(ran) == (backend == "auto")
-    own, expected = trainer_of(exact, clip_norm=1.0, backend="eager")
-    own.run(data, max_epochs=2)
+    exact_trainer, expected = trainer_of(exact, clip_norm=1.0, backend="eager")
+    exact_trainer.run(data, max_epochs=2)
     assert losses == pytest.approx(expected, rel=0.05)
     assert_same(model, exact, 0.02)
 

@@ -346,8 +346,11 @@ def test_what_a_trainer_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="optimizer: LBFGS evaluates the loss many times"):
         fit(own, [stream(8)])
     monkeypatch.setattr(own, "configure_optimizers", lambda: [])
-    with pytest.raises(ValueError, match="configure_optimizers: expected one optimizer, found no"):
+    with pytest.raises(ValueError, match="configure_optimizers: expected one optimizer, found 0"):
         fit(own, [stream(8)])
+    two = [torch.optim.SGD(own.parameters(), lr=lr) for lr in (0.1, 0.2)]
+    with pytest.raises(ValueError, match="configure_optimizers: expected one optimizer, found 2"):
+        own._run.on_fit_start(SimpleNamespace(world_size=1, optimizers=two), own)
     monkeypatch.undo()
     monkeypatch.setattr(own, "configure_callbacks", lambda: [])
     with pytest.raises(RuntimeError, match="configure_callbacks: this module's own callback"):

@@ -415,7 +415,7 @@ def test_resumed_within_an_epoch_whose_data_begins_anew(tmp_path: Path) -> None:
     states = []
     start = own._run.carried
     own._run.carried = lambda *of: states.append(start(*of)) or states[-1]  # type: ignore[method-assign]
-    with pytest.warns(RuntimeWarning, match="the carried state begins anew too. One with state_di"):
+    with pytest.warns(RuntimeWarning, match="the carried state starts over too. A loader with"):
         trainer(max_epochs=1).fit(own, loader(batches), ckpt_path=path)
     assert not any(leaf.any() for leaf in states[0])
     assert all(leaf.any() for leaf in states[1])

@@ -1,1 +1,1 @@
-"""Adapters to training frameworks, each imported only when asked for."""
+"""Adapters to training frameworks; none is imported unless the program imports it."""

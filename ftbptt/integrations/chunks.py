@@ -1,9 +1,9 @@
-"""Chunks of a model that takes chunks: compiled where that gives the same, else as written.
+"""Chunks of a model that takes chunks: compiled where that gives the same results, else eager.
 
-A chunk of each kind (shapes, number of steps, with or without a state) first runs as written; that
-is the chunk that counts. If its Python did nothing but call operations, it also runs compiled, from
-the same parameters, and loss, state and gradients are compared: a model that looks at several steps
-at once (convolution, attention or a norm over time) is no step-wise recurrence, and differs there.
+The first chunk of each kind (shapes, number of steps, with or without a state) runs eagerly, and
+its results are used. If its Python only called operations, it also runs compiled with the same
+parameters, and loss, state and gradients are compared. They differ for a model that looks at
+several steps at once (convolution, attention or a norm over time): it is no step-wise recurrence.
 """
 
 from __future__ import annotations
@@ -23,33 +23,36 @@ from .._step import Step, as_step
 from .._trees import tree_flatten, tree_leaves, tree_map
 from ..training.chunk import Chunk
 from ..training.segments import Segments
-from .agreement import Outcome, can_be_judged, disagreement
-from .eager_chunk import EagerChunk, Forward, reads_leaf
-from .noise import CONSTANTS, ConstantNoise, Trial, noise_differs
-from .surroundings import Marks, SideEffects, Surroundings, difference
+from .agreement import Outcome, difference, is_conclusive, not_stepwise
+from .eager_chunk import EagerChunk, Forward, loss_reads_parameters
+from .noise import CONSTANTS, ConstantNoise, Trial, noise_difference
+from .surroundings import SideEffects, Snapshot, Surroundings, first_change
 
 Tree = Any
-_CHANGES = 4  # of the surroundings, after which compiling for each is given up
+_MAX_CHANGES = 4  # of the surroundings: after more, nothing is compiled any longer
 
 
 class ChunkOutput(NamedTuple):
-    """The loss, detached; the state after the chunk, and before the step that was to be kept."""
+    """The loss, detached; the state after the chunk, and the one saved before ``save_at``."""
 
     loss: Tensor
     state: Tree
-    kept: Tree
+    saved: Tree
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """How a chunk of a kind runs: compiled, from ``start`` if there is no state; or as written.
+    """How chunks of a kind run: compiled, or eagerly.
 
-    ``reached``: the parameters that the loss depends on; the others have no gradient, not zero.
+    ``reached``: the parameters that the loss depends on; the others get no gradient, not zero.
+    ``start``: the state to start from if a compiled chunk comes without one.
+    ``reason``: why the kind is not compiled, if a comparison failed.
     """
 
     compiled: bool
     reached: frozenset[str] = frozenset()
     start: Tree = None
+    reason: str | None = None
 
 
 class Chunks:
@@ -69,72 +72,75 @@ class Chunks:
         self.model, self.loss, self.dim, self.backend = model, loss, dim, backend
         self._initial, self._autocast, self._scaler = initial, autocast, scaler
         self._step: Step | None = None
-        self.reason: str | None = None  # why nothing is compiled
+        self.eager_reason: str | None = None  # why nothing is compiled
         self._eager = EagerChunk(model, loss, dim, initial, self._row_axis, autocast)
-        self._around: Surroundings | None = None
-        self._marks: Marks | None = None
-        self._changes = self._impure = 0
+        self._surroundings: Surroundings | None = None
+        self._snapshot: Snapshot | None = None
+        self._changes = self._impure_calls = 0
         self._segments: Segments | None = None
         self._params: dict[str, nn.Parameter] = {}
         self._verdicts: dict[Any, _Verdict] = {}
-        self._reached: frozenset[str] = frozenset()  # by a chunk that was given a state
+        self._reached: frozenset[str] = frozenset()  # by chunks that came with a state
+        self._warned_without_state = False
         if backend == "eager":
-            self.reason = "backend='eager'"
+            self.eager_reason = "backend='eager'"
 
-    def run(self, chunk: Chunk, state: Tree, keep: int | None, weight: float) -> ChunkOutput:
-        """The chunk, and ``weight`` times its gradient, scaled by the scaler, into ``.grad``."""
-        if self.reason is None:
-            reason = self._look_around(chunk)
+    def run(self, chunk: Chunk, state: Tree, save_at: int | None, weight: float) -> ChunkOutput:
+        """Runs the chunk and adds ``weight`` times its (scaled) gradient to ``.grad``."""
+        if self.eager_reason is None:
+            reason = self._check_surroundings(chunk)
             if reason is not None:
                 self._give_up(reason)
-        if self.reason is not None:
-            return self._as_written(chunk, state, keep, weight)
-        key = self._kind(chunk, state, keep)
-        verdict = self._verdicts.get(key)
+        if self.eager_reason is not None:
+            return self._run_eager(chunk, state, save_at, weight)
+        kind = self._kind(chunk, state, save_at)
+        verdict = self._verdicts.get(kind)
         if verdict is None:
-            return self._judged(key, chunk, state, keep, weight)
+            return self._run_first(kind, chunk, state, save_at, weight)
         if not verdict.compiled:
-            return self._as_written(chunk, state, keep, weight)
+            self._warn_without_state(verdict.reason)
+            return self._run_eager(chunk, state, save_at, weight)
         start = verdict.start if state is None else state
-        outcome = self._run_compiled(chunk, start, keep)
+        outcome = self._run_compiled(chunk, start, save_at)
         for name in verdict.reached:
             grad = outcome.grads[name]
             assert grad is not None
-            _add_grad(self._params[name], _lying_as(self._params[name], grad), weight)
-        return ChunkOutput(outcome.loss, outcome.state, outcome.kept)
+            _add_grad(self._params[name], _with_strides_of(self._params[name], grad), weight)
+        return ChunkOutput(outcome.loss, outcome.state, outcome.saved)
 
     # -- what a chunk depends on ------------------------------------------------------------------
 
-    def _look_around(self, chunk: Chunk) -> str | None:
-        """Notices what changed besides the arguments: why nothing can be compiled, or None."""
-        if self._around is None:
+    def _check_surroundings(self, chunk: Chunk) -> str | None:
+        """Starts over if the model's surroundings changed; returns why nothing can be compiled."""
+        if self._surroundings is None:
             if not isinstance(self.model, nn.Module):
                 return f"it is no nn.Module but a {type(self.model).__name__}"
             try:
-                self._around = Surroundings(self.model, self.loss)
+                self._surroundings = Surroundings(self.model, self.loss)
             except Exception as error:
                 return f"what its functions refer to cannot be read ({first_line(error)})"
-        hindrance = self._around.hindrance()
-        if hindrance is not None:
-            return hindrance
+        obstacle = self._surroundings.obstacle()
+        if obstacle is not None:
+            return obstacle
         for name, tree in (("x", chunk.x), ("y", chunk.y)):
             if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(tree)):
                 return f"{name} requires a gradient, and only parameters get one in a segment"
         try:
-            marks = self._around.read()
-        except Exception as error:  # of the caller's objects
+            snapshot = self._surroundings.snapshot()
+        except Exception as error:  # the caller's objects may raise anything
             return f"what its functions refer to cannot be read ({first_line(error)})"
-        if marks == self._marks:
+        if snapshot == self._snapshot:
             return None
-        if self._marks is not None:
+        if self._snapshot is not None:
             self._changes += 1
-            if self._changes > _CHANGES:
-                return f"{difference(self._marks, marks)} is changed again and again from outside"
-        self._marks = marks
-        return self._begin_anew()
+            if self._changes > _MAX_CHANGES:
+                change = first_change(self._snapshot, snapshot)
+                return f"{change} is changed again and again from outside"
+        self._snapshot = snapshot
+        return self._make_segments()
 
-    def _begin_anew(self) -> str | None:
-        """A segment of the model as it is now, of which nothing is known yet."""
+    def _make_segments(self) -> str | None:
+        """Makes segments of the current model, and drops all verdicts; returns why it cannot."""
         self._verdicts.clear()
         self._params = dict(self.model.named_parameters())
         if self.dim not in (0, 1):
@@ -145,7 +151,7 @@ class Chunks:
                 make_train_segment(
                     self._step,
                     self.loss,
-                    # Where compiling fails, the model as written is the better way out.
+                    # "auto" would fall back to an eager segment; the model itself is faster.
                     backend="fused" if self.backend == "auto" else self.backend,
                     time_dim=self.dim,
                     initial_state=self._initial,
@@ -157,8 +163,8 @@ class Chunks:
             return first_line(error)
         return None
 
-    def _kind(self, chunk: Chunk, state: Tree, keep: int | None) -> Any:
-        """What a verdict holds for."""
+    def _kind(self, chunk: Chunk, state: Tree, save_at: int | None) -> Any:
+        """What a verdict is valid for."""
 
         def shapes(tree: Tree) -> Any:
             leaves, spec = tree_flatten(tree)
@@ -169,13 +175,13 @@ class Chunks:
 
         device = _device(chunk)
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        given = tuple(map(shapes, (chunk.x, chunk.y, chunk.reset, state)))
+        inputs = tuple(map(shapes, (chunk.x, chunk.y, chunk.reset, state)))
         if state is not None:
-            return given, keep, cast, None
-        assert self._around is not None
-        # The state to start with may come from a buffer.
-        buffers = self._around.versions(parameters=False)
-        return given, keep, cast, tuple((place, mark[1]) for place, mark in buffers.items())
+            return inputs, save_at, cast, None
+        assert self._surroundings is not None
+        # The model may read its initial state from a buffer.
+        buffers = self._surroundings.versions(parameters=False)
+        return inputs, save_at, cast, tuple((where, v) for where, (_, v) in buffers.items())
 
     def _row_axis(self, leaf: Tensor) -> int:
         if self._step is None:
@@ -185,35 +191,35 @@ class Chunks:
                 return 0
         return self._step.row_axis(leaf)
 
-    # -- as written -------------------------------------------------------------------------------
+    # -- eager ------------------------------------------------------------------------------------
 
-    def _as_written(
-        self, chunk: Chunk, state: Tree, keep: int | None, weight: float
+    def _run_eager(
+        self, chunk: Chunk, state: Tree, save_at: int | None, weight: float
     ) -> ChunkOutput:
-        found = self._eager.forward(chunk, state, keep)
-        self._backward(found, weight)
-        return ChunkOutput(found.loss.detach(), found.state, found.kept)
+        forward = self._eager.forward(chunk, state, save_at)
+        self._backward(forward, weight)
+        return ChunkOutput(forward.loss.detach(), forward.state, forward.saved)
 
-    def _backward(self, found: Forward, weight: float) -> None:
-        loss = found.loss if weight == 1 else found.loss * weight
+    def _backward(self, forward: Forward, weight: float) -> None:
+        loss = forward.loss if weight == 1 else forward.loss * weight
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
     # -- compiled ---------------------------------------------------------------------------------
 
-    def _run_compiled(self, chunk: Chunk, state: Tree, keep: int | None) -> Outcome:
+    def _run_compiled(self, chunk: Chunk, state: Tree, save_at: int | None) -> Outcome:
         assert self._segments is not None
         scale = None
         if self._scaler is not None:
             device = next(iter(self._params.values())).device
             scale = self._scaler.scale(torch.ones((), device=device))
-        result, kept = self._segments.train(self._params, state, chunk, keep, scale)
+        result, saved = self._segments.train(self._params, state, chunk, save_at, scale)
         loss = result.loss if scale is None else result.loss / scale
         grads = {name: result.grads[name] for name, p in self._params.items() if p.requires_grad}
-        return Outcome(loss, result.state, None if keep is None else kept, grads)
+        return Outcome(loss, result.state, None if save_at is None else saved, grads)
 
     def _give_up(self, reason: str) -> None:
         name = type(self.model).__name__
-        self.reason = reason
+        self.eager_reason = reason
         self._verdicts.clear()
         self._segments = None
         if self.backend != "auto":
@@ -223,112 +229,144 @@ class Chunks:
             )
         warnings.warn(
             f"ftbptt: {name} runs as it is written, not compiled: {reason}. The results are those "
-            "of Ignite's own trainer; backend='eager' says that this is meant.",
+            "of Ignite's own trainer; backend='eager' turns this warning off.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _warn_without_state(self, reason: str | None) -> None:
+        """Warns, once, that chunks without a state stay eager although others are compiled."""
+        if reason is None or self._warned_without_state:
+            return
+        self._warned_without_state = True
+        warnings.warn(
+            f"ftbptt: {type(self.model).__name__} runs chunks without a hidden state as written, "
+            f"not compiled: from a hidden state of zeros, {reason}. The results are those of "
+            "Ignite's own trainer; backend='eager' turns this warning off.",
             RuntimeWarning,
             stacklevel=2,
         )
 
     # -- the first chunk of a kind ----------------------------------------------------------------
 
-    def _judged(
-        self, key: Any, chunk: Chunk, state: Tree, keep: int | None, weight: float
+    def _run_first(
+        self, kind: Any, chunk: Chunk, state: Tree, save_at: int | None, weight: float
     ) -> ChunkOutput:
-        """The chunk as written; and what is to be thought of compiling such chunks."""
-        assert self._around is not None
-        effects = SideEffects(self._around)
+        """Runs the chunk eagerly, then decides how chunks of this kind run."""
+        assert self._surroundings is not None
+        effects = SideEffects(self._surroundings)
         with effects.watching():
-            found = self._eager.forward(chunk, state, keep)
-        before = {name: p.grad for name, p in self._params.items()}
-        for p in self._params.values():
-            p.grad = None
-        try:
-            self._backward(found, 1)
-        finally:
-            grads = {name: p.grad for name, p in self._params.items()}
-            for name, p in self._params.items():
-                p.grad, own = before[name], grads[name]
-                if own is not None:
-                    _add_grad(p, own, weight)
-        output = ChunkOutput(found.loss.detach(), found.state, found.kept)
-        reason = effects.words
-        if reason is not None:
-            self._impure += 1
-            # The first call may well build what later ones use: masks, positions.
-            if self._impure > 1:
-                self._give_up(f"{reason}, which a compiled chunk would not repeat")
+            forward = self._eager.forward(chunk, state, save_at)
+        grads = self._backward_alone(forward, weight)
+        output = ChunkOutput(forward.loss.detach(), forward.state, forward.saved)
+        if effects.description is not None:
+            self._impure_calls += 1
+            # The first call may legitimately build a cache for later ones: masks, positions.
+            if self._impure_calls > 1:
+                self._give_up(f"{effects.description}, which a compiled chunk would not repeat")
             return output
         if any(grad is not None and grad.layout != torch.strided for grad in grads.values()):
             self._give_up("it has sparse gradients")
             return output
-        if reads_leaf(found):
+        if loss_reads_parameters(forward):
             self._give_up("the loss itself uses parameters, beside the output of the model")
             return output
+        reason = None
         try:
             expected = Outcome(
-                output.loss, _detached(found.state), _detached(found.kept, keep), grads
+                output.loss, _detached(forward.state), _detached(forward.saved, save_at), grads
             )
-            if can_be_judged(expected):
-                reason = self._judge(key, chunk, state, keep, expected, effects.drew)
+            if is_conclusive(expected):
+                reason = self._judge(kind, chunk, state, save_at, expected, effects.drew)
         except Exception as error:
             reason = first_line(error)
         if reason is not None:
             self._give_up(reason)
         return output
 
+    def _backward_alone(self, forward: Forward, weight: float) -> dict[str, Tensor | None]:
+        """The gradients of this chunk alone; ``weight`` times them are added to ``.grad``."""
+        before = {name: p.grad for name, p in self._params.items()}
+        for p in self._params.values():
+            p.grad = None
+        try:
+            self._backward(forward, 1)
+        finally:
+            grads = {name: p.grad for name, p in self._params.items()}
+            for name, p in self._params.items():
+                p.grad, grad = before[name], grads[name]
+                if grad is not None:
+                    _add_grad(p, grad, weight)
+        return grads
+
     def _judge(
-        self, key: Any, chunk: Chunk, state: Tree, keep: int | None, expected: Outcome, drew: bool
+        self,
+        kind: Any,
+        chunk: Chunk,
+        state: Tree,
+        save_at: int | None,
+        expected: Outcome,
+        drew: bool,
     ) -> str | None:
-        """The verdict on chunks of this kind; or the reason to compile none."""
+        """Sets the verdict on chunks of this kind; returns the reason to compile none at all."""
         reached = frozenset(name for name, grad in expected.grads.items() if grad is not None)
         start = tree_map(torch.zeros_like, expected.state) if state is None else state
-        with _random_numbers_kept():
-            found = self._run_compiled(chunk, start, keep)
+        with _random_state_preserved():
+            result = self._run_compiled(chunk, start, save_at)
             if drew:
-                runs = self._with_constant_noise(chunk, state, start, keep)
-                words = noise_differs(runs, expected, self._cast(chunk))
+                trials = self._with_constant_noise(chunk, state, start, save_at)
+                reason = noise_difference(trials, expected, self._cast(chunk))
             else:
-                words = disagreement(found, expected, self._cast(chunk))
+                reason = difference(result, expected, self._cast(chunk))
+                if reason is not None and state is not None:
+                    reason = not_stepwise(reason)
         if state is not None:
-            if words is None:
+            if reason is None:
                 self._reached |= reached
-                self._verdicts[key] = _Verdict(True, reached)
-            return words
-        # From zeros or not; a gradient of zero may be that of a learned state to start with.
-        unsure = [name for name in reached - self._reached if not found.grads[name].any()]  # type: ignore[union-attr]
-        self._verdicts[key] = _Verdict(words is None and not unsure, reached, start)
+                self._verdicts[kind] = _Verdict(True, reached)
+            return reason
+        # Without a state a difference says nothing about other chunks: the model may start from
+        # something else than zeros. A gradient of zero may be that of a learned initial state.
+        unsure = [name for name in reached - self._reached if not result.grads[name].any()]  # type: ignore[union-attr]
+        self._verdicts[kind] = _Verdict(reason is None and not unsure, reached, start, reason)
         return None
 
     def _cast(self, chunk: Chunk) -> torch.dtype | None:
-        """The type that autocast computes in, if it does."""
+        """The dtype of autocast; None if it is off."""
         device = _device(chunk)
         if self._autocast is None and torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
         return self._autocast
 
     def _with_constant_noise(
-        self, chunk: Chunk, state: Tree, start: Tree, keep: int | None
+        self, chunk: Chunk, state: Tree, start: Tree, save_at: int | None
     ) -> Iterator[Trial]:
-        """The chunk as one and step by step, its random numbers constants: each of them in turn."""
+        """The chunk in one call and step by step, its random numbers each of ``CONSTANTS``."""
         params = {name: p for name, p in self._params.items() if p.requires_grad}
 
         def run(state: Tree, each_step: bool, noise: ConstantNoise) -> Outcome:
             with noise:
-                found = self._eager.forward(chunk, state, keep, each_step=each_step)
-                grads = torch.autograd.grad(found.loss, list(params.values()), allow_unused=True)
+                forward = self._eager.forward(chunk, state, save_at, each_step=each_step)
+                grads = torch.autograd.grad(forward.loss, [*params.values()], allow_unused=True)
             return Outcome(
-                found.loss.detach(),
-                _detached(found.state),
-                _detached(found.kept, keep),
+                forward.loss.detach(),
+                _detached(forward.state),
+                _detached(forward.saved, save_at),
                 dict(zip(params, grads, strict=True)),
             )
 
         for constants in CONSTANTS:
-            whole, stepwise = ConstantNoise(*constants), ConstantNoise(*constants)
-            yield Trial(run(state, False, whole), run(start, True, stepwise), whole, stepwise)
+            chunk_noise, stepwise_noise = ConstantNoise(*constants), ConstantNoise(*constants)
+            yield Trial(
+                run(state, False, chunk_noise),
+                run(start, True, stepwise_noise),
+                chunk_noise,
+                stepwise_noise,
+            )
 
 
 def _add_grad(p: Tensor, grad: Tensor, weight: float) -> None:
-    """As autograd does it."""
+    """Accumulates into ``p.grad`` as autograd does."""
     grad = grad if weight == 1 else grad * weight
     if p.grad is None:
         p.grad = grad
@@ -337,14 +375,14 @@ def _add_grad(p: Tensor, grad: Tensor, weight: float) -> None:
             p.grad += grad
 
 
-def _lying_as(p: Tensor, grad: Tensor) -> Tensor:
-    """A gradient lies in memory as its parameter does: some optimizers count on it."""
+def _with_strides_of(p: Tensor, grad: Tensor) -> Tensor:
+    """The gradient in its parameter's memory layout, which some optimizers rely on."""
     return grad if grad.stride() == p.stride() else torch.empty_like(p).copy_(grad)
 
 
-def _detached(state: Tree, keep: int | None = -1) -> Tree:
-    """The state, or None for one that was not kept."""
-    if keep is None:
+def _detached(state: Tree, save_at: int | None = -1) -> Tree:
+    """The state without its graph; None if there is no step to save it at."""
+    if save_at is None:
         return None
     for leaf in tree_leaves(state):
         if not isinstance(leaf, Tensor):
@@ -357,7 +395,7 @@ def _device(chunk: Chunk) -> str:
     return leaves[0].device.type if leaves else "cpu"
 
 
-def _random_numbers_kept() -> Any:
-    """What is drawn within is as if it had not been."""
+def _random_state_preserved() -> Any:
+    """A context that restores torch's generators, of all GPUs as well, at its end."""
     initialized = torch.cuda.is_available() and torch.cuda.is_initialized()
     return torch.random.fork_rng(range(torch.cuda.device_count()) if initialized else [])

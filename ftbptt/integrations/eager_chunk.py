@@ -1,4 +1,4 @@
-"""A chunk as a module that takes chunks is called by hand: autograd, and nothing else."""
+"""Runs a chunk eagerly, as a training loop without this package would."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Tree = Any
 
 
 class Forward(NamedTuple):
-    """The loss with its graph, the output it was made of, the state after, and one within."""
+    """The loss and ``out`` with their graph, the state after the chunk, and the one saved in it."""
 
     loss: Tensor
     out: Tree
     state: Tree
-    kept: Tree
+    saved: Tree
 
 
 @dataclass
 class EagerChunk:
-    """``model(x) -> (out, state)`` where there is no state yet, else ``model(x, state)``.
+    """Calls ``model(x) -> (out, state)``, or ``model(x, state)`` if there is a state.
 
-    One call for the chunk, but where rows restart and where a state is to be kept.
+    Makes one call per chunk, plus one at each step where rows are reset or a state is saved.
     """
 
     model: nn.Module
@@ -41,35 +41,38 @@ class EagerChunk:
     autocast: torch.dtype | None
 
     def forward(
-        self, chunk: Chunk, state: Tree, keep: int | None, *, each_step: bool = False
+        self, chunk: Chunk, state: Tree, save_at: int | None, *, each_step: bool = False
     ) -> Forward:
-        """The chunk; ``keep`` is a step before which the state is wanted."""
+        """Runs the chunk; ``save_at``: the step before which the state is saved.
+
+        ``each_step``: make one call per step.
+        """
         device = next((t.device.type for t in tree_leaves(chunk.x) if isinstance(t, Tensor)), "cpu")
         cast = nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
         with cast:
-            parts = self._parts(chunk, keep, each_step)
-            if not parts:
+            starts = self._call_starts(chunk, save_at, each_step)
+            if not starts:
                 out, state = self._call(chunk.x, state)
                 return Forward(self.loss(out, chunk.y), out, state, None)
             outs: list[Tree] = []
-            kept, axes = None, TimeAxes(self.dim, self.dim)
-            for start, stop in zip(parts, [*parts[1:], axes.steps(chunk)], strict=True):
+            saved, axes = None, TimeAxes(self.dim, self.dim)
+            for start, stop in zip(starts, [*starts[1:], axes.steps(chunk)], strict=True):
                 part = axes.cut(chunk, start, stop)
-                state = self._restarted(state, part)
-                if start == keep:  # a row that restarts here does so again in the next window
-                    kept = state
+                state = self._reset_rows(state, part)
+                if start == save_at:  # resets at this step are repeated in the next window
+                    saved = state
                 out, state = self._call(part.x, state)
                 outs.append(out)
             out = tree_map(lambda *leaves: torch.cat(leaves, self.dim), *outs)
-            return Forward(self.loss(out, chunk.y), out, state, kept)
+            return Forward(self.loss(out, chunk.y), out, state, saved)
 
     def _call(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
         out, state = self.model(x) if state is None else self.model(x, state)
         return out, state
 
-    def _parts(self, chunk: Chunk, keep: int | None, each_step: bool) -> list[int]:
-        """The steps where a call starts; none for one call of the whole."""
-        starts = set() if keep is None else {0, keep}
+    def _call_starts(self, chunk: Chunk, save_at: int | None, each_step: bool) -> list[int]:
+        """The steps at which a call starts; empty for a single call of the full chunk."""
+        starts = set() if save_at is None else {0, save_at}
         if each_step:
             starts |= set(range(TimeAxes(self.dim).steps(chunk)))
         if chunk.reset is not None:
@@ -79,8 +82,8 @@ class EagerChunk:
             starts |= {0, *flags.nonzero().flatten().tolist()}
         return sorted(starts)
 
-    def _restarted(self, state: Tree, part: Chunk) -> Tree:
-        """The state before the first step of a part."""
+    def _reset_rows(self, state: Tree, part: Chunk) -> Tree:
+        """The state before the first step of ``part``, with the rows reset that restart there."""
         if state is None or part.reset is None:
             return state
         flags = part.reset if part.reset.dim() < 2 else part.reset.movedim(self.dim, 0)
@@ -88,16 +91,16 @@ class EagerChunk:
         return broadcast_rows(torch.where, flags[0], start, state, self.row_axis)
 
 
-def reads_leaf(found: Forward) -> bool:
-    """Whether the loss depends on a parameter in another way than through the output."""
-    outs = {leaf.grad_fn for leaf in tree_leaves(found.out) if isinstance(leaf, Tensor)}
-    seen, left = set(outs), [found.loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
+def loss_reads_parameters(forward: Forward) -> bool:
+    """Whether the loss depends on a parameter other than through the output."""
+    outs = {leaf.grad_fn for leaf in tree_leaves(forward.out) if isinstance(leaf, Tensor)}
+    visited, stack = set(outs), [forward.loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        if hasattr(node, "variable"):  # where a gradient goes into a leaf
+        visited.add(node)
+        if hasattr(node, "variable"):  # AccumulateGrad: the gradient of a leaf
             return True
-        left += [following for following, _ in node.next_functions]
+        stack += [next_node for next_node, _ in node.next_functions]
     return False

@@ -1,4 +1,4 @@
-"""The TBPTT trainer of PyTorch-Ignite, compiled: another import of the same names."""
+"""PyTorch-Ignite's TBPTT trainer, compiled. The same names under another import."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOSS_MEANS = ("steps", "chunks")
 
 
 class Tbptt_Events(EventEnum):
-    """Fired around each chunk of time steps, inside one iteration of the trainer.
+    """Events fired before and after each chunk of time steps in an iteration of the trainer.
 
     >>> [event.value for event in Tbptt_Events]
     ['time_iteration_started', 'time_iteration_completed']
@@ -62,8 +62,8 @@ def create_supervised_tbptt_trainer(
 ) -> Engine:
     """create_supervised_tbptt_trainer : model, optimizer, loss_fn, tbtt_step -> ignite.Engine
 
-    As ``ignite.contrib.engines.tbptt.create_supervised_tbptt_trainer``, with the same arguments in
-    the same places; a program that changes the import goes on as before. An iteration is this::
+    A drop-in replacement for ``ignite.contrib.engines.tbptt.create_supervised_tbptt_trainer``:
+    the same positional arguments, events and outputs. One iteration computes::
 
         hidden = None
         for x_k, y_k in zip(x.split(tbtt_step, dim), y.split(tbtt_step, dim)):
@@ -76,47 +76,50 @@ def create_supervised_tbptt_trainer(
             fire(TIME_ITERATION_COMPLETED)
         return the mean loss
 
-    The first chunk of each kind runs like that. If the same chunk compiled gives the same loss,
-    state and gradients, such chunks run compiled from then on; if not, or if the model's Python
-    does more than to call operations (counters, prints, hooks), all runs as written, with one
-    warning that says why. Random numbers of a compiled model, as in dropout, are others from the
-    same distribution.
+    The first chunk of each kind (shapes, with or without a hidden state) runs eagerly, as above. If
+    the same chunk compiled gives the same loss, state and gradients, further chunks of the kind run
+    compiled. If not, or if the model's Python does more than call operations (counters, prints,
+    hooks), all chunks run eagerly, and one warning says why. If only chunks without a hidden state
+    differ, as for a model that does not start from zeros, only those run eagerly, again with one
+    warning. A compiled model draws other random numbers, as for dropout, from the same
+    distribution.
 
     ``model``
-        Called ``model(x)``, then ``model(x, hidden)``, with ``x`` ``[tbtt_step, B, ...]`` or, with
-        ``dim=1``, ``[B, tbtt_step, ...]``; returns ``(out, hidden)``. ``hidden`` is any nesting of
-        tensors.
+        Called as ``model(x)``, then as ``model(x, hidden)``, with ``x`` ``[tbtt_step, B, ...]``,
+        or ``[B, tbtt_step, ...]`` for ``dim=1``; returns ``(out, hidden)``. ``hidden`` is any
+        nesting of tensors.
     ``tbtt_step``, ``dim``
-        Steps in a chunk, of which the last may have fewer; the axis of time in ``x``, ``y`` and
-        ``out``.
+        The number of steps in a chunk (the last of a batch may have fewer), and the axis of time in
+        ``x``, ``y`` and ``out``.
     ``state``
-        None: each batch begins with ``model(x)``. A tree of tensors: the hidden state that the
-        data begins with, carried from each batch to the next. "carry": the same, but begun with
-        ``model(x)``. It is in ``engine.state.hidden``, which handlers may set and a ``Checkpoint``
-        of the trainer holds.
+        None: each batch begins with ``model(x)``. A tree of tensors: the initial hidden state of
+        the data, carried from each batch to the next. "carry": carried as well, but the data begins
+        with ``model(x)``. The hidden state is in ``engine.state.hidden``: handlers may set it, and
+        a ``Checkpoint`` of the trainer saves it.
     ``reset``
-        ``reset(batch) -> bool [T], [T, B] or None`` (``[B, T]`` with ``dim=1``): where true, the
-        hidden state of a row is ``state``, or zeros, before that step. Batches may then have more
-        parts than ``x`` and ``y``.
+        ``reset(batch) -> bool [T], [T, B] or None`` (``[B, T]`` with ``dim=1``): where True, the
+        hidden state of that row is set to ``state``, or to zeros, before that step. Batches may
+        then have more parts than ``x`` and ``y``.
     ``k1``, ``k2``
-        An update every ``k1`` steps with gradients over the last ``k2`` of the batch: TBPTT(k1,
-        k2). ``tbtt_step`` stands for the one that is not given.
+        TBPTT(k1, k2): an update every ``k1`` steps, with gradients over the last ``k2`` steps of
+        the batch. Each defaults to ``tbtt_step``.
     ``clip_norm``, ``clip_value``
-        Clipping of the optimizer's gradients, by norm first.
+        Clip the gradients of the optimizer's parameters, first by norm, then by value.
     ``autocast``, ``scaler``
         ``torch.bfloat16`` or ``torch.float16``, and a ``torch.amp.GradScaler`` for the latter.
     ``accumulate``
-        Chunks to an update, also across batches; gradients are averaged by steps. What is left at
-        the end of an epoch makes an update there.
+        The number of chunks per update, also across batches; gradients are averaged by steps. Any
+        chunks left at the end of an epoch make one more update.
     ``loss_mean``
-        The loss of an iteration, in ``engine.state.output``: the mean over its chunks, by "steps",
-        or of all "chunks" alike as Ignite has it.
+        The loss of an iteration, in ``engine.state.output``: the mean over its chunks, weighted by
+        "steps", or as in Ignite unweighted over "chunks".
     ``backend``
-        "eager": everything as written, without a warning. "fused" and "compile" as in
-        :func:`ftbptt.make_train_segment`; a model that they cannot run is an error. "auto".
+        "auto": as described above. "eager": everything runs eagerly, without a warning. "fused",
+        "compile", ...: as in :func:`ftbptt.make_train_segment`; a model that the backend cannot run
+        is an error.
 
-    Raises TypeError and ValueError for invalid arguments; in a run, RuntimeError where
-    a backend that was named cannot run the model.
+    Raises TypeError and ValueError for invalid arguments; while running, TypeError and ValueError
+    for invalid batches, and RuntimeError if a backend given by name cannot run the model.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -147,16 +150,16 @@ def create_supervised_tbptt_trainer(
         )
     accumulate = whole("accumulate", accumulate, 1)
     _check_state(state)
-    for name, function in (
-        ("loss_fn", loss_fn),
-        ("prepare_batch", prepare_batch),
-        ("reset", reset),
+    for name, function in (("loss_fn", loss_fn), ("prepare_batch", prepare_batch)):
+        _check_callable(name, function)
+    if reset is not None:
+        _check_callable("reset", reset)
+    for name, value, choices in (
+        ("loss_mean", loss_mean, LOSS_MEANS),
+        ("backend", backend, NAMES),
     ):
-        if not callable(function) and not (name == "reset" and function is None):
-            raise TypeError(f"{name}: expected a function, found {type(function).__name__}.")
-    for name, value, known in (("loss_mean", loss_mean, LOSS_MEANS), ("backend", backend, NAMES)):
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(known)}, found {value!r}.")
+        if value not in choices:
+            raise ValueError(f"{name}: expected one of {', '.join(choices)}, found {value!r}.")
     for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         if bound is not None:
             check_positive(name, bound)
@@ -164,18 +167,18 @@ def create_supervised_tbptt_trainer(
     initial = None if state is None or isinstance(state, str) else tree_map(Tensor.detach, state)
     windows = BatchWindows(Truncation(k1, k2), dim, reset)
     updates = _Updates(optimizer, scaler, clip_norm, clip_value, accumulate)
-    chunks: dict[int, Chunks] = {}  # by the axis of time: dim may be counted from the end
+    chunks: dict[int, Chunks] = {}  # by the axis of time: dim may count from the end
 
-    def run_chunk(part: Chunk, hidden: Tree, window: BatchWindow) -> ChunkOutput:
+    def run_chunk(chunk: Chunk, hidden: Tree, window: BatchWindow) -> ChunkOutput:
         if window.axis not in chunks:
             chunks[window.axis] = Chunks(
                 model, loss_fn, window.axis, backend=backend, initial=initial, autocast=autocast,
                 scaler=scaler,
             )  # fmt: skip
-        updates.begin()
+        updates.before_chunk()
         weight = 1.0 if accumulate == 1 else window.steps / k2
-        output = chunks[window.axis].run(part, hidden, window.keep, weight)
-        updates.end(weight)
+        output = chunks[window.axis].run(chunk, hidden, window.save_at, weight)
+        updates.after_chunk(weight)
         return output
 
     def iteration(engine: Engine, batch: Any) -> float:
@@ -184,14 +187,14 @@ def create_supervised_tbptt_trainer(
         hidden = engine.state.hidden if carried else None  # type: ignore[attr-defined]
         for window in windows.of(batch):
             x, y = prepare_batch((window.x, window.y), device=device, non_blocking=non_blocking)
-            where = next((t.device for t in tree_leaves(x) if isinstance(t, Tensor)), None)
-            part = Chunk(x, y, None if window.reset is None else window.reset.to(where))
+            x_device = next((t.device for t in tree_leaves(x) if isinstance(t, Tensor)), None)
+            chunk = Chunk(x, y, None if window.reset is None else window.reset.to(x_device))
             engine.fire_event(Tbptt_Events.TIME_ITERATION_STARTED)
             model.train()
-            hidden = _detached(hidden, where)
-            output = run_chunk(part, hidden, window)
-            if not window.again:
-                hidden = output.state if window.keep is None else output.kept
+            hidden = _detached(hidden, x_device)
+            output = run_chunk(chunk, hidden, window)
+            if not window.repeats_start:
+                hidden = output.state if window.save_at is None else output.saved
             if carried:
                 engine.state.hidden = _detached(output.state, None)  # type: ignore[attr-defined]
             loss = output.loss.item()
@@ -215,42 +218,42 @@ def create_supervised_tbptt_trainer(
 
 @dataclass
 class _Updates:
-    """The optimizer's part of a chunk: gradients set back before, a step after it."""
+    """Zeroes gradients before chunks and steps the optimizer after them."""
 
     optimizer: Optimizer
     scaler: GradScaler | None
     clip_norm: float | None
     clip_value: float | None
     accumulate: int
-    gathered: int = 0  # chunks since the last step
-    weight: float = 0.0
+    pending: int = 0  # chunks since the last step
+    weight: float = 0.0  # of those chunks
 
-    def begin(self) -> None:
-        if not self.gathered:
+    def before_chunk(self) -> None:
+        if not self.pending:
             self.optimizer.zero_grad()
 
-    def end(self, weight: float) -> None:
-        self.gathered += 1
+    def after_chunk(self, weight: float) -> None:
+        self.pending += 1
         self.weight += weight
-        if self.gathered == self.accumulate:
+        if self.pending == self.accumulate:
             self.flush()
 
     def flush(self) -> None:
-        """A step with what was gathered, if anything was."""
-        if not self.gathered:
+        """Makes a step with the pending gradients, if there are any."""
+        if not self.pending:
             return
-        own = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.accumulate > 1:
-            for p in own:
+            for p in parameters:
                 if p.grad is not None:
                     p.grad /= self.weight
-        self.gathered, self.weight = 0, 0.0
+        self.pending, self.weight = 0, 0.0
         if self.clip_norm is not None:
-            clip_grad_norm_(own, self.clip_norm)
+            clip_grad_norm_(parameters, self.clip_norm)
         if self.clip_value is not None:
-            clip_grad_value_(own, self.clip_value)
+            clip_grad_value_(parameters, self.clip_value)
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -259,13 +262,13 @@ class _Updates:
 
 
 def _carry(engine: Engine, initial: Tree) -> None:
-    """The hidden state lives in the engine's, and begins anew where the data does."""
+    """Keeps the hidden state in ``engine.state``, and resets it where the data starts over."""
 
     def restart(engine: Engine) -> None:
         engine.state.hidden = initial  # type: ignore[attr-defined]
 
     def start(engine: Engine) -> None:
-        # A run that goes on within an epoch has the state that it, or its checkpoint, left.
+        # A run that resumes within an epoch keeps the state it stopped with, or its checkpoint's.
         if engine.state.iteration % (engine.state.epoch_length or engine.state.iteration + 1) == 0:
             restart(engine)
 
@@ -276,10 +279,15 @@ def _carry(engine: Engine, initial: Tree) -> None:
 
 
 def _detached(hidden: Tree, device: torch.device | None) -> Tree:
-    """Leaves of autograd's graph, in any nesting that Ignite knows."""
+    """The hidden state, any nesting that Ignite supports, detached and on ``device``."""
     if hidden is None:
         return None
     return apply_to_tensor(hidden, lambda leaf: leaf.detach().to(device or leaf.device))
+
+
+def _check_callable(name: str, function: Any) -> None:
+    if not callable(function):
+        raise TypeError(f"{name}: expected a function, found {type(function).__name__}.")
 
 
 def _check_state(state: Tree) -> None:

@@ -1,4 +1,4 @@
-"""Truncated backpropagation through time in Lightning: what ``truncated_bptt_steps`` was."""
+"""TBPTT in Lightning: a successor to the Trainer's former ``truncated_bptt_steps``."""
 
 from __future__ import annotations
 
@@ -23,51 +23,54 @@ Tree = Any
 class TBPTTModule(LightningModule):
     """TBPTTModule : forward, loss, configure_optimizers -> a module for Lightning's Trainer
 
-    The base of modules that a ``Trainer`` trains by TBPTT(k1, k2). A batch is ``(x, y)``, ``(x, y,
-    reset)`` or ``(x, y, reset, mask)`` of whole sequences, ``x`` and ``y`` any nesting of tensors;
-    it is run in windows that fit into memory, with an optimizer step for each. You write
+    Base class of modules that a ``Trainer`` trains by TBPTT(k1, k2). A batch is ``(x, y)``, ``(x,
+    y, reset)`` or ``(x, y, reset, mask)`` of full sequences, with ``x`` and ``y`` any nesting of
+    tensors. It runs in windows that fit into memory, with an optimizer step for each. Define
 
     ``forward(x, state) -> (out, state)``
-        The model on a chunk of any length, ``state`` any nesting of tensors. Steps meet in the
-        state alone: it is traced on chunks of one step, and compiled.
+        The model, for a chunk of any length; ``state`` is any nesting of tensors. Steps may depend
+        on each other through the state only: the model is traced on chunks of one step.
     ``loss(out, y)``
-        Of a chunk: a scalar mean over it, or one value per step and row, which a mask needs. It
-        reads no parameters.
+        The loss of a chunk: a scalar mean, or one value per step and row, which a mask requires. It
+        must not read parameters.
     ``configure_optimizers()``
-        As ever, with one optimizer.
+        As in any module, with one optimizer.
     ``initial_state(x) -> state``
-        Only for states that do not start from zeros, and models that do not take ``None``.
+        Only for a state that does not start from zeros, and for models that do not take ``None``.
 
     Options:
 
     ``k1``, ``k2``, ``burn_in``, ``context``
-        An update every ``k1`` steps, with gradients over the last ``k2`` (default: ``k1``), of
-        which the first ``context`` have no loss; ``burn_in`` steps before them warm up the state
-        without gradient: :class:`ftbptt.training.Truncation`, within each batch.
+        Make an update every ``k1`` steps, with gradients over the last ``k2`` steps (default:
+        ``k1``), of which the first ``context`` have no loss; the ``burn_in`` steps before them
+        warm up the state without gradient. See :class:`ftbptt.training.Truncation`; windows stay
+        within a batch.
     ``time_dim``
-        The axis of time in all of ``x``, ``y`` and ``out``; it may count from the end, as for
-        ``[B, C, T]`` and ``[B, T]``. ``reset`` and ``mask`` are ``[T]`` or ``[B, T]``, for
-        ``time_dim=0`` ``[T, B]``.
+        The axis of time in ``x``, ``y`` and ``out``. It may count from the end, as for ``[B, C,
+        T]`` and ``[B, T]``. ``reset`` and ``mask`` are ``[T]`` or ``[B, T]``; with ``time_dim=0``
+        ``[T, B]``.
     ``carry``
-        Whether a batch begins with the state after the batch before, each epoch anew.
+        Whether a batch begins with the final state of the batch before it; each epoch starts over.
     ``k_eval``
-        The length of the chunks for validation, test and prediction, which have no gradient.
+        The number of steps per chunk in validation, test and prediction.
     ``backend``, ``recompute``
         As for :func:`ftbptt.make_train_segment`.
 
-    What the Trainer's flags mean, since one batch makes many updates: ``global_step``,
-    ``max_steps`` and ``log_every_n_steps`` count updates; a scheduler with ``interval="step"`` is
-    stepped at each; ``accumulate_grad_batches=n`` makes an update of n windows, their gradients
-    averaged by valid steps (the last of an epoch may have fewer); ``gradient_clip_val`` and
-    ``configure_gradient_clipping`` hold for each update; ``precision`` as ever. What counts batches
-    (``val_check_interval``, ``limit_train_batches``, ``estimated_stepping_batches``) counts whole
-    sequences.
+    Since one batch makes many updates, some of the Trainer's flags have another meaning:
+    ``global_step``, ``max_steps`` and ``log_every_n_steps`` count updates; schedulers with
+    ``interval="step"`` step after each; ``accumulate_grad_batches=n`` makes one update of n
+    windows, with gradients averaged by valid steps (the last of an epoch may have fewer windows);
+    ``gradient_clip_val`` and ``configure_gradient_clipping`` apply to each update; ``precision``
+    works as usual. Whatever counts batches (``val_check_interval``, ``limit_train_batches``,
+    ``estimated_stepping_batches``) counts full sequences.
 
-    Logged are ``train_loss`` and ``grad_norm`` (before clipping) of updates, ``train_loss_epoch``,
-    ``val_loss`` and ``test_loss``, means over all valid steps. Checkpoints have the carried state.
+    Logs ``train_loss`` and ``grad_norm`` (before clipping) for each update, and
+    ``train_loss_epoch``, ``val_loss`` and ``test_loss`` as means over all valid steps. Checkpoints
+    include the carried state.
 
-    Raises TypeError and ValueError for arguments and data that cannot be meant, at once or when
-    the first batch is there. An own ``configure_callbacks`` must add to ``super()``'s.
+    Raises TypeError and ValueError for invalid options when constructed, and for invalid batches,
+    states and Trainer settings when run. A ``configure_callbacks`` of your module must extend
+    ``super()``'s.
 
     >>> import lightning, torch
     >>> class Tagger(TBPTTModule):
@@ -114,10 +117,10 @@ class TBPTTModule(LightningModule):
             "recompute": recompute,
         }
         self._batches: Batches | None = None
-        self._zeros: tuple[Any, Tree] | None = None  # of the last batch that asked for them
+        self._zeros: tuple[Any, Tree] | None = None  # the last zero state, with its key
         self._run = TBPTTRun(self)
 
-    # -- what a user writes ---------------------------------------------------------------------
+    # -- defined by the user --------------------------------------------------------------------
 
     def forward(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
         raise NotImplementedError(
@@ -131,8 +134,10 @@ class TBPTTModule(LightningModule):
         )
 
     def initial_state(self, x: Tree) -> Tree:
-        """The state before the first step of ``x``: by default zeros like what ``forward`` returns
-        for ``state=None``, which must mean zeros to it, as it does to torch's own layers.
+        """The state before the first step of ``x``.
+
+        By default zeros with the structure that ``forward`` returns for ``state=None``, which
+        ``forward`` must treat as zeros, as torch's own layers do.
         """
         first = tree_map(lambda leaf: leaf.narrow(self.time_dim, 0, 1), x)
         leaves = tree_leaves(first)
@@ -143,19 +148,19 @@ class TBPTTModule(LightningModule):
         return self._zeros[1]
 
     def chunk(self, batch: Any) -> Any:
-        """What ``(x, y)``, ``(x, y, reset)`` or ``(x, y, reset, mask)`` is in a batch."""
+        """Converts a batch to ``(x, y)``, ``(x, y, reset)`` or ``(x, y, reset, mask)``."""
         return batch
 
     def on_chunk(self, stage: str, out: Tree, y: Tree) -> None:
-        """Called after each window and chunk, for metrics of your own.
+        """Called after each window of training and each chunk of evaluation, for custom metrics.
 
         ``stage`` is "train", "val" or "test"; ``out`` and ``y`` are detached.
         """
 
-    # -- what Lightning calls -------------------------------------------------------------------
+    # -- called by Lightning --------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[Callback]:
-        """The callback that this module needs; an override must add to it."""
+        """The callback that this module needs; an override must extend this list."""
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._run.prepare()
         return [] if self._run in self._callbacks() else [self._run]
@@ -167,39 +172,39 @@ class TBPTTModule(LightningModule):
                 "[*super().configure_callbacks(), ...]."
             )
         trainer, run = self.trainer, self._run
-        batches = self._ready()
+        batches = self._current_batches()
         params = batches.params()
         learner = run.learner(params)
         chunk = batches.chunk(self.chunk(batch))
         state = run.carried(self._start(batches, chunk), self.current_epoch)
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         windows = Windows(batches, self._truncation, params, state, chunk, scaled=scaled)
-        done: list[WindowStats] = []
+        stats: list[WindowStats] = []
         is_last = trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
-        for trained in windows.run(run.scale):
-            learner.add(trained.grads, trained.measured.weight)
-            done.append(trained.measured)
-            run.waiting.append(trained.measured)
-            self._tell(batches, "train", trained.out, trained.chunk.y)
-            if len(run.waiting) >= trainer.accumulate_grad_batches:
+        for window in windows.run(run.scale):
+            learner.add(window.grads, window.stats.weight)
+            stats.append(window.stats)
+            run.pending.append(window.stats)
+            self._call_on_chunk(batches, "train", window.out, window.chunk.y)
+            if len(run.pending) >= trainer.accumulate_grad_batches:
                 run.update()
                 if 0 <= trainer.max_steps <= trainer.global_step:
                     break
-        if not done:
+        if not stats:
             raise ValueError(
                 f"batch: no window of its {len(tree_leaves(chunk.x)[0])} steps has a loss, since "
                 f"context={self._truncation.context}. Give longer sequences, or a smaller context."
             )
-        if is_last and run.waiting:
+        if is_last and run.pending:
             run.update()
-        run.keep(windows.state, self.current_epoch)
-        measured = WindowStats.joined(done)
+        run.save_state(windows.state, self.current_epoch)
+        batch_stats = WindowStats.joined(stats)
         self.log(
-            "train_loss_epoch", measured.loss, on_step=False, on_epoch=True,
-            batch_size=int(measured.weight),
+            "train_loss_epoch", batch_stats.loss, on_step=False, on_epoch=True,
+            batch_size=int(batch_stats.weight),
         )  # fmt: skip
         run.end_of_batch(is_last)
-        return measured.loss
+        return batch_stats.loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._evaluate("val", batch, batch_idx, dataloader_idx)
@@ -208,73 +213,71 @@ class TBPTTModule(LightningModule):
         self._evaluate("test", batch, batch_idx, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tree:
-        """``out`` for a batch as in training, or ``x`` alone."""
-        batches, found = self._ready(), self.chunk(batch)
-        given = Chunk(found) if isinstance(found, Tensor) else Chunk(*found)
-        chunk = batches.chunk(given._replace(y=None))
-        state = self._run.of_stage(
-            "predict", dataloader_idx, batch_idx, self._start(batches, chunk)
-        )
+        """``out`` for a batch as in training, or for ``x`` alone."""
+        batches, item = self._current_batches(), self.chunk(batch)
+        item = Chunk(item) if isinstance(item, Tensor) else Chunk(*item)
+        chunk = batches.chunk(item._replace(y=None))
+        start = self._start(batches, chunk)
+        state = self._run.stage_state("predict", dataloader_idx, batch_idx, start)
         out, state = batches.predict(batches.params(), state, chunk, self.k_eval)
-        self._run.stages["predict", dataloader_idx] = state
+        self._run.stage_states["predict", dataloader_idx] = state
         return out
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is compiled is neither copied nor saved, but made again.
+        # Compiled segments are neither copied nor saved, but built again.
         return {**super().__getstate__(), "_batches": None, "_zeros": None, "_run": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._run = TBPTTRun(self)
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _callbacks(self) -> list[Callback]:
         return self.trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
-    def _ready(self) -> Batches:
-        """What is compiled, made anew only if the module got other parts."""
+    def _current_batches(self) -> Batches:
+        """The segments, built again only if submodules or parameters were added or removed."""
         if self._batches is None or not self._batches.is_current():
             self._batches = Batches(self, self.loss, **self._options)
         return self._batches
 
     def _start(self, batches: Batches, chunk: Chunk) -> Tree:
-        """The state before the first step of a chunk."""
+        """``initial_state`` for a chunk, checked."""
         state = self.initial_state(batches.time_back(chunk.x))
         for path, leaf in tree_flatten_with_path(state)[0]:
-            here = f"initial_state{keystr(path)}"
+            name = f"initial_state{keystr(path)}"
             if not isinstance(leaf, Tensor):
-                raise TypeError(f"{here}: expected a tensor, found {type(leaf).__name__}.")
+                raise TypeError(f"{name}: expected a tensor, found {type(leaf).__name__}.")
             if leaf.requires_grad:
                 raise ValueError(
-                    f"{here}: has a gradient, which would be lost: a window's state comes in "
-                    "detached. Return zeros or constants, .detach() what is computed, or learn the "
-                    "start as part of forward."
+                    f"{name}: has a gradient, which would be lost: a window starts from a "
+                    "detached state. Return constants or .detach() the result, or compute the "
+                    "initial state in forward."
                 )
             if chunk.reset is not None and leaf.any():
                 raise ValueError(
-                    f"{here}: is not zero, but reset restarts rows at zeros. Give batches without "
-                    "reset, or a state that starts from zeros."
+                    f"{name}: is not zero, but reset restarts rows from zeros. Return zeros, or "
+                    "give batches without reset."
                 )
         return state
 
     def _evaluate(self, stage: str, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        batches = self._ready()
+        batches = self._current_batches()
         chunk = batches.chunk(self.chunk(batch))
-        state = self._run.of_stage(stage, dataloader_idx, batch_idx, self._start(batches, chunk))
-        found = []
-        for out, part, measured, after in batches.evaluate(
-            batches.params(), state, chunk, self.k_eval
-        ):
-            state = after
-            found.append(measured)
-            self._tell(batches, stage, out, part.y)
-        self._run.stages[stage, dataloader_idx] = state
-        whole = WindowStats.joined(found)
+        start = self._start(batches, chunk)
+        state = self._run.stage_state(stage, dataloader_idx, batch_idx, start)
+        stats = []
+        for part in batches.evaluate(batches.params(), state, chunk, self.k_eval):
+            state = part.state
+            stats.append(part.stats)
+            self._call_on_chunk(batches, stage, part.out, part.chunk.y)
+        self._run.stage_states[stage, dataloader_idx] = state
+        batch_stats = WindowStats.joined(stats)
         self.log(
-            f"{stage}_loss", whole.loss, on_step=False, on_epoch=True, prog_bar=True,
-            batch_size=int(whole.weight),
+            f"{stage}_loss", batch_stats.loss, on_step=False, on_epoch=True, prog_bar=True,
+            batch_size=int(batch_stats.weight),
         )  # fmt: skip
 
-    def _tell(self, batches: Batches, stage: str, out: Tree, y: Tree) -> None:
+    def _call_on_chunk(self, batches: Batches, stage: str, out: Tree, y: Tree) -> None:
         self.on_chunk(stage, batches.time_back(out), batches.time_back(y))
