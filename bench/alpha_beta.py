@@ -43,7 +43,7 @@ def tree(link: Link) -> Reduce:
 
 
 def best(*ways: Reduce) -> Reduce:
-    """The fastest for each size, which libraries choose by tables of their own."""
+    """The fastest way for each size; libraries choose it from built-in tables."""
     return lambda size, ranks: min(way(size, ranks) for way in ways)
 
 

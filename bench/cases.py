@@ -1,4 +1,4 @@
-"""What is timed: a recurrent step, a loss and the data of one segment, for each case.
+"""The cases timed: a recurrent step, a loss and the data of one segment, for each case.
 
 Every peer computes the same thing for a case: the forward pass from a zero state, the mean squared
 error, and the gradients of all parameters.
@@ -29,7 +29,7 @@ class Case:
     hidden: int
     layers: int = 1
     per_sequence: bool = False  # under vmap, one gradient for each of the B sequences
-    models: int = 1  # under vmap, as many of them, each with B rows of its own
+    models: int = 1  # under vmap, that number of models, each with its own B rows
     unrolled: bool = False  # K is small enough for torch.compile of the unrolled loop
     recompute: bool = False  # also time the engine with recompute=True
 
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def apart(self) -> int:
-        """How many gradients there are, each of a part of its own; 0 without vmap."""
+        """The number of separate gradients; 0 without vmap."""
         return self.batch if self.per_sequence else self.models if self.models > 1 else 0
 
     @property

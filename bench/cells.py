@@ -1,7 +1,7 @@
 """The recurrent cells that are timed, and the model around them: a stack and a linear readout.
 
-A cell is called as torch's own are, ``cell(x_t, (h, c)) -> (h, c)`` or ``cell(x_t, h) -> h``. Each
-is written as its paper has it, with nothing done for the sake of speed.
+A cell is called like torch's, ``cell(x_t, (h, c)) -> (h, c)`` or ``cell(x_t, h) -> h``. Each
+follows its paper, without optimizations.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Stack(nn.Module):
 
     def forward(self, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
         after = []
-        for cell, own in zip(self.cells, state, strict=True):
-            own = cell(x_t, own)
-            x_t = own[0] if isinstance(own, tuple) else own
-            after.append(own)
+        for cell, layer_state in zip(self.cells, state, strict=True):
+            layer_state = cell(x_t, layer_state)
+            x_t = layer_state[0] if isinstance(layer_state, tuple) else layer_state
+            after.append(layer_state)
         return self.readout(x_t), tuple(after)

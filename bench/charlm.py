@@ -52,7 +52,7 @@ def learning_rate(peak: float, done: float) -> float:
 
 
 def contiguous(codes: Tensor, options: argparse.Namespace) -> ContiguousStreams:
-    """The text in rows; a short one in fewer, so that each has at least one whole segment."""
+    """The text in rows; a short one in fewer, so that each has at least one full segment."""
     return ContiguousStreams(codes, max(1, min(options.batch, (len(codes) - 1) // options.segment)))
 
 
@@ -159,10 +159,10 @@ def held_out_bits(
 ) -> float:
     """Bits per character on the held-out text, the state carried from segment to segment."""
     params, state = dict(model.named_parameters()), model.zero_state(data.rows)
-    found = evaluate_stream(
+    evaluation = evaluate_stream(
         train_segment, params, state, data, prepare=as_indices, device=device, progress=True
     )
-    return found.loss / math.log(2)
+    return evaluation.loss / math.log(2)
 
 
 def curve(run: Stream, data: ContiguousStreams) -> tuple[list[int], list[float]]:

@@ -48,9 +48,9 @@ def _tables(codes: Codes, size: int, d1: float, d2: float | None = None) -> list
 def _discounted(counts: NDArray[np.int64], lower: Table, discount: float) -> Table:
     total = counts.sum(1, keepdims=True)
     types = (counts > 0).sum(1, keepdims=True)
-    kept = np.maximum(counts - discount, 0.0)
+    discounted = np.maximum(counts - discount, 0.0)
     with np.errstate(invalid="ignore"):
-        table = (kept + discount * types * lower) / total
+        table = (discounted + discount * types * lower) / total
     return np.where(total > 0, table, lower)
 
 

@@ -55,7 +55,7 @@ def loss(scores: Tensor, y: Tensor) -> Tensor:
 
 
 class Accuracy:
-    """The part of the frames whose highest score is that of their label."""
+    """The share of frames whose highest score is that of their label."""
 
     def __init__(self) -> None:
         self.right = self.count = 0
@@ -106,9 +106,9 @@ def accuracy(
     k: int,
     fresh: bool,
 ) -> float:
-    """Of the frames in ``data``, how many are labelled rightly."""
-    found = Accuracy()
+    """The share of the frames in ``data`` that is labelled correctly."""
+    metric = Accuracy()
     chunks = list(zip(data[0].split(k, 1), data[1].split(k, 1), strict=True))
     for part in chunks if fresh else [data]:
-        evaluate_stream(train_segment, params, state, part, k=k, metrics={"accuracy": found})
-    return found.compute()
+        evaluate_stream(train_segment, params, state, part, k=k, metrics={"accuracy": metric})
+    return metric.compute()

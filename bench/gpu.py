@@ -1,13 +1,13 @@
-"""The bench on a GPU: one command, a few minutes, nothing to install.
+"""The benchmark on a GPU: one command, a few minutes, nothing to install.
 
     python -m bench.gpu                 everything; writes bench/results/
-    python -m bench.gpu --cases lstm,vmap       those alone
+    python -m bench.gpu --cases lstm,vmap       only those
     python -m bench.gpu --quick         small sizes, few rounds, on any device; writes runs/bench/
 
 For each case: every peer's first call; its result against the loop in float64 on the same device (a
-wrong one gets no speed); then rounds in which the peers take turns, timed by the device's own
-events; then the kernels that one call launches. Ceilings are measured in the same run. What was
-found is written after every case, so that a run which is cut off loses only its last one.
+wrong peer is not timed); then rounds in which the peers take turns, timed by the device's events;
+then the number of kernels that one call launches. Ceilings are measured in the same run. Results
+are written after every case, so that an interrupted run loses only its last one.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ TIMES_EAGER = 3.0  # a result's error, against that of the eager loop in the sam
 
 @dataclass(frozen=True)
 class GpuCase:
-    """A case in a precision ("fp32", "tf32", "bf16"), who takes part, and what is to be reached.
+    """A case in a precision ("fp32", "tf32", "bf16"), its peers and its targets.
 
-    ``targets``: (peer, how many times faster than it the best of this package is to be).
+    ``targets``: (peer, how many times faster than it this package's best backend should be).
     """
 
     case: Case
@@ -51,7 +51,7 @@ class GpuCase:
     peers: tuple[str, ...]
     targets: tuple[tuple[str, float], ...] = ()
     of_floor: float | None = None
-    reset: float = 0.0  # the part of steps and rows that restart
+    reset: float = 0.0  # the fraction of steps and rows that restart
 
     @property
     def title(self) -> str:
@@ -59,57 +59,64 @@ class GpuCase:
         return f"{self.case.title} {self.precision}{ending}"
 
 
-OWN = ("fused", "cudagraph")
-LSTM = (*OWN, "eager", "library")
+OURS = ("fused", "cudagraph")
+LSTM = (*OURS, "eager", "library")
 
 
 def cases() -> list[GpuCase]:
-    """Those of the targets first, then cells that no library has."""
+    """Cases with targets first, then cells that no library has."""
 
     def lstm(name: str, steps: int, batch: int, hidden: int, **options: Any) -> Case:
         return Case(name, "lstm", steps, batch, hidden, hidden, **options)
 
-    small, found = lstm("lstm", 64, 16, 256), []
+    small, gpu_cases = lstm("lstm", 64, 16, 256), []
     for precision in ("fp32", "tf32", "bf16"):
-        found.append(GpuCase(small, precision, (*LSTM, "jax"), (("eager", 30), ("library", 1))))
-    found += [
+        gpu_cases.append(GpuCase(small, precision, (*LSTM, "jax"), (("eager", 30), ("library", 1))))
+    gpu_cases += [
         GpuCase(lstm("medium", 64, 128, 512), "bf16", LSTM, (("library", 1.0),)),
         GpuCase(lstm("rows", 32, 4096, 256), "tf32", LSTM, (("library", 1.2),), of_floor=0.6),
         GpuCase(lstm("rows-128", 32, 4096, 128), "bf16", LSTM, (("library", 1.5),)),
-        GpuCase(lstm("resets", 64, 128, 256), "tf32", (*OWN, "eager", "split"), (("split", 2),),
+        GpuCase(lstm("resets", 64, 128, 256), "tf32", (*OURS, "eager", "split"), (("split", 2),),
                 reset=0.01),
         GpuCase(Case("layer-norm", "lnlstm", 64, 64, 256, 256), "tf32",
-                (*OWN, "eager", "scan", "jax"), (("scan", 10), ("jax", 2))),
-        GpuCase(lstm("vmap", 32, 4096, 128, per_sequence=False), "tf32", (*OWN, "vmap"),
+                (*OURS, "eager", "scan", "jax"), (("scan", 10), ("jax", 2))),
+        GpuCase(lstm("vmap", 32, 4096, 128, per_sequence=False), "tf32", (*OURS, "vmap"),
                 (("vmap", 15),)),
-        GpuCase(Case("ensemble", "lstm", 32, 8, 64, 64, models=256), "tf32", (*OWN, "library"),
+        GpuCase(Case("ensemble", "lstm", 32, 8, 64, 64, models=256), "tf32", (*OURS, "library"),
                 (("library", 50),)),
         GpuCase(lstm("latency", 1024, 16, 128), "tf32", LSTM),
-        GpuCase(Case("peephole", "peephole", 64, 64, 128, 128), "tf32", (*OWN, "eager", "jax")),
-        GpuCase(Case("cho-gru", "chogru", 64, 64, 128, 128), "tf32", (*OWN, "eager", "jax")),
-        GpuCase(Case("min-gru", "mingru", 256, 16, 128, 128), "tf32", (*OWN, "eager", "jax")),
+        GpuCase(Case("peephole", "peephole", 64, 64, 128, 128), "tf32", (*OURS, "eager", "jax")),
+        GpuCase(Case("cho-gru", "chogru", 64, 64, 128, 128), "tf32", (*OURS, "eager", "jax")),
+        GpuCase(Case("min-gru", "mingru", 256, 16, 128, 128), "tf32", (*OURS, "eager", "jax")),
         GpuCase(Case("min-gru-long", "mingru", 2048, 4, 128, 128), "tf32",
-                (*OWN, "eager", "jax")),
+                (*OURS, "eager", "jax")),
     ]  # fmt: skip
-    return found
+    return gpu_cases
 
 
-def quick(own: GpuCase) -> GpuCase:
-    """The same, of sizes that any device can do in seconds."""
-    c = own.case
+def quick(gpu_case: GpuCase) -> GpuCase:
+    """The same case at sizes that any device runs in seconds."""
+    c = gpu_case.case
     small = Case(c.name, c.kind, 5, min(c.batch, 6), 8, 8, per_sequence=c.per_sequence,
                  models=min(c.models, 3))  # fmt: skip
-    return GpuCase(small, own.precision, own.peers, own.targets, own.of_floor, own.reset)
+    return GpuCase(
+        small,
+        gpu_case.precision,
+        gpu_case.peers,
+        gpu_case.targets,
+        gpu_case.of_floor,
+        gpu_case.reset,
+    )
 
 
 class Clock:
-    """Seconds of a call on the device."""
+    """Measures the seconds of a call on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def __call__(self, call: Callable[[], object], *, waits: bool = False) -> float:
-        """``waits``: the call ends when its work has, which may not be in torch's queue."""
+        """``waits``: the call itself waits for its work, which may not be in torch's queue."""
         if waits or self.device.type != "cuda":
             self.wait()
             began = time.perf_counter()
@@ -129,13 +136,13 @@ class Clock:
 
 
 @contextmanager
-def precision_of(own: GpuCase) -> Iterator[torch.dtype]:
+def precision_of(gpu_case: GpuCase) -> Iterator[torch.dtype]:
     """Float32 products in TF32 or not, for torch and cuDNN alike; the dtype of the case."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    tf32 = own.precision == "tf32"
+    tf32 = gpu_case.precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     try:
-        yield torch.bfloat16 if own.precision == "bf16" else torch.float32
+        yield torch.bfloat16 if gpu_case.precision == "bf16" else torch.float32
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
@@ -149,19 +156,19 @@ def on_device(problem: Problem, device: torch.device) -> Problem:
 
 
 def run_case(
-    own: GpuCase, device: torch.device, rounds: int, ceilings: dict[str, float], bar: tqdm[Any]
+    gpu_case: GpuCase, device: torch.device, rounds: int, ceilings: dict[str, float], bar: tqdm[Any]
 ) -> dict[str, Any]:
-    """A row for each peer, as it goes into the results."""
+    """The results of a case: a row for each peer."""
     clock = Clock(device)
     bar.set_postfix_str("float64 loop")
-    reset = resets(own).to(device)
-    with precision_of(own) as dtype:
-        exact = PEERS["eager"](on_device(build(own.case, torch.float64), device), reset)()
-        problem = on_device(build(own.case, dtype), device)
-        loop = error(PEERS["eager"](problem, reset)(), exact)
+    reset = resets(gpu_case).to(device)
+    with precision_of(gpu_case) as dtype:
+        expected = PEERS["eager"](on_device(build(gpu_case.case, torch.float64), device), reset)()
+        problem = on_device(build(gpu_case.case, dtype), device)
+        eager_error = error(PEERS["eager"](problem, reset)(), expected)
         rows: dict[str, dict[str, Any]] = {}
         calls: dict[str, Call] = {}
-        for name in own.peers:
+        for name in gpu_case.peers:
             bar.set_postfix_str(f"{name}: first call")
             rows[name] = {"status": "ok"}
             try:
@@ -172,22 +179,24 @@ def run_case(
                     clock.wait()
                     if turn == 0:
                         rows[name]["first_s"] = time.perf_counter() - began
-                rows[name]["error"] = apart = error(result, exact)
-                if apart > TIMES_EAGER * loop + torch.finfo(dtype).eps:
-                    rows[name].update(status="wrong", why=f"errs {apart:.1e}, the loop {loop:.1e}")
+                rows[name]["error"] = result_error = error(result, expected)
+                if result_error > TIMES_EAGER * eager_error + torch.finfo(dtype).eps:
+                    rows[name].update(
+                        status="wrong", why=f"errs {result_error:.1e}, the loop {eager_error:.1e}"
+                    )
                 else:
                     calls[name] = call
             except Skip as reason:
                 rows[name].update(status="skip", why=str(reason))
-            except Exception as reason:  # the others go on; the table says so
-                rows[name].update(status="error", why=_words(reason))
+            except Exception as reason:  # the other peers go on; the table shows it
+                rows[name].update(status="error", why=_one_line(reason))
         times = timed(calls, clock, rounds, rows, bar)
-        least = _floor(own, ceilings, problem)
+        floor = _floor(gpu_case, ceilings, problem)
         for name in times:
             call, seconds = calls[name], statistics.median(times[name])
             rows[name].update(ms=1e3 * seconds, round_ms=[1e3 * s for s in times[name]],
-                              of_floor=least / seconds, kernels=_kernels(call, device))  # fmt: skip
-    return {"title": own.title, "floor_ms": 1e3 * least, "peers": rows}
+                              of_floor=floor / seconds, kernels=_kernels(call, device))  # fmt: skip
+    return {"title": gpu_case.title, "floor_ms": 1e3 * floor, "peers": rows}
 
 
 def timed(
@@ -197,7 +206,7 @@ def timed(
     rows: dict[str, dict[str, Any]],
     bar: tqdm[Any],
 ) -> dict[str, list[float]]:
-    """Seconds of each peer in each round, in which they take turns; one that fails is left out."""
+    """Seconds of each peer in each round of taking turns; a peer that fails is left out."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         bar.set_postfix_str(f"round {turn + 1} of {rounds}")
@@ -205,44 +214,49 @@ def timed(
             try:
                 times[name].append(clock(calls[name], waits=name == "jax"))
             except Exception as reason:
-                rows[name].update(status="error", why=_words(reason))
+                rows[name].update(status="error", why=_one_line(reason))
                 del times[name]
     return times
 
 
-def _words(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-def resets(own: GpuCase) -> Tensor:
+def resets(gpu_case: GpuCase) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.rand(own.case.steps, own.case.batch, generator=generator) < own.reset
+    return (
+        torch.rand(gpu_case.case.steps, gpu_case.case.batch, generator=generator) < gpu_case.reset
+    )
 
 
-def error(found: Any, exact: Any) -> float:
-    """The worst of the loss and the gradients, relative to the largest number of each."""
+def error(result: Any, expected: Any) -> float:
+    """The largest error of the loss and the gradients, each relative to its largest element."""
     worst = 0.0
-    pairs = [(found[0], exact[0]), *((found[1][name], exact[1][name]) for name in exact[1])]
+    pairs = [
+        (result[0], expected[0]),
+        *((result[1][name], expected[1][name]) for name in expected[1]),
+    ]
     for a, b in pairs:
         a = (a if isinstance(a, Tensor) else torch.as_tensor(np.asarray(a, np.float64))).to(b)
         worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)))
     return worst
 
 
-def _floor(own: GpuCase, ceilings: dict[str, float], problem: Problem) -> float:
+def _floor(gpu_case: GpuCase, ceilings: dict[str, float], problem: Problem) -> float:
     """Seconds that the case's FLOPs or bytes take at the ceilings, whichever is longer."""
-    step, batched = limits.gemms(own.case)
+    step, batched = limits.gemms(gpu_case.case)
     flops = sum(gemm.flops * gemm.count for gemm in step) + sum(gemm.flops for gemm in batched)
     parameters = sum(p.numel() for p in problem.model.parameters())
-    moved = limits.least_bytes(own.case, parameters)
-    moved *= 0.5 if own.precision == "bf16" else 1.0
-    return max(flops / ceilings[own.precision], moved / ceilings["bytes"])
+    moved = limits.least_bytes(gpu_case.case, parameters)
+    moved *= 0.5 if gpu_case.precision == "bf16" else 1.0
+    return max(flops / ceilings[gpu_case.precision], moved / ceilings["bytes"])
 
 
 def measure_ceilings(device: torch.device, size: int) -> dict[str, float]:
     """FLOP/s of a large product in each precision, bytes/s of a large copy."""
-    clock, found = Clock(device), {}
+    clock, rates = Clock(device), {}
 
     def best(call: Callable[[], object]) -> float:
         return min(clock(call) for _ in range(10))
@@ -251,15 +265,15 @@ def measure_ceilings(device: torch.device, size: int) -> dict[str, float]:
         with precision_of(GpuCase(Case("", "lstm", 1, 1, 1, 1), precision, ())) as dtype:
             a = torch.randn(size, size, device=device, dtype=dtype)
             b = torch.randn(size, size, device=device, dtype=dtype)
-            found[precision] = 2.0 * size**3 / best(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+            rates[precision] = 2.0 * size**3 / best(lambda a=a, b=b: a @ b)  # type: ignore[misc]
     source = torch.zeros(16 * size * size, device=device)
     target = torch.empty_like(source)
-    found["bytes"] = 2.0 * source.nbytes / best(lambda: target.copy_(source))
-    return found
+    rates["bytes"] = 2.0 * source.nbytes / best(lambda: target.copy_(source))
+    return rates
 
 
 def _kernels(call: Call, device: torch.device) -> int | None:
-    """Kernels that one call runs, those of a graph's replay among them."""
+    """The number of kernels that one call runs, including those of a graph's replay."""
     if device.type != "cuda":
         return None
     from torch.profiler import ProfilerActivity, profile
@@ -270,37 +284,37 @@ def _kernels(call: Call, device: torch.device) -> int | None:
     return sum(event.device_type.name == "CUDA" for event in seen.events())
 
 
-def targets(own: GpuCase, found: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was to be reached, by the faster of this package's backends."""
-    rows, peers = [], found["peers"]
-    mine = [peers[name] for name in OWN if "ms" in peers.get(name, {})]
+def targets(gpu_case: GpuCase, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows for the targets, by the faster of this package's backends."""
+    rows, peers = [], result["peers"]
+    mine = [peers[name] for name in OURS if "ms" in peers.get(name, {})]
     best = min(mine, key=lambda peer: peer["ms"], default=None)
-    for other, factor in own.targets:
+    for other, factor in gpu_case.targets:
         ratio = None
         if best is not None and "ms" in peers.get(other, {}):
             pairs = zip(peers[other]["round_ms"], best["round_ms"], strict=True)
             ratio = statistics.median(theirs / ours for theirs, ours in pairs)
-        rows.append(row(f"{own.title}, vs {other}", ratio, ">=", factor))
-    if own.of_floor is not None:
+        rows.append(row(f"{gpu_case.title}, vs {other}", ratio, ">=", factor))
+    if gpu_case.of_floor is not None:
         part = None if best is None else best["of_floor"]
-        rows.append(row(f"{own.title}, of its floor", part, ">=", own.of_floor, ""))
+        rows.append(row(f"{gpu_case.title}, of its floor", part, ">=", gpu_case.of_floor, ""))
     return rows
 
 
-def forward_latency(own: GpuCase, device: torch.device, rounds: int) -> dict[str, Any]:
+def forward_latency(gpu_case: GpuCase, device: torch.device, rounds: int) -> dict[str, Any]:
     """Microseconds of a step forward, by the faster of this package's backends."""
-    clock, found = Clock(device), []
-    with precision_of(own) as dtype:
-        problem = on_device(build(own.case, dtype), device)
-        for backend in OWN:
+    clock, medians = Clock(device), []
+    with precision_of(gpu_case) as dtype:
+        problem = on_device(build(gpu_case.case, dtype), device)
+        for backend in OURS:
             segment = make_train_segment(problem.model, loss, backend=backend)
-            given = problem.params, problem.state, problem.x, problem.y
+            arguments = problem.params, problem.state, problem.x, problem.y
             for _ in range(3):  # compiled, captured, replayed
-                segment.evaluate(*given)
-            times = [clock(lambda s=segment, g=given: s.evaluate(*g)) for _ in range(rounds)]  # type: ignore[misc]
-            found.append(statistics.median(times))
-    step = 1e6 * min(found) / own.case.steps
-    return row(f"{own.title}, a step forward", step, "<=", 3.0, " µs")
+                segment.evaluate(*arguments)
+            times = [clock(lambda s=segment, g=arguments: s.evaluate(*g)) for _ in range(rounds)]  # type: ignore[misc]
+            medians.append(statistics.median(times))
+    step = 1e6 * min(medians) / gpu_case.case.steps
+    return row(f"{gpu_case.title}, a step forward", step, "<=", 3.0, " µs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -311,14 +325,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder (default bench/results)")
     parser.add_argument("--cases", help="names with commas between them (default: all)")
     options = parser.parse_args(arguments)
-    names = list(dict.fromkeys(own.case.name for own in cases()))
-    asked = names if options.cases is None else options.cases.split(",")
-    if unknown := [name for name in asked if name not in names]:
+    names = list(dict.fromkeys(gpu_case.case.name for gpu_case in cases()))
+    names_asked = names if options.cases is None else options.cases.split(",")
+    if unknown := [name for name in names_asked if name not in names]:
         parser.error(f"--cases: {unknown[0]} is none of {', '.join(names)}")
-    wanted = [own for own in cases() if own.case.name in asked]
+    selected = [gpu_case for gpu_case in cases() if gpu_case.case.name in names_asked]
     if not (torch.cuda.is_available() or options.quick):
         parser.exit(1, "bench.gpu: torch sees no GPU here; --quick runs small sizes without one\n")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves the others memory
+    os.environ.setdefault(
+        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+    )  # leave memory to the other peers
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = options.out or Path("runs/bench" if options.quick else "bench/results")
     rounds = 2 if options.quick else 20
@@ -326,19 +342,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cuda":
         results["machine"]["gpu"] = torch.cuda.get_device_name(device)
     ceilings = measure_ceilings(device, 256 if options.quick else 8192)
-    chosen = [quick(own) if options.quick else own for own in wanted]
+    chosen = [quick(gpu_case) if options.quick else gpu_case for gpu_case in selected]
     results.update(ceilings=ceilings, targets=[], tables=[], cases={}, failed={})
     with tqdm(chosen, unit="case", dynamic_ncols=True) as bar:
-        for own in bar:
-            bar.set_description(own.case.name)
+        for gpu_case in bar:
+            bar.set_description(gpu_case.case.name)
             try:
-                found = run_case(own, device, rounds, ceilings, bar)
-                results["cases"][f"{own.case.name} {own.precision}"] = found
-                results["targets"] += targets(own, found)
-                if own.case.name == "latency":
-                    results["targets"].append(forward_latency(own, device, rounds))
-            except Exception as reason:  # of the loop that the others are measured by
-                results["failed"][f"{own.case.name} {own.precision}"] = _words(reason)
+                result = run_case(gpu_case, device, rounds, ceilings, bar)
+                results["cases"][f"{gpu_case.case.name} {gpu_case.precision}"] = result
+                results["targets"] += targets(gpu_case, result)
+                if gpu_case.case.name == "latency":
+                    results["targets"].append(forward_latency(gpu_case, device, rounds))
+            except Exception as reason:  # in the eager loop, the baseline
+                results["failed"][f"{gpu_case.case.name} {gpu_case.precision}"] = _one_line(reason)
             gpu_report.write(results, folder)
     print(gpu_report.markdown(results))
     states = [p["status"] for case in results["cases"].values() for p in case["peers"].values()]

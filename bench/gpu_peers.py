@@ -1,6 +1,6 @@
-"""Who is timed on a GPU: ``make(problem, reset) -> call``, which leaves its results on the device.
+"""The peers timed on a GPU: ``make(problem, reset) -> call``, whose results stay on the device.
 
-``reset`` is ``[K, B]``; all false in most cases, where it is not given at all.
+``reset`` is ``[K, B]``. If it is all False, as in most cases, peers run without it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def engine(problem: Problem, reset: Tensor, backend: str) -> Call:
 
 
 def loop(problem: Problem, reset: Tensor) -> Call:
-    """The loop as it is written by hand, with the restarts in it."""
+    """The loop written by hand, with restarts."""
     if not reset.any():
         return eager(problem)
     model, leaves = problem.model, dict(problem.model.named_parameters())
@@ -55,32 +55,40 @@ def loop(problem: Problem, reset: Tensor) -> Call:
 
 
 def _restarted(state: Any, restart: Tensor) -> Any:
-    def leaf(own: Tensor) -> Tensor:
-        return torch.where(restart[:, None], 0, own)
+    def leaf(tensor: Tensor) -> Tensor:
+        return torch.where(restart[:, None], 0, tensor)
 
-    return tuple(tuple(leaf(own) for own in layer) for layer in state)
+    return tuple(tuple(leaf(tensor) for tensor in layer) for layer in state)
+
+
+class Piece(NamedTuple):
+    """The steps from ``start`` to before ``end`` of a row, without a restart in between."""
+
+    row: int
+    start: int
+    end: int
 
 
 def split(problem: Problem, reset: Tensor) -> Call:
-    """cuDNN with resets: each row cut where it restarts, the pieces padded to the longest."""
-    pieces: list[tuple[int, int, int]] = []  # row, first step, after the last
-    for row_index, flags in enumerate(reset.t().tolist()):
+    """cuDNN with resets: cuts each row where it restarts, and pads the pieces to the longest."""
+    pieces: list[Piece] = []
+    for row, flags in enumerate(reset.t().tolist()):
         cuts = [0, *(t for t, flag in enumerate(flags) if flag and t), len(flags)]
-        pieces += [(row_index, a, b) for a, b in pairwise(cuts)]
-    longest = max(b - a for _, a, b in pieces)
+        pieces += [Piece(row, start, end) for start, end in pairwise(cuts)]
+    longest = max(piece.end - piece.start for piece in pieces)
     rows = reset.shape[1]
-    # Where each piece's steps are in [K * B] data; what is behind its end reads the first element.
+    # The index of each piece's steps in [K * B] data; padding reads the first element.
     index = torch.zeros(longest, len(pieces), dtype=torch.int64)
     valid = torch.zeros(longest, len(pieces), dtype=torch.bool)
-    for i, (own, a, b) in enumerate(pieces):
-        index[: b - a, i] = torch.arange(a, b) * rows + own
-        valid[: b - a, i] = True
+    for i, (row, start, end) in enumerate(pieces):
+        index[: end - start, i] = torch.arange(start, end) * rows + row
+        valid[: end - start, i] = True
     index, valid = index.to(reset.device), valid.to(reset.device)
     layer, leaves, readout = _library_layer(problem)
-    first = torch.tensor([a == 0 and not reset[0, own] for own, a, _ in pieces])
-    own_rows = torch.tensor([own for own, _, _ in pieces]).to(reset.device)
+    starts_row = torch.tensor([start == 0 and not reset[0, row] for row, start, _ in pieces])
+    piece_rows = torch.tensor([piece.row for piece in pieces]).to(reset.device)
     starts = [
-        torch.where(first.to(reset.device)[:, None], leaf[own_rows], 0)[None]
+        torch.where(starts_row.to(reset.device)[:, None], leaf[piece_rows], 0)[None]
         for leaf in problem.state[0]
     ]
 
@@ -99,10 +107,10 @@ def _library_layer(problem: Problem) -> tuple[Any, dict[str, Tensor], Any]:
     case, model = problem.case, problem.model
     layer = torch.nn.LSTM(case.inputs, case.hidden).to(problem.x)
     leaves = dict(model.named_parameters())
-    for name, own in layer.named_parameters():
-        of_cell = f"cells.0.{name.removesuffix('_l0')}"
-        own.data.copy_(leaves[of_cell].data)
-        leaves[of_cell] = own
+    for name, p in layer.named_parameters():
+        cell_name = f"cells.0.{name.removesuffix('_l0')}"
+        p.data.copy_(leaves[cell_name].data)
+        leaves[cell_name] = p
     return layer, leaves, model.readout
 
 

@@ -1,4 +1,4 @@
-"""What the bench on a GPU found, as JSON and a Markdown table."""
+"""The GPU benchmark's results as JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LABELS = {
 
 
 def write(results: dict[str, Any], folder: Path) -> None:
-    """Writes both."""
+    """Writes both files."""
     folder.mkdir(parents=True, exist_ok=True)
     about = results["machine"]
     name = re.sub(r"\([^)]*\)|@.*", " ", about.get("gpu") or about["cpu"]).lower()
@@ -43,9 +43,11 @@ def markdown(results: dict[str, Any]) -> str:
         "| what | target | measured | |",
         "| --- | --- | ---: | --- |",
     ]
-    for own in results["targets"]:
-        found = "" if own["measured"] is None else f"{own['measured']:.2f}{own['unit']}"
-        lines.append(f"| {own['what']} | {own['target']} | {found} | {own['verdict']} |")
+    for target in results["targets"]:
+        measured = "" if target["measured"] is None else f"{target['measured']:.2f}{target['unit']}"
+        lines.append(
+            f"| {target['what']} | {target['target']} | {measured} | {target['verdict']} |"
+        )
     lines += [f"\nFailed: {title} ({why})." for title, why in results["failed"].items()]
     for case in results["cases"].values():
         lines += ["", f"## {case['title']}", "", f"Floor {case['floor_ms']:.3f} ms.", ""]

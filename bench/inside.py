@@ -1,9 +1,9 @@
-"""The bench of looking inside: sliding windows, taps, and how far gradients reach.
+"""Benchmark of sliding windows, taps, and how far back gradients reach.
 
     python -m bench.inside                  everything, about three minutes; writes bench/results/
     python -m bench.inside --quick          smaller sizes, fewer rounds; writes runs/bench/
 
-The loops that people write for a sliding window are checked against the segment in float64 first.
+The loops commonly written for a sliding window are checked against the segment in float64 first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def loss(out: Tensor, y: Tensor) -> Tensor:
 def computed_again(
     cell: nn.LSTMCell, state: State, x: Tensor, y: Tensor, reach: int
 ) -> list[Tensor]:
-    """For each step's loss the last ``reach`` steps again, with autograd."""
+    """Recomputes the last ``reach`` steps with autograd for the loss of each step."""
     params, states = list(cell.parameters()), [state]
     with torch.no_grad():
         for x_t in x:
@@ -48,30 +48,32 @@ def computed_again(
     total = [torch.zeros_like(p) for p in params]
     for t in range(len(x)):
         start = max(0, t - reach + 1)
-        own = states[start]
+        state_t = states[start]
         for s in range(start, t + 1):
-            own = cell(x[s], own)
-        value = (own[0] - y[t]).square().sum() / y.numel()
+            state_t = cell(x[s], state_t)
+        value = (state_t[0] - y[t]).square().sum() / y.numel()
         for sum_, grad in zip(total, torch.autograd.grad(value, params), strict=True):
             sum_ += grad
     return total
 
 
 def retained(cell: nn.LSTMCell, state: State, x: Tensor, y: Tensor, reach: int) -> list[Tensor]:
-    """Cut before each step, and for each loss back through the graphs of the last ``reach``."""
+    """Detaches before each step; each loss goes back through the graphs of the last ``reach``."""
     params = list(cell.parameters())
     total = [torch.zeros_like(p) for p in params]
-    kept: deque[tuple[State, State]] = deque(maxlen=reach)
+    graphs: deque[tuple[State, State]] = deque(maxlen=reach)
     for x_t, y_t in zip(x, y, strict=True):
         before = (state[0].detach().requires_grad_(), state[1].detach().requires_grad_())
         state = cell(x_t, before)
-        kept.append((before, state))
-        given: Any = [2 * (state[0].detach() - y_t) / y.numel(), torch.zeros_like(state[1])]
-        for inputs, outputs in reversed(kept):
-            found = torch.autograd.grad(outputs, [*params, *inputs], given, retain_graph=True)
-            for sum_, grad in zip(total, found[: len(params)], strict=True):
+        graphs.append((before, state))
+        d_outputs: Any = [2 * (state[0].detach() - y_t) / y.numel(), torch.zeros_like(state[1])]
+        for inputs, outputs in reversed(graphs):
+            all_grads = torch.autograd.grad(
+                outputs, [*params, *inputs], d_outputs, retain_graph=True
+            )
+            for sum_, grad in zip(total, all_grads[: len(params)], strict=True):
                 sum_ += grad
-            given = found[len(params) :]
+            d_outputs = all_grads[len(params) :]
     return total
 
 
@@ -82,7 +84,7 @@ LOOPS: dict[str, Callable[..., list[Tensor]]] = {
 
 
 def sliding(rounds: int, steps: int, reach: int, rows: int, hidden: int) -> list[dict[str, Any]]:
-    """A sliding window against the loops that people write for it."""
+    """A sliding window against the loops commonly written for it."""
     torch.manual_seed(0)
     cell = nn.LSTMCell(hidden, hidden)
     params: Params = dict(cell.named_parameters())
@@ -92,11 +94,11 @@ def sliding(rounds: int, steps: int, reach: int, rows: int, hidden: int) -> list
 
     double = nn.LSTMCell(hidden, hidden).double()
     double.load_state_dict(cell.state_dict())
-    given = (state[0].double(), state[1].double()), x.double(), y.double()
+    arguments = (state[0].double(), state[1].double()), x.double(), y.double()
     exact = make_train_segment(double, loss, window=reach, backend="eager")
-    found = exact(dict(double.named_parameters()), *given).grads
+    grads = exact(dict(double.named_parameters()), *arguments).grads
     for name, loop in LOOPS.items():
-        for a, b in zip(found.values(), loop(double, *given, reach), strict=True):
+        for a, b in zip(grads.values(), loop(double, *arguments, reach), strict=True):
             if not torch.allclose(a, b, rtol=0, atol=1e-10):
                 raise SystemExit(f"inside: the sliding window differs from the loop of {name}")
 
@@ -109,7 +111,7 @@ def sliding(rounds: int, steps: int, reach: int, rows: int, hidden: int) -> list
 
 
 def taps(rounds: int) -> list[dict[str, Any]]:
-    """What taps cost: all of an LSTM's, and none."""
+    """The cost of a tap on an LSTM."""
     torch.manual_seed(0)
     lstm = nn.LSTM(64, 128)
     params: Params = dict(lstm.named_parameters())
@@ -129,7 +131,7 @@ def taps(rounds: int) -> list[dict[str, Any]]:
 
 
 def horizon(folder: Path, updates: int, hidden: int) -> list[dict[str, Any]]:
-    """How far the gradients of a character model reach, trained for a while; draws it."""
+    """How far back the gradients of a briefly trained character model reach; plots it."""
     text, _ = read_text(None)
     vocabulary = Vocabulary.of(text, 100)
     data = ContiguousStreams(vocabulary.encode(text), 32)
@@ -146,10 +148,12 @@ def horizon(folder: Path, updates: int, hidden: int) -> list[dict[str, Any]]:
         pass
     chunk = data.read(64 * updates, 64 * updates + 256)
     assert chunk is not None
-    found = gradient_horizon(segment, params, run.state, *as_indices(chunk.x, chunk.y), max_lag=100)
-    found.plot(folder / "horizon.png")
-    print(found)
-    k2 = found.suggest_k2(0.1)
+    result = gradient_horizon(
+        segment, params, run.state, *as_indices(chunk.x, chunk.y), max_lag=100
+    )
+    result.plot(folder / "horizon.png")
+    print(result)
+    k2 = result.suggest_k2(0.1)
     what = f"a character LSTM after {updates} updates: k2 for a bias of at most 10 %"
     return [row(what, float(k2), "<=", 100, " steps")]
 

@@ -12,6 +12,7 @@ import importlib.util
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .cases import Problem
@@ -97,7 +98,7 @@ CELLS = {
 }
 
 
-def _own(p: Any, depth: int) -> Any:
+def _cell_parameters(p: Any, depth: int) -> Any:
     """The parameters of one cell, by the names they have in it."""
     prefix = f"cells.{depth}."
     return {name.removeprefix(prefix): leaf for name, leaf in p.items() if name.startswith(prefix)}
@@ -109,13 +110,13 @@ def make(problem: Problem) -> Call:
     cell = CELLS[case.kind]
 
     def value(p: Any, state: Any, x: Any, y: Any) -> Any:
-        cells = [_own(p, depth) for depth in range(case.layers)]
+        cells = [_cell_parameters(p, depth) for depth in range(case.layers)]
 
         def step(state: Any, x_t: Any) -> tuple[Any, Any]:
             after = []
-            for own, before in zip(cells, state, strict=True):
-                x_t, leaves = cell(own, x_t, before)
-                after.append(leaves)
+            for parameters, layer_state in zip(cells, state, strict=True):
+                x_t, layer_state = cell(parameters, x_t, layer_state)
+                after.append(layer_state)
             return tuple(after), x_t @ p["readout.weight"].T + p["readout.bias"]
 
         _, out = lax.scan(step, state, x)
@@ -129,16 +130,16 @@ def make(problem: Problem) -> Call:
         segment = jax.default_matmul_precision("tensorfloat32" if tf32 else "highest")(segment)
     compiled = jax.jit(segment)
 
-    def given(tree: Any) -> Any:
-        def leaf(own: Any) -> Any:
-            numbers = jnp.asarray(own.detach().float().cpu().numpy())
-            return numbers.astype(jnp.bfloat16) if own.dtype == torch.bfloat16 else numbers
+    def to_jax(tensor: Tensor) -> Any:
+        array = jnp.asarray(tensor.detach().float().cpu().numpy())
+        return array.astype(jnp.bfloat16) if tensor.dtype == torch.bfloat16 else array
 
-        return pytree.tree_map(leaf, tree)
-
-    numbers = tuple(map(given, (problem.params, problem.state, problem.x, problem.y)))
+    arguments = tuple(
+        pytree.tree_map(to_jax, tree)
+        for tree in (problem.params, problem.state, problem.x, problem.y)
+    )
 
     def call() -> Result:
-        return jax.block_until_ready(compiled(*numbers))
+        return jax.block_until_ready(compiled(*arguments))
 
     return call

@@ -1,9 +1,9 @@
-"""Is it right? Every peer's loss and gradients against the plain loop in float64.
+"""Checks every peer's loss and gradients against the plain loop in float64.
 
-This package must err no more than ``TIMES`` what the eager loop errs in float32, plus ``FLOOR``, or
-it gets no speed. Another library that errs more, yet plainly computes the same thing (``SAME``, or
-``SAME_TIMES`` the eager loop's error where the problem itself magnifies roundings, as layer norm
-does), keeps its speed, and its row is marked: to leave it out would hide a faster peer.
+This package's error may be at most ``TIMES`` the eager loop's in float32, plus ``FLOOR``; otherwise
+it is not timed. Another library with a larger error that still computes the same function (error
+below ``SAME``, or ``SAME_TIMES`` the eager loop's where the problem amplifies rounding, as layer
+norm does) is timed, and its row is marked: leaving it out would hide a faster peer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ftbptt import reference_segment
 
 from .cases import Case, build, loss
 
-TIMES = 3.0  # a peer may err this much more than the eager loop in float32
-FLOOR = 1e-6  # and this much besides: about eight roundings
+TIMES = 3.0  # the error allowed, relative to the eager loop's in float32
+FLOOR = 1e-6  # plus this: about eight roundings
 SAME, SAME_TIMES = 1e-5, 10.0
 
 Errors = dict[str, float]
@@ -27,32 +27,32 @@ Errors = dict[str, float]
 
 def exact(case: Case) -> dict[str, Any]:
     """The loss (under the key "loss") and each gradient, from the reference loop in float64."""
-    found = []
+    parts = []
     for model, state, x, y in build(case, torch.float64).parts():
         result = reference_segment(model, loss, dict(model.named_parameters()), state, x, y)
-        found.append(
+        parts.append(
             {"loss": result.loss.numpy(), **{n: g.numpy() for n, g in result.grads.items()}}
         )
     if not case.apart:
-        return found[0]
-    return {name: np.stack([part[name] for part in found]) for name in found[0]}
+        return parts[0]
+    return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
 
 
-def errors(result: tuple[Any, dict[str, Any]], right: dict[str, Any]) -> Errors:
+def errors(result: tuple[Any, dict[str, Any]], expected: dict[str, Any]) -> Errors:
     """The relative error of the loss and of each gradient, in the norm over all its elements."""
     value, grads = result
-    if set(grads) != set(right) - {"loss"}:
-        return dict.fromkeys(right, float("inf"))
-    found = {}
-    for name, wanted in right.items():
-        got = np.asarray(value if name == "loss" else grads[name], dtype=np.float64)
-        if got.shape != wanted.shape:
-            found[name] = float("inf")
+    if set(grads) != set(expected) - {"loss"}:
+        return dict.fromkeys(expected, float("inf"))
+    relative = {}
+    for name, exact_leaf in expected.items():
+        leaf = np.asarray(value if name == "loss" else grads[name], dtype=np.float64)
+        if leaf.shape != exact_leaf.shape:
+            relative[name] = float("inf")
             continue
-        size = float(np.linalg.norm(wanted))
-        error = float(np.linalg.norm(got - wanted)) / (size or 1.0)
-        found[name] = error if np.isfinite(error) else float("inf")
-    return found
+        size = float(np.linalg.norm(exact_leaf))
+        error = float(np.linalg.norm(leaf - exact_leaf)) / (size or 1.0)
+        relative[name] = error if np.isfinite(error) else float("inf")
+    return relative
 
 
 def check(
@@ -64,21 +64,23 @@ def check(
 ) -> None:
     """Writes each peer's worst error into its row; a wrong peer gets the status "wrong".
 
-    ``base`` is the peer whose own error is the measure, ``strict`` are those that must keep to it.
+    ``base``: the peer whose error sets the tolerance. ``strict``: peers that must keep within it.
     """
-    right = exact(case)
-    own = {name: errors(result, right) for name, result in results.items() if result is not None}
-    measure = own.get(base, {})
-    if not measure or max(measure.values()) > 1e-3:  # the measure itself must be sound
-        measure = dict.fromkeys(right, 0.0)
-    allowed = {name: TIMES * error + FLOOR for name, error in measure.items()}
-    for peer, found in own.items():
-        worst = max((error / allowed[name], name) for name, error in found.items())[1]
+    expected = exact(case)
+    errors_of = {
+        name: errors(result, expected) for name, result in results.items() if result is not None
+    }
+    baseline = errors_of.get(base, {})
+    if not baseline or max(baseline.values()) > 1e-3:  # the baseline itself must be sound
+        baseline = dict.fromkeys(expected, 0.0)
+    allowed = {name: TIMES * error + FLOOR for name, error in baseline.items()}
+    for peer, peer_errors in errors_of.items():
+        worst = max((error / allowed[name], name) for name, error in peer_errors.items())[1]
         row = rows[peer]
-        row.update(error=found[worst], error_allowed=allowed[worst], error_at=worst)
-        if found[worst] <= allowed[worst]:
+        row.update(error=peer_errors[worst], error_allowed=allowed[worst], error_at=worst)
+        if peer_errors[worst] <= allowed[worst]:
             continue
-        row["why"] = f"{worst} errs {found[worst]:.1e} where {allowed[worst]:.1e} is allowed"
-        same = all(found[n] <= max(SAME, SAME_TIMES * measure[n]) for n in found)
+        row["why"] = f"{worst} errs {peer_errors[worst]:.1e} where {allowed[worst]:.1e} is allowed"
+        same = all(peer_errors[n] <= max(SAME, SAME_TIMES * baseline[n]) for n in peer_errors)
         if peer in strict or not same:
             row["status"] = "wrong"

@@ -1,4 +1,4 @@
-"""The command line of a bench that is a list of parts, each with rows of what is to be reached."""
+"""The command line of a benchmark that consists of parts, each with rows of targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import report
 
 @dataclass(frozen=True)
 class Table:
-    """What was found besides: a title, what it means, and rows of cells."""
+    """An extra table of results: a title, an explanation, and rows of cells."""
 
     title: str
     about: str
@@ -23,7 +23,7 @@ class Table:
     rows: list[list[str]]
 
 
-Part = Callable[[], list[Any]]  # rows of what is to be reached, and tables
+Part = Callable[[], list[Any]]  # returns target rows and Tables
 
 
 def run_parts(
@@ -33,7 +33,7 @@ def run_parts(
     parts_of: Callable[[bool, int, Path], list[Part]],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Runs ``parts_of(quick, rounds, folder)`` and writes what they give; the exit status."""
+    """Runs ``parts_of(quick, rounds, folder)`` and writes the results; returns the exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{suite}", description=about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
@@ -43,8 +43,8 @@ def run_parts(
     rounds = 3 if options.quick else rounds
     results: dict[str, Any] = {"machine": report.machine(), "suite": suite, "rounds": rounds}
     parts = parts_of(options.quick, rounds, folder)
-    found = [own for part in tqdm(parts, desc=suite) for own in part()]
-    results["targets"] = [own for own in found if not isinstance(own, Table)]
-    results["tables"] = [asdict(own) for own in found if isinstance(own, Table)]
+    outputs = [output for part in tqdm(parts, desc=suite) for output in part()]
+    results["targets"] = [output for output in outputs if not isinstance(output, Table)]
+    results["tables"] = [asdict(output) for output in outputs if isinstance(output, Table)]
     report.write_targets(folder, results)
     return 0

@@ -1,4 +1,4 @@
-"""Who is timed. A peer turns a problem into a call that returns (loss, gradients by name)."""
+"""The peers. A peer turns a problem into a call that returns (loss, gradients by name)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Peer:
 
 
 def engine(problem: Problem, backend: str = "auto", recompute: bool = False) -> Call:
-    """This package; its backend is left to itself unless one is named."""
+    """This package; with its default backend unless one is named."""
     import ftbptt
 
     try:
@@ -83,7 +83,7 @@ def one_by_one(calls: list[Call]) -> Call:
 
 
 def eager(problem: Problem) -> Call:
-    """The loop as it is written by hand: modules, autograd."""
+    """The loop written by hand: modules, autograd."""
 
     def of(part: Part) -> Call:
         params = dict(part.model.named_parameters())
@@ -135,7 +135,7 @@ def unrolled_compile(problem: Problem) -> Call:
 
 
 def library(problem: Problem) -> Call:
-    """``nn.LSTM`` or ``nn.GRU`` over the whole chunk, then the readout; models one by one."""
+    """``nn.LSTM`` or ``nn.GRU`` over the full chunk, then the readout; models one by one."""
     case = problem.case
     layers: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
     if case.kind not in layers or case.per_sequence:
@@ -143,13 +143,13 @@ def library(problem: Problem) -> Call:
 
     def of(part: Part) -> Call:
         layer = layers[case.kind](case.inputs, case.hidden, case.layers).to(part.x)
-        own = dict(layer.named_parameters())
+        layer_parameters = dict(layer.named_parameters())
         leaves = {}
         for name, p in part.model.named_parameters():
             leaves[name] = p
             if name.startswith("cells."):
                 _, depth, of_cell = name.split(".")
-                leaves[name] = own[f"{of_cell}_l{depth}"]
+                leaves[name] = layer_parameters[f"{of_cell}_l{depth}"]
                 leaves[name].data.copy_(p.data)
         state: Any = torch.stack(part.state) if case.kind == "gru" else None
         if case.kind == "lstm":

@@ -1,4 +1,4 @@
-"""Results as JSON, a Markdown table, a bar chart, and what was to be reached."""
+"""Writes results as JSON, Markdown tables with targets, and a bar chart."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _cpu() -> str:
 
 
 def _busy(seconds: float = 1.0) -> float | None:
-    """The part of all processors that others use just now; None without Linux's /proc."""
+    """The fraction of all processors that is in use now; None without Linux's /proc."""
 
     def ticks() -> tuple[int, int]:
         with open("/proc/stat") as file:
@@ -142,8 +142,8 @@ def markdown(results: Results) -> str:
     lines += ["", "## What it must reach", "", "| what | target | measured | |"]
     lines.append("| --- | --- | ---: | --- |")
     for row in results["targets"]:
-        found = "" if row["measured"] is None else f"{row['measured']:.2f}{row['unit']}"
-        lines.append(f"| {row['what']} | {row['target']} | {found} | {row['verdict']} |")
+        measured = "" if row["measured"] is None else f"{row['measured']:.2f}{row['unit']}"
+        lines.append(f"| {row['what']} | {row['target']} | {measured} | {row['verdict']} |")
     for steps, seconds in (results.get("compile_s") or {}).items():
         if seconds is not None:
             lines += ["", f"Cold compile of the first case at T={steps}: {seconds:.1f} s."]
@@ -221,9 +221,11 @@ def _targets_markdown(results: Results) -> str:
     ]
     if busy(results):
         lines[3:3] = ["**Other work was on the machine**: the figures are off.", ""]
-    for own in results["targets"]:
-        measured = f"{own['measured']:.2f}{own['unit']}"
-        lines.append(f"| {own['what']} | {own['target']} | {measured} | {own['verdict']} |")
+    for target in results["targets"]:
+        measured = f"{target['measured']:.2f}{target['unit']}"
+        lines.append(
+            f"| {target['what']} | {target['target']} | {measured} | {target['verdict']} |"
+        )
     for table in results.get("tables", ()):
         lines += ["", f"## {table['title']}", "", table["about"], ""]
         lines.append("| " + " | ".join(table["header"]) + " |")
@@ -233,7 +235,7 @@ def _targets_markdown(results: Results) -> str:
 
 
 def write_targets(folder: Path, results: Results) -> None:
-    """Writes, and prints, what a bench of its own measured: ``results["targets"]`` has the rows."""
+    """Writes and prints the results of a suite of targets alone, ``results["targets"]``."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / tag(results)
     stem.with_name(stem.name + ".json").write_text(json.dumps(results, indent=1) + "\n")

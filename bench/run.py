@@ -1,4 +1,4 @@
-"""The bench: cases crossed with peers in one run.
+"""The benchmark: cases crossed with peers in one run.
 
     python -m bench.run                     everything, about ten minutes; writes bench/results/
     python -m bench.run --quick             three cases, few rounds; writes runs/bench/
@@ -6,9 +6,9 @@
     python -m bench.run --backends compile,fused --threads 1
                                             two backends side by side, and how each scales
 
-For each case: the machine's floor; then every peer in a process of its own, cold, so that its
-first call shows its compile time; then each result against the loop in float64 (a wrong one gets no
-speed); then rounds in which the peers take turns; then the memory of a call.
+For each case: the machine's floor; then every peer in a fresh process, so that its first call shows
+its compile time; then each result against the loop in float64 (a wrong peer is not timed); then
+rounds in which the peers take turns; then the memory of a call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ from .worker import serve
 BASE = "eager"  # the peer that ratios and errors are taken against
 TURN = 0.15  # seconds of calls that a peer gets in a round
 LOST = 1.0  # several threads gain less over one: another machine has the cores
-WHOLE, PART = Path("bench/results"), Path("runs/bench")  # where results go
+FULL, PART = (
+    Path("bench/results"),
+    Path("runs/bench"),
+)  # where results go: of the full benchmark, of a part
 
 
 @dataclass
@@ -106,8 +109,8 @@ def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> 
                 worker.row.update(times, compile_s=max(times["first_s"] - times["warm_s"], 0))
                 results[peer.name] = worker.ask("result")
         bar.set_postfix_str("float64 oracle")
-        own = [peer.name for peer in peers if peer.name.startswith("engine")]
-        oracle.check(case, results, BASE, own, {w.peer.name: w.row for w in workers})
+        strict = [peer.name for peer in peers if peer.name.startswith("engine")]
+        oracle.check(case, results, BASE, strict, {w.peer.name: w.row for w in workers})
         times_of, repeated = take_rounds(workers, rounds, bar)
         for worker in workers:
             bar.set_postfix_str(f"{worker.peer.label}: memory")
@@ -132,27 +135,27 @@ def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> 
 def take_rounds(
     workers: list[Worker], rounds: int, bar: tqdm[Any]
 ) -> tuple[dict[str, list[list[float]]], int]:
-    """Seconds of the calls of each peer in each round, and how many rounds were taken again.
+    """Seconds of each peer's calls in each round, and how many rounds were repeated.
 
-    Those are the rounds in which the machine lost its cores: more threads than one were slower than
-    one before or after a turn. As many are as there are rounds; what is lost then, is measured.
+    A round is repeated if the machine lost its cores: several threads were slower than one before
+    or after a turn. At most ``rounds`` are repeated; after that, such rounds count.
     """
     threads, scaling = torch.get_num_threads(), any(worker.peer.threads for worker in workers)
     times_of: dict[str, list[list[float]]] = {worker.peer.name: [] for worker in workers}
-    kept = repeated = 0
-    while kept < rounds:
-        bar.set_postfix_str(f"round {kept + 1} of {rounds}")
+    done = repeated = 0
+    while done < rounds:
+        bar.set_postfix_str(f"round {done + 1} of {rounds}")
         gains, taken = [], []
         for worker in workers:
-            own = worker.peer.threads or 1
-            count = own if own > 1 else threads
+            peer_threads = worker.peer.threads or 1
+            count = peer_threads if peer_threads > 1 else threads
             before = limits.thread_gain(count)
             taken.append(worker.ask("time", TURN))
             gains.append(min(before, limits.thread_gain(count)))
         if threads > 1 and min(gains) < LOST and repeated < rounds:
             repeated += 1
             continue
-        kept += 1
+        done += 1
         for worker, times, gain in zip(workers, taken, gains, strict=True):
             if times is not None:
                 times_of[worker.peer.name].append(times)
@@ -178,7 +181,7 @@ def _summarise(
 
 def compile_seconds(case: Case, steps: int, repeats: int) -> float | None:
     """The engine's cold compile of a case at another length: the best of some fresh processes."""
-    found = []
+    seconds = []
     for _ in range(repeats):
         worker = Worker.begin(replace(case, steps=steps), find("engine"))
         try:
@@ -186,8 +189,8 @@ def compile_seconds(case: Case, steps: int, repeats: int) -> float | None:
         finally:
             worker.end()
         if times is not None:
-            found.append(times["first_s"] - times["warm_s"])
-    return min(found, default=None)
+            seconds.append(times["first_s"] - times["warm_s"])
+    return min(seconds, default=None)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -207,7 +210,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     suite = SUITES[options.suite]
     part = bool(options.quick or options.cases or options.peers or options.backends)
     options.partial = options.out or PART
-    options.out = options.out or (PART if part else WHOLE)
+    options.out = options.out or (PART if part else FULL)
     options.rounds = options.rounds if options.rounds is not None else 4 if options.quick else 12
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, found {options.rounds}")
@@ -237,9 +240,9 @@ def choose_peers(options: argparse.Namespace) -> list[Peer]:
         names.append(BASE)
     names.sort(key=lambda name: order.index(name) if name in order else 0)
     if options.threads:
-        own = [name for name in names if name.startswith("engine") and "@" not in name]
+        engines = [name for name in names if name.startswith("engine") and "@" not in name]
         others = [n for n in options.threads.split(",") if n != str(torch.get_num_threads())]
-        names += [f"{name}@{count}" for name in own for count in others]
+        names += [f"{name}@{count}" for name in engines for count in others]
     return [find(name) for name in dict.fromkeys(names)]
 
 
@@ -279,9 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not done:
             return 130
     results["targets"] = targets(results)
-    written = report.write(results, options.out)
+    paths = report.write(results, options.out)
     print(report.markdown(results))
-    print("written: " + ", ".join(str(path) for path in written))
+    print("written: " + ", ".join(str(path) for path in paths))
     rows = [row for case in results["cases"].values() for row in case["peers"].values()]
     wrong = any(row["status"] == "wrong" for row in rows)
     return 130 if stopped else 1 if wrong else 0

@@ -1,4 +1,4 @@
-"""The bench of many processes: what they cost here, and what many GPUs would by a model.
+"""Benchmark of data-parallel training: measured here on processes, predicted for many GPUs.
 
     python -m bench.scaling                  1, 2 and 4 processes, three minutes; bench/results/
     python -m bench.scaling --quick          a smaller model, fewer rounds; writes runs/bench/
@@ -30,7 +30,7 @@ from .turns import ratio
 
 PROCESSES = (1, 2, 4)
 GPUS = (1, 2, 8, 64, 512, 4096)
-# Assumed of GPUs, all of them stated beside the table.
+# Assumptions about GPUs, all stated beside the table.
 PER_NODE = 8
 INSIDE = Link(alpha=3e-6, beta=300e9)
 OUTSIDE = Link(alpha=10e-6, beta=40e9)
@@ -39,9 +39,9 @@ PER_STEP = 9e-6  # seconds of a step, forward and in reverse, that no batch make
 
 
 def measure(processes: int, hidden: int, rounds: int, each: int) -> dict[str, Any]:
-    """What the first of so many processes has measured."""
+    """What the first of ``processes`` processes measured."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
+        out = Path(folder) / "results.json"
         subprocess.run(
             [
                 sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -50,33 +50,33 @@ def measure(processes: int, hidden: int, rounds: int, each: int) -> dict[str, An
             ],
             check=True,
         )  # fmt: skip
-        found: dict[str, Any] = json.loads(out.read_text())
-    return found
+        results: dict[str, Any] = json.loads(out.read_text())
+    return results
 
 
-def update_of(found: dict[str, Any], compute: float) -> Update:
+def update_of(results: dict[str, Any], compute: float) -> Update:
     """An update as it was measured, in ``compute`` seconds without communication.
 
     A bucket is ready at the same part of it as in the segment alone.
     """
-    own = found["updates"]
-    segment = min(own["segment"], compute)  # what comes after it needs all gradients
-    early = own["segment"] - segment
-    return Update(segment, [(size, max(at - early, 0.0)) for size, at in own["buckets"]])
+    updates = results["updates"]
+    segment = min(updates["segment"], compute)  # what comes after it needs all gradients
+    early = updates["segment"] - segment
+    return Update(segment, [(size, max(at - early, 0.0)) for size, at in updates["buckets"]])
 
 
-def measured(all_found: dict[int, dict[str, Any]]) -> Table:
+def measured(all_results: dict[int, dict[str, Any]]) -> Table:
     """The measured updates, and what the model predicts for them."""
     lines = []
-    for processes, found in all_found.items():
-        own = found["updates"]["seconds"]
+    for processes, results in all_results.items():
+        seconds = results["updates"]["seconds"]
         names = ("alone", "in step", "together")
-        alone, in_step, together = (statistics.median(own[name]) for name in names)
-        efficiency = ratio(own, "alone", "together")
+        alone, in_step, together = (statistics.median(seconds[name]) for name in names)
+        efficiency = ratio(seconds, "alone", "together")
         cells = [str(processes), *(f"{1e3 * t:.2f}" for t in (alone, in_step, together))]
         if processes > 1:
-            link = fitted(*zip(*found["reductions"], strict=True), processes)
-            update = update_of(found, in_step)
+            link = fitted(*zip(*results["reductions"], strict=True), processes)
+            update = update_of(results, in_step)
             predicted = in_step - update.compute + update.seconds(ring(link), processes)
             cells += [
                 f"{1e3 * predicted:.2f}",
@@ -110,10 +110,10 @@ def gpus(hidden: int, folder: Path) -> Table:
     lines, curves = [], {}
     for name, rows, width in (("as here", ROWS, hidden), ("B=128 H=1024", 128, 1024)):
         leaves = list(Tagger(width).parameters())
-        sizes = [float(sum(leaves[i].nbytes for i in own)) for own in buckets_of(leaves)]
+        sizes = [float(sum(leaves[i].nbytes for i in bucket)) for bucket in buckets_of(leaves)]
         flops = 2.0 * rows * STEPS * sum(sizes) / 4  # forward, and as many for each half of reverse
         compute = STEPS * PER_STEP + 3 * flops / FLOPS
-        ready = compute - flops / FLOPS  # the weights' gradients: one GEMM each, behind the loop
+        ready = compute - flops / FLOPS  # the weights' gradients: one GEMM each, after the loop
         as_they_come = []
         for size in sizes:
             ready += flops / FLOPS * size / sum(sizes)
@@ -124,7 +124,7 @@ def gpus(hidden: int, folder: Path) -> Table:
             update = Update(compute, buckets)
             curves[label] = [compute / update.seconds(reduce, n) for n in GPUS]
             cells = [label, f"{1e6 * compute:.0f}", f"{sum(sizes) / 1e6:.2f}"]
-            lines.append([*cells, *(f"{own:.0%}" for own in curves[label])])
+            lines.append([*cells, *(f"{efficiency:.0%}" for efficiency in curves[label])])
     plot_scaling(folder / "scaling.png", GPUS, curves)
     return Table(
         "Efficiency on GPUs, predicted",
@@ -141,9 +141,9 @@ def gpus(hidden: int, folder: Path) -> Table:
     )
 
 
-def shared_optimizer(found: dict[str, Any]) -> Table:
-    """What it costs to share the optimizer's state out, and what it saves."""
-    own = found["optimizers"]
+def shared_optimizer(results: dict[str, Any]) -> Table:
+    """What sharding the optimizer's state costs, and what it saves."""
+    optimizers = results["optimizers"]
     names = {
         "all": "on every rank",
         "zero": "ZeroRedundancyOptimizer",
@@ -152,8 +152,8 @@ def shared_optimizer(found: dict[str, Any]) -> Table:
     lines = [
         [
             label,
-            f"{1e3 * statistics.median(own['seconds'][name]):.2f}",
-            f"{own['numbers'][name] / own['numbers']['all']:.0%}",
+            f"{1e3 * statistics.median(optimizers['seconds'][name]):.2f}",
+            f"{optimizers['numbers'][name] / optimizers['numbers']['all']:.0%}",
         ]
         for name, label in names.items()
     ]
@@ -167,19 +167,19 @@ def shared_optimizer(found: dict[str, Any]) -> Table:
 
 def parts(quick: bool, rounds: int, folder: Path) -> list[Part]:
     hidden, each = (32, 3) if quick else (256, 10)
-    found: dict[int, dict[str, Any]] = {}
+    results: dict[int, dict[str, Any]] = {}
 
     def one(processes: int) -> list[Any]:
-        found[processes] = measure(processes, hidden, rounds, each)
+        results[processes] = measure(processes, hidden, rounds, each)
         return []
 
     def conclude() -> list[Any]:
-        share = 1 - ratio(found[2]["updates"]["seconds"], "in step", "together")
+        share = 1 - ratio(results[2]["updates"]["seconds"], "in step", "together")
         what = f"communication of an update, 2 processes, T={STEPS} B={ROWS} H={hidden} on each"
         return [
             row(what, 100 * share, "<=", 10, " %"),
-            measured(found),
-            shared_optimizer(found[2]),
+            measured(results),
+            shared_optimizer(results[2]),
             gpus(hidden, folder),
         ]
 

@@ -1,4 +1,4 @@
-"""One process of the bench of scaling; started by ``bench.scaling`` through torchrun."""
+"""One process of the scaling benchmark, started by ``bench.scaling`` through torchrun."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def loss(out: Tensor, y: Tensor) -> Tensor:
 
 
 def updates(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any]:
-    """Seconds of an update with and without the others, in turns; what is sent for one.
+    """Seconds of an update with and without communication, in turns, and the bytes sent for one.
 
-    *in step*: without, if at each update all waited for the slowest.
+    *in step*: without communication, if all waited for the slowest at each update.
     """
     streams = {}
-    for name, own in (("together", ROWS * dist.get_world_size()), ("alone", ROWS)):
+    for name, rows in (("together", ROWS * dist.get_world_size()), ("alone", ROWS)):
         torch.manual_seed(0)
         module = Tagger(hidden)
         params = dict(module.named_parameters())
-        x = torch.randn(16 * STEPS, own, INPUTS)
-        state = (torch.zeros(own, hidden),) * 2
+        x = torch.randn(16 * STEPS, rows, INPUTS)
+        state = (torch.zeros(rows, hidden),) * 2
         segment = make_train_segment(module, loss)
         optimizer = torch.optim.Adam(params.values())
         streams[name] = train_stream(
@@ -72,9 +72,11 @@ def updates(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any]:
             of_ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(of_ranks, [b - a for a, b in pairwise(at)])
             if turn:
-                times[name].append(statistics.median(own for rank in of_ranks for own in rank))
+                times[name].append(statistics.median(t for rank in of_ranks for t in rank))
                 if name == "alone":
-                    slowest = [max(own) for own in zip(*of_ranks, strict=True)]
+                    slowest = [
+                        max(times_of_update) for times_of_update in zip(*of_ranks, strict=True)
+                    ]
                     times["in step"].append(statistics.median(slowest))
     together = streams["together"]._together
     assert together is not None
@@ -89,24 +91,27 @@ def hand_over(segment: Any, params: Any, state: Any, x: Tensor, rounds: int) -> 
     """Of one segment: its seconds, and the bytes of each bucket with the time it is ready."""
     leaves = list(params.values())
     parts = buckets_of(leaves)
-    found: list[list[float]] = []
-    whole = []
+    ready_times: list[list[float]] = []
+    segment_times = []
     for turn in range(rounds + 1):
         at: list[float] = []
         early = EarlyGradients(parts, lambda loss, grads, at=at: at.append(time.perf_counter()))  # type: ignore[misc]
         began = time.perf_counter()
         segment.with_early_gradients(early, params, state, x, x)
         if turn:
-            whole.append(time.perf_counter() - began)
-            found.append([own - began for own in at])
-    ready = [statistics.median(own) for own in zip(*found, strict=True)]
+            segment_times.append(time.perf_counter() - began)
+            ready_times.append([t - began for t in at])
+    ready = [statistics.median(bucket) for bucket in zip(*ready_times, strict=True)]
     sizes = [sum(leaves[i].nbytes for i in part) for part in parts]
-    return {"segment": statistics.median(whole), "buckets": list(zip(sizes, ready, strict=True))}
+    return {
+        "segment": statistics.median(segment_times),
+        "buckets": list(zip(sizes, ready, strict=True)),
+    }
 
 
 def reductions(rounds: int) -> list[tuple[int, float]]:
     """Seconds of an all-reduce of each size."""
-    found = []
+    times_by_size = []
     for size in SIZES:
         tensor, times = torch.zeros(size // 4), []
         for _ in range(3 * rounds + 3):
@@ -114,12 +119,12 @@ def reductions(rounds: int) -> list[tuple[int, float]]:
             began = time.perf_counter()
             dist.all_reduce(tensor)
             times.append(time.perf_counter() - began)
-        found.append((size, statistics.median(times[3:])))
-    return found
+        times_by_size.append((size, statistics.median(times[3:])))
+    return times_by_size
 
 
 def optimizers(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any]:
-    """Gradients to parameters, Adam's state on all ranks or shared out in two ways."""
+    """Updates from gradients to parameters, with Adam's state replicated or sharded in two ways."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def parameters() -> list[nn.Parameter]:
@@ -141,8 +146,8 @@ def optimizers(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any
         optimizer.step()
         return [p.detach() for p in params]
 
-    whole, zero = parameters(), parameters()
-    adam = torch.optim.Adam(whole)
+    replicated, zero = parameters(), parameters()
+    adam = torch.optim.Adam(replicated)
     zero_adam = ZeroRedundancyOptimizer(zero, torch.optim.Adam)
     sharded = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters()]
     sharded_adam = torch.optim.Adam(sharded, foreach=False)
@@ -156,28 +161,31 @@ def optimizers(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any
         return [p.full_tensor().detach() for p in sharded]  # type: ignore[attr-defined]
 
     ways: dict[str, Callable[[], list[Tensor]]] = {
-        "all": lambda: with_all(whole, adam),
+        "all": lambda: with_all(replicated, adam),
         "zero": lambda: with_all(zero, zero_adam),
         "dtensor": with_shards,
     }
     for _ in range(3):  # the three are the same update
         results = [way() for way in ways.values()]
-        for found in results[1:]:
-            for a, b in zip(found, results[0], strict=True):
+        for updated in results[1:]:
+            for a, b in zip(updated, results[0], strict=True):
                 torch.testing.assert_close(a, b)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, way in ways.items():
             dist.barrier()
-            own = []
+            seconds = []
             for _ in range(each):
                 began = time.perf_counter()
                 way()
-                own.append(time.perf_counter() - began)
+                seconds.append(time.perf_counter() - began)
             if turn:
-                times[name].append(statistics.median(own))
+                times[name].append(statistics.median(seconds))
     states = {"all": adam, "zero": zero_adam.optim, "dtensor": sharded_adam}
-    return {"seconds": times, "numbers": {name: _numbers(own) for name, own in states.items()}}
+    return {
+        "seconds": times,
+        "numbers": {name: _numbers(optimizer) for name, optimizer in states.items()},
+    }
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> int:
@@ -195,12 +203,12 @@ def main(out: Path, hidden: int, rounds: int, each: int) -> None:
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     mesh = dist.init_device_mesh("cpu", (size,))
-    found: dict[str, Any] = {"updates": updates(mesh, hidden, rounds, each)}
+    results: dict[str, Any] = {"updates": updates(mesh, hidden, rounds, each)}
     if size > 1:
-        found["reductions"] = reductions(rounds)
-        found["optimizers"] = optimizers(mesh, hidden, rounds, each)
+        results["reductions"] = reductions(rounds)
+        results["optimizers"] = optimizers(mesh, hidden, rounds, each)
     if dist.get_rank() == 0:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

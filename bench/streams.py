@@ -1,10 +1,10 @@
-"""The bench of training on streams: what the driver costs, and what it makes possible.
+"""Benchmark of training on streams: the driver's overhead, its memory, and what it enables.
 
     python -m bench.streams                 everything, about five minutes; writes bench/results/
     python -m bench.streams --quick         smaller sizes; writes runs/bench/
 
-The driver's cost is taken in turns with bare calls of the segment and the optimizer. Memory is that
-of the whole process, in a process of its own for each length.
+The driver takes turns with bare calls of the segment and the optimizer. Memory is measured in
+a fresh process for each length.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import multiprocessing
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,16 @@ from .turns import in_turns, ratio
 
 CASE = Case("lstm", "lstm", 64, 32, 64, 128)
 TINY = Case("tiny", "lstm", 4, 1, 3, 4)
+MEMORY_TIMEOUT = 3600.0  # seconds for a run whose memory is measured
 
 
 def long_data(problem: Problem, windows: int) -> tuple[Tensor, Tensor]:
-    """The case's data, again and again, as one stream."""
+    """The case's data, repeated, as one stream."""
     return problem.x.repeat(windows, 1, 1), problem.y.repeat(windows, 1, 1)
 
 
 def streamed(problem: Problem, **options: Any) -> Stream:
-    """A run that does not end, on the case's data."""
+    """An endless run on the case's data."""
     params = problem.params
     segment = make_train_segment(problem.model, loss)
     optimizer = torch.optim.SGD(params.values(), lr=1e-5)
@@ -47,7 +49,7 @@ def streamed(problem: Problem, **options: Any) -> Stream:
 
 
 def bare_calls(problem: Problem) -> Iterator[None]:
-    """What one writes without the driver: slices, the segment, the optimizer."""
+    """The loop one writes without the driver: slices, the segment, the optimizer."""
     params, k = problem.params, problem.case.steps
     segment = make_train_segment(problem.model, loss)
     optimizer = torch.optim.SGD(params.values(), lr=1e-5)
@@ -64,7 +66,7 @@ def bare_calls(problem: Problem) -> Iterator[None]:
 
 
 def overhead(rounds: int) -> list[dict[str, Any]]:
-    """Of the driver, at a usual size in per cent and at a tiny one in microseconds."""
+    """The driver's overhead: in per cent at a usual size, in microseconds at a tiny one."""
     rows = []
     for case, each in ((CASE, 25), (TINY, 400)):
         driver = streamed(build(case), k1=case.steps)
@@ -87,15 +89,15 @@ def overlapping(rounds: int) -> list[dict[str, Any]]:
     overlap = streamed(problem, k1=16, k2=64)
     for _ in range(4):  # the first windows are shorter
         next(overlap)
-    whole = streamed(build(CASE), k1=64)
-    calls = {"overlap": lambda: next(overlap), "whole": lambda: next(whole)}
+    segment = streamed(build(CASE), k1=64)
+    calls = {"overlap": lambda: next(overlap), "segment": lambda: next(segment)}
     times = in_turns(calls, rounds, 24)
     what = "an update of TBPTT(16, 64) over one of 64 steps"
-    return [row(what, ratio(times, "overlap", "whole"), "<=", 1.1)]
+    return [row(what, ratio(times, "overlap", "segment"), "<=", 1.1)]
 
 
 class _Endless:
-    """Chunks of random frames, made as they are asked for."""
+    """Chunks of random frames, generated on demand."""
 
     def __init__(self, steps: int, chunk: int) -> None:
         self.steps, self.chunk = steps, chunk
@@ -106,8 +108,8 @@ class _Endless:
             yield Chunk(torch.randn(n, 4, 3), torch.randn(n, 4, 3))
 
 
-def _peak(steps: int, answer: Any) -> None:
-    """In a process of its own: peak resident bytes of a run over so many steps."""
+def _send_peak_memory(steps: int, pipe: Connection) -> None:
+    """Runs in a fresh process: sends the peak resident bytes of a run over ``steps`` steps."""
     problem = build(Case("memory", "lstm", 100, 4, 3, 4))
     params = problem.params
     segment = make_train_segment(problem.model, loss)
@@ -120,40 +122,60 @@ def _peak(steps: int, answer: Any) -> None:
         pass
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
-            answer.put(int(line.split()[1]) * 1024)
+            pipe.send(int(line.split()[1]) * 1024)
 
 
 def memory(short: int, long: int) -> list[dict[str, Any]]:
-    """Peak memory of a long stream over that of a short one."""
-    found = {}
-    context = multiprocessing.get_context("spawn")
-    for steps in (short, long):
-        answer = context.Queue()
-        process = context.Process(target=_peak, args=(steps, answer))
-        process.start()
-        found[steps] = answer.get()
-        process.join()
+    """Peak memory of a long stream relative to that of a short one."""
     what = f"memory of a stream of {long:.0e} steps over one of {short:.0e}"
-    return [row(what, found[long] / found[short], "<=", 1.02)]
+    short_peak, long_peak = peak_memory(short), peak_memory(long)
+    return [row(what, long_peak / short_peak, "<=", 1.02)]
+
+
+def peak_memory(steps: int) -> int:
+    """Peak resident bytes of a fresh process that runs a stream of ``steps`` steps.
+
+    Raises RuntimeError if the process ends without an answer, or takes too long.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_peak_memory, args=(steps, sender))
+    process.start()
+    sender.close()  # now held by the process alone, so that its end ends the wait
+    what = f"streams: the process that measures memory over {steps:,} steps"
+    try:
+        if not receiver.poll(MEMORY_TIMEOUT):
+            raise RuntimeError(f"{what} has not answered within {MEMORY_TIMEOUT:.0f} seconds.")
+        peak: int = receiver.recv()
+    except EOFError as error:
+        process.join()
+        raise RuntimeError(
+            f"{what} ended with exit code {process.exitcode}, unanswered."
+        ) from error
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    return peak
 
 
 def packing() -> list[dict[str, Any]]:
-    """Valid steps of packed rows, lengths log-normal with a heavy tail."""
+    """The share of valid steps in packed rows; lengths are log-normal with a heavy tail."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.empty(2000).log_normal_(4.0, 1.2, generator=generator).long().clamp(min=1)
     data = [(torch.zeros(n, 1), torch.zeros(n, 1)) for n in lengths.tolist()]
-    used = 100 * PackedSequences(data, rows=32).utilisation
-    return [row("valid steps of 2,000 packed sequences in 32 rows", used, ">=", 95, "%")]
+    share = 100 * PackedSequences(data, rows=32).utilisation
+    return [row("valid steps of 2,000 packed sequences in 32 rows", share, ">=", 95, "%")]
 
 
 def long_frames(count: int, between: int, hidden: int, rate: float) -> list[dict[str, Any]]:
-    """A sequence of so many frames with rare events, the state carried or not."""
+    """Accuracy on a sequence of ``count`` frames with rare events, the state carried or not."""
     rows = []
-    for fresh, sign, wanted in ((False, ">=", 95), (True, "<=", 65)):
-        right = 100 * frames.learn(count, between, hidden, k=50, fresh=fresh, rate=rate)
+    for fresh, sign, target in ((False, ">=", 95), (True, "<=", 65)):
+        accuracy = 100 * frames.learn(count, between, hidden, k=50, fresh=fresh, rate=rate)
         what = f"frames labelled rightly after {count:.0e}, "
         what += "each chunk from zero" if fresh else "the state carried"
-        rows.append(row(what, right, sign, wanted, "%"))
+        rows.append(row(what, accuracy, sign, target, "%"))
     return rows
 
 

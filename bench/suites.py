@@ -1,4 +1,4 @@
-"""Which cases are run together, by which peers, and what the fused kernels are to reach."""
+"""Suites: which cases run together, with which peers, and the targets of the fused kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was to be reached, what was measured, and whether it is enough."""
+"""Targets: what was required, what was measured, and whether that is enough."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def targets(results: Results) -> list[Row]:
     """A row for each target of the suite; those that were not measured say so."""
     suite = results.get("suite", "default")
     rows = _default(results) if suite == "default" else []
-    for name, wanted in SUITES[suite].targets.items():
+    for name, bests in SUITES[suite].targets.items():
         if name in results["cases"]:
-            rows += _against_best(results["cases"][name], wanted)
+            rows += _against_best(results["cases"][name], bests)
     for case in results["cases"].values():
         rows += _scaling(case)
     return rows
 
 
-def row(what: str, measured: float | None, sign: str, wanted: float, unit: str = "x") -> Row:
-    """A line of the table: ``wanted`` is the least (``sign`` ">=") or the most that is wanted."""
+def row(what: str, measured: float | None, sign: str, target: float, unit: str = "x") -> Row:
+    """A line of the table: ``target`` is a lower (``sign`` ">=") or an upper bound."""
     if measured is None:
         verdict = "not measured"
     else:
-        reached = measured >= wanted if sign == ">=" else measured <= wanted
+        reached = measured >= target if sign == ">=" else measured <= target
         verdict = "ok" if reached else "short"
     return {
         "what": what,
-        "target": f"{'at least' if sign == '>=' else 'at most'} {wanted:g}{unit}",
+        "target": f"{'at least' if sign == '>=' else 'at most'} {target:g}{unit}",
         "measured": measured,
         "unit": unit,
         "verdict": verdict,
@@ -75,20 +75,20 @@ def _default(results: Results) -> list[Row]:
     ]
 
 
-def _against_best(case: Row, wanted: tuple[Best, ...]) -> list[Row]:
+def _against_best(case: Row, bests: tuple[Best, ...]) -> list[Row]:
     """Each of this package's peers against the best of others, if all of them were measured."""
     rows = []
     peers = case["peers"]
-    for others, factor in wanted:
+    for others, factor in bests:
         labels = {peer: peers[peer]["label"] if peer in peers else peer for peer in others}
-        for name, own in peers.items():
-            if not name.startswith("engine") or "threads" in own:
+        for name, peer_row in peers.items():
+            if not name.startswith("engine") or "threads" in peer_row:
                 continue
-            ratios = {peer: _faster(own, peers.get(peer, {})) for peer in others}
+            ratios = {peer: _faster(peer_row, peers.get(peer, {})) for peer in others}
             known = {peer: ratio for peer, ratio in ratios.items() if ratio is not None}
             best = min(known, key=known.__getitem__) if len(known) == len(others) else None
             against = labels[best] if best else " and ".join(labels.values())
-            what = f"{case['title']}: {own['label']}, vs {against}"
+            what = f"{case['title']}: {peer_row['label']}, vs {against}"
             rows.append(row(what, known[best] if best else None, ">=", factor))
     return rows
 
@@ -111,15 +111,15 @@ def _scaling(case: Row) -> list[Row]:
             what = f"{case['title']}: {label}, {threads} threads, vs {few}"
             many = same[threads]
             gains = many.get("thread_gains", [threads] * len(many.get("round_ms", [])))
-            had_them = [gain >= SCALING_GAIN * threads for gain in gains]
+            had_cores = [gain >= SCALING_GAIN * threads for gain in gains]
             if "thread_gains" in many:
-                what += f" ({sum(had_them)} of {len(had_them)} rounds"
-                if any(had_them):
-                    gain = statistics.median(compress(gains, had_them))
+                what += f" ({sum(had_cores)} of {len(had_cores)} rounds"
+                if any(had_cores):
+                    gain = statistics.median(compress(gains, had_cores))
                     what += f", in which the GEMM gained {gain:.2f}x"
                 what += ")"
-            enough = sum(had_them) >= min(SCALING_ROUNDS, len(had_them))
-            measured = _faster(many, same[few], had_them) if enough else None
+            is_conclusive = sum(had_cores) >= min(SCALING_ROUNDS, len(had_cores))
+            measured = _faster(many, same[few], had_cores) if is_conclusive else None
             line = row(what, measured, ">=", SCALING)
             if case["batch"] < SCALING_ROWS:
                 line.update(target=f"none below B={SCALING_ROWS}", verdict="")
@@ -136,7 +136,7 @@ def _faster(one: Row, other: Row, rounds: list[bool] | None = None) -> float | N
         return None
     pairs = zip(one["round_ms"], other["round_ms"], strict=True)
     chosen = compress(pairs, rounds) if rounds is not None else pairs
-    return statistics.median(theirs / own for own, theirs in chosen)
+    return statistics.median(others / ones for ones, others in chosen)
 
 
 def _divided(a: float | None, b: float | None) -> float | None:

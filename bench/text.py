@@ -29,7 +29,7 @@ class TextError(Exception):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The characters that have a code of their own; code 0 is any other character."""
+    """The characters with a code; code 0 is any other character."""
 
     characters: tuple[str, ...]
 
@@ -79,25 +79,25 @@ def read_text(files: Sequence[str | Path] | None) -> tuple[str, str]:
     Bytes that are no UTF-8 become UNKNOWN. Raises :class:`TextError` for a file that cannot be
     read and for an empty text.
     """
-    given = bool(files)
+    has_files = bool(files)
     paths = [Path(file) for file in files] if files else standard_library_files()
     parts = []
     for path in paths:
         try:
             parts.append(path.read_text(encoding="utf-8", errors="replace"))
         except OSError as error:
-            if given:
+            if has_files:
                 reason = error.strerror or str(error)
                 raise TextError(f"--text: cannot read {path}: {reason}.") from error
     text = "".join(parts)
-    if not text and given:
+    if not text and has_files:
         raise TextError(f"--text: nothing in {', '.join(map(str, paths))}; give a text to learn.")
     if not text:
         raise TextError(
             "the source of Python's standard library is not on this machine (it may be zipped or "
             "stripped). Give a text with --text FILE..."
         )
-    name = ", ".join(path.name for path in paths) if given else "Python's standard library"
+    name = ", ".join(path.name for path in paths) if has_files else "Python's standard library"
     return text, f"{name} ({len(parts)} file{'s' if len(parts) > 1 else ''})"
 
 

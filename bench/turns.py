@@ -1,4 +1,4 @@
-"""Timings in turns: what is compared runs round by round, so that a noisy machine meets both."""
+"""Interleaved timings: calls take turns round by round, so that machine noise hits all alike."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def in_turns(calls: dict[str, Call], rounds: int, each: int) -> dict[str, list[f
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():
-            own = []
+            seconds = []
             for _ in range(each):
                 began = time.perf_counter()
                 call()
-                own.append(time.perf_counter() - began)
+                seconds.append(time.perf_counter() - began)
             if turn:  # the first is for warming up
-                times[name].append(statistics.median(own))
+                times[name].append(statistics.median(seconds))
     return times
 
 

@@ -1,7 +1,7 @@
 """One process for one peer in one case: it answers commands over a pipe.
 
-Processes of their own keep the peers apart: a cold compile is cold, one library's spinning threads
-and freed memory do not show in another's figures. Waiting for a command costs no CPU time, so the
+Separate processes isolate the peers: a cold compile is cold, and one library's spinning threads or
+freed memory do not show in another's figures. Waiting for a command costs no CPU time, so the
 parent can let the peers take turns.
 """
 
@@ -63,14 +63,14 @@ def serve(pipe: Connection, case: Case, peer: str, cache: str) -> None:
 
 def _start(case: Case, peer: str) -> tuple[Call, dict[str, float]]:
     """The call, after its first run; how long that took, and how long it takes once warm."""
-    found = find(peer)
-    if found.threads:  # before anything is compiled: programs are made for a number of threads
-        torch.set_num_threads(found.threads)
+    named_peer = find(peer)
+    if named_peer.threads:  # before anything is compiled: programs are made for a number of threads
+        torch.set_num_threads(named_peer.threads)
     problem = build(case)
     if peer == "jax" and importlib.util.find_spec("jax"):
         import jax.numpy  # noqa: F401  (imports are no part of a compile)
     start = time.perf_counter()
-    call = found.make(problem)
+    call = named_peer.make(problem)
     call()
     first = time.perf_counter() - start
     call()
@@ -117,9 +117,9 @@ def peak_memory(call: Call) -> int | None:
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the high-water mark starts again from here
     before = _status("VmRSS")
-    kept = call()
+    result = call()
     peak = _status("VmHWM")
-    del kept
+    del result
     return max(peak - before, 0)
 
 

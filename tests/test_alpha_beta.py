@@ -1,4 +1,4 @@
-"""The model of what communication costs."""
+"""The alpha-beta model of communication costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_better_one() -> None:
 
 
 def test_nodes() -> None:
-    """Between nodes each rank moves the part that is its own."""
+    """Between nodes each rank transfers only its share."""
     slow = Link(1e-4, 1e8)
     both = in_nodes(ring(LINK), ring(slow), 8)
     assert both(8e6, 8) == ring(LINK)(8e6, 8)
@@ -43,12 +43,12 @@ def test_nodes() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_fit_finds_the_link(ranks: int) -> None:
     sizes = [8, 1024, 1 << 20]
-    found = fitted(sizes, [ring(LINK)(size, ranks) for size in sizes], ranks)
-    assert (found.alpha, found.beta) == pytest.approx((LINK.alpha, LINK.beta))
+    link = fitted(sizes, [ring(LINK)(size, ranks) for size in sizes], ranks)
+    assert (link.alpha, link.beta) == pytest.approx((LINK.alpha, LINK.beta))
 
 
-def test_what_is_hidden() -> None:
-    """A bucket on its way while the rest is computed costs nothing; what is left over does."""
+def test_overlap() -> None:
+    """A reduction that overlaps with the computation is free; what outlasts it is not."""
     one = lambda size, ranks: 1.0  # noqa: E731
     assert Update(10.0, [(1, 4.0), (1, 6.0)]).seconds(one, 2) == 10.0
     assert Update(10.0, [(1, 9.5), (1, 10.0)]).seconds(one, 2) == 11.5

@@ -1,8 +1,10 @@
-"""The bench itself: its peers compute the same thing, and its targets are read rightly."""
+"""The benchmark itself: its peers compute the same function, and its targets are evaluated."""
 
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import gpu, gpu_peers, limits, oracle, report, run
+from bench import gpu, gpu_peers, limits, oracle, report, run, streams
 from bench.cases import Case, build
 from bench.cells import KINDS
 from bench.peers import Skip, find
@@ -133,8 +135,8 @@ def test_every_target_is_of_a_case_and_its_peers() -> None:
     for suite in SUITES.values():
         assert set(suite.targets) <= {case.name for case in suite.cases}
         assert all(find(name).name == name for name in suite.peers)
-        for wanted in suite.targets.values():
-            assert all(set(peers) <= set(suite.peers) for peers, _ in wanted)
+        for bests in suite.targets.values():
+            assert all(set(peers) <= set(suite.peers) for peers, _ in bests)
 
 
 def test_recorded_results_still_render() -> None:
@@ -167,7 +169,7 @@ def test_a_wrong_choice_is_an_error(wrong: list[str], capsys: Any) -> None:
 def test_what_was_measured_before_an_interruption_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """But not as if it were the whole bench's results."""
+    """But not where results of the full benchmark go."""
     measured = json.loads(next(RESULTS.glob("*-fused.json")).read_text())["cases"]
     cases = iter(list(measured.values())[:2])
 
@@ -189,19 +191,19 @@ def test_what_was_measured_before_an_interruption_is_written(
 
 
 def test_a_library_that_errs_with_the_problem_is_marked_and_kept() -> None:
-    """Where roundings are magnified, another library may err more than this package may."""
+    """Where rounding is amplified, other libraries may have a larger error than this package."""
     case = CASES[0]
-    right = oracle.exact(case)
+    expected = oracle.exact(case)
 
     def erring(by: float) -> tuple[Any, dict[str, Any]]:
-        return right["loss"], {n: v * (1 + by) for n, v in right.items() if n != "loss"}
+        grads = {name: grad for name, grad in expected.items() if name != "loss"}
+        return expected["loss"], {name: grad * (1 + by) for name, grad in grads.items()}
 
     results = {"eager": erring(1e-5), "jax": erring(5e-5), "engine": erring(5e-5)}
     results["library"] = erring(2e-4)
     rows: dict[str, dict[str, Any]] = {name: {"status": "ok"} for name in results}
     oracle.check(case, results, "eager", ["engine"], rows)
-    found = {name: (row["status"], "why" in row) for name, row in rows.items()}
-    assert found == {
+    assert {name: (row["status"], "why" in row) for name, row in rows.items()} == {
         "eager": ("ok", False),
         "jax": ("ok", True),
         "engine": ("wrong", True),
@@ -209,14 +211,32 @@ def test_a_library_that_errs_with_the_problem_is_marked_and_kept() -> None:
     }
 
 
+def _dies(steps: int, pipe: Any) -> None:
+    os._exit(3)
+
+
+def _hangs(steps: int, pipe: Any) -> None:
+    time.sleep(600)
+
+
+def test_a_memory_process_that_dies_or_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_send_peak_memory", _dies)
+    with pytest.raises(RuntimeError, match="memory over 100 steps ended with exit code 3"):
+        streams.memory(100, 100)
+    monkeypatch.setattr(streams, "_send_peak_memory", _hangs)
+    monkeypatch.setattr(streams, "MEMORY_TIMEOUT", 0.1)
+    with pytest.raises(RuntimeError, match="memory over 100 steps has not answered within 0"):
+        streams.memory(100, 100)
+
+
 @pytest.mark.slow
 def test_gpu_peers_agree() -> None:
-    """Every peer of the bench on a GPU, at sizes that a CPU does at once."""
+    """Every peer of the GPU benchmark, at sizes that a CPU runs quickly."""
     seen = set()
-    for own in map(gpu.quick, gpu.cases()):
-        problem, reset = build(own.case), gpu.resets(own)
-        wanted = gpu_peers.PEERS["eager"](problem, reset)()
-        for name in set(own.peers) - {*gpu.OWN, "eager", "jax"} - seen:
+    for gpu_case in map(gpu.quick, gpu.cases()):
+        problem, reset = build(gpu_case.case), gpu.resets(gpu_case)
+        expected = gpu_peers.PEERS["eager"](problem, reset)()
+        for name in set(gpu_case.peers) - {*gpu.OURS, "eager", "jax"} - seen:
             seen.add(name)
-            assert gpu.error(gpu_peers.PEERS[name](problem, reset)(), wanted) < 1e-5, name
+            assert gpu.error(gpu_peers.PEERS[name](problem, reset)(), expected) < 1e-5, name
     assert seen == {"library", "split", "scan", "vmap"}

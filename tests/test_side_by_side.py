@@ -1,4 +1,4 @@
-"""Segments in several threads, and beside processes that load data."""
+"""Segments in several threads, and with worker processes that load data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def problems() -> list[tuple[nn.Module, tuple[Any, ...]]]:
 
 
 def at_once(calls: list[Callable[[], SegmentOutput]]) -> list[SegmentOutput]:
-    """Each in a thread of its own, all starting together."""
+    """Runs each call in its own thread, all starting together."""
     start = threading.Barrier(len(calls))
 
     def run(call: Callable[[], SegmentOutput]) -> SegmentOutput:
@@ -47,28 +47,28 @@ def at_once(calls: list[Callable[[], SegmentOutput]]) -> list[SegmentOutput]:
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("auto", marks=pytest.mark.slow)])
-def test_segments_of_their_own(backend: str) -> None:
+def test_one_segment_per_thread(backend: str) -> None:
     """Each thread traces, compiles and runs another segment."""
     made = problems()
-    expected = [make_train_segment(c, mse, backend="eager")(*given) for c, given in made]
+    expected = [make_train_segment(c, mse, backend="eager")(*arguments) for c, arguments in made]
     segments = [make_train_segment(cell, mse, backend=backend) for cell, _ in made]
     for _ in range(3):
-        found = at_once([
-            lambda s=segment, given=given: s(*given)
-            for segment, (_, given) in zip(segments, made, strict=True)
+        results = at_once([
+            lambda s=segment, arguments=arguments: s(*arguments)
+            for segment, (_, arguments) in zip(segments, made, strict=True)
         ])  # fmt: skip
-        for a, b in zip(found, expected, strict=True):
-            assert_close(a, b)
+        for result, like in zip(results, expected, strict=True):
+            assert_close(result, like)
 
 
-def test_one_segment_for_all() -> None:
-    """The first call of a kind is made by all threads at once."""
-    cell, given = problems()[0]
-    expected = make_train_segment(cell, mse, backend="eager")(*given)
+def test_one_segment_for_all_threads() -> None:
+    """All threads make the first call of its kind at once."""
+    cell, arguments = problems()[0]
+    expected = make_train_segment(cell, mse, backend="eager")(*arguments)
     for _ in range(5):
         segment = make_train_segment(cell, mse, backend="eager")
-        for found in at_once([lambda s=segment: s(*given)] * 4):
-            assert_close(found, expected)
+        for result in at_once([lambda s=segment: s(*arguments)] * 4):
+            assert_close(result, expected)
 
 
 class Pieces(Dataset[tuple[Tensor, Tensor]]):
@@ -101,5 +101,5 @@ def test_workers_of_a_data_loader(start: str | None) -> None:
     workers: dict[str, Any] = {}
     if start is not None:
         workers = {"num_workers": 2, "multiprocessing_context": start}
-    found = trained(DataLoader(Pieces(), batch_size=None, **workers))
-    assert_close(found, trained([Pieces()[i] for i in range(len(Pieces()))]))
+    params = trained(DataLoader(Pieces(), batch_size=None, **workers))
+    assert_close(params, trained([Pieces()[i] for i in range(len(Pieces()))]))
