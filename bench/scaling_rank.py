@@ -78,11 +78,11 @@ def updates(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any]:
                         max(times_of_update) for times_of_update in zip(*of_ranks, strict=True)
                     ]
                     times["in step"].append(statistics.median(slowest))
-    together = streams["together"]._together
-    assert together is not None
+    rank_sync = streams["together"]._rank_sync
+    assert rank_sync is not None
     return {
         "seconds": times,
-        "bytes": together.bytes_reduced // streams["together"].index,
+        "bytes": rank_sync.bytes_reduced // streams["together"].index,
         **hand_over(segment, params, state, x[:STEPS], rounds),
     }
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from ._trees import keystr, tree_flatten_with_path
 
 
-def whole(name: str, value: Any, least: int | None) -> int:
-    """whole : name of the argument, what was given, the least allowed if any -> int
+def check_int(name: str, value: Any, least: int | None) -> int:
+    """check_int : name of the argument, what was given, the least allowed if any -> int
 
     NumPy's integers are whole numbers too. Raises TypeError for what is none, and ValueError for
     one that is too small.
 
-    >>> whole("k1", 3, 1)
+    >>> check_int("k1", 3, 1)
     3
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from ._compat import compile_cache_dir, forget_compile_paths
 from ._messages import first_line
+from ._warnings import warn
 
 Result = TypeVar("Result")
 _NAME = "TORCHINDUCTOR_CACHE_DIR"  # which torch and the kernels' own cache follow
@@ -58,12 +58,11 @@ def built_somewhere(build: Callable[[], Result]) -> Result:
 
 
 def _warn(folder: str, error: Exception) -> None:
-    warnings.warn(
+    warn(
         f"ftbptt: the cache of compiled code in {folder} cannot be used ({type(error).__name__}: "
         f"{first_line(error)}). This process compiles in a temporary folder. Make room there, "
         f"delete what is damaged, or name another folder in {_NAME}.",
         RuntimeWarning,
-        stacklevel=2,
     )
 
 

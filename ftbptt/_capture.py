@@ -6,7 +6,6 @@ own and its results are copied from them. One graph serves one number of steps.
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +19,7 @@ from torch import Tensor
 from ._compat import clear_cublas_workspaces, copy_all, end_recording
 from ._execute import Executable
 from ._output import EarlyGradients
+from ._warnings import warn
 from .backends import Backend
 from .compiler.plan import Plan
 
@@ -88,13 +88,12 @@ class CapturedExecutable(Executable):
         self.graphs[key] = None
         if key in self.forgotten and not self.warned:
             self.warned = True
-            warnings.warn(
+            warn(
                 f"ftbptt: more than {_MOST_GRAPHS} CUDA graphs are wanted in turns, one for each "
                 f"number of steps (now {key[1]}) with gradients or without, and no more are kept: "
                 "kernels are launched one by one, or captured anew, slower. Give segments of fewer "
                 "lengths.",
                 RuntimeWarning,
-                stacklevel=6,
             )
         if len(self.graphs) > _MOST_GRAPHS:
             self.forgotten.add(self.graphs.popitem(last=False)[0])
@@ -108,11 +107,10 @@ class CapturedExecutable(Executable):
         except RuntimeError as error:  # also for want of memory, which it takes more of
             self.failed = True
             self.graphs.clear()
-            warnings.warn(
+            warn(
                 f"ftbptt: a segment could not be captured as a CUDA graph ({error}). Its kernels "
                 "are launched one by one instead, slower.",
                 RuntimeWarning,
-                stacklevel=6,
             )
             return None
 

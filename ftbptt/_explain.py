@@ -101,7 +101,7 @@ def _names(plan: Plan) -> dict[Node, str]:
     names: dict[Node, str] = {}
     carries = iter(plan.forward.loop.carries)
     own: list[str] = []
-    spec = plan.signature.specs[1]
+    spec = plan.signature.specs.state
     paths = tree_flatten_with_path(tree_unflatten([0] * spec.num_leaves, spec))[0]
     for (path, _), packing in zip(paths, plan.packings, strict=True):
         for i in range(packing.count):

@@ -78,8 +78,8 @@ def lay_out(
     if isinstance(layout, SharedLayout):
         xs.leaves = [layout.sequence_first(leaf, x_dim) for leaf in xs.leaves]
         ys.leaves = [layout.sequence_first(leaf, y_dim) for leaf in ys.leaves]
-        reset, mask = (r if r is None else layout.rows_first(r) for r in (reset, mask))
         shared = Level(xs.leaves[0].shape[1], "different")
+        reset, mask = (_flags_of_sequences(layout, shared, flags) for flags in (reset, mask))
         _check_batches(shared, xs, axis=1)
         if y_dim is not None:
             _check_batches(shared, ys, axis=1)
@@ -194,6 +194,13 @@ def _check_batches(shared: Level | None, argument: Argument, axis: int) -> None:
                 f"{argument.path(i)}: has {leaf.shape[axis]} sequences on the axis that in_dims "
                 f"names, but x has {shared.size}."
             )
+
+
+def _flags_of_sequences(layout: SharedLayout, shared: Level, flags: Tensor | None) -> Tensor | None:
+    """[K, B, ...]; flags [K] hold for all sequences."""
+    if flags is None or flags.dim() == 0:
+        return flags
+    return layout.rows_first(flags) if flags.dim() > 1 else flags[:, None].expand(-1, shared.size)
 
 
 def _restart_at_start(reset: Tensor | None, steps: int, x: Tensor, shared: Level | None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ._arguments import check_initial_state, check_time_dim, whole
+from ._arguments import check_initial_state, check_int, check_time_dim
 from ._call import InDims
 from ._loss import Loss, of_first
 from ._segment import TrainSegment
@@ -118,7 +118,7 @@ def make_train_segment(
     check_initial_state(initial_state)
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute: expected True or False, found {recompute!r}.")
-    context = whole("context", context, 0)
+    context = check_int("context", context, 0)
     window, stride = _window(window, stride)
     step, tapped = as_step(step), taps is not False
     if tapped and window is not None:
@@ -136,8 +136,8 @@ def make_train_segment(
 
 def _window(window: int | None, stride: int) -> tuple[int | None, int]:
     """Both, checked."""
-    window = None if window is None else whole("window", window, 1)
-    stride = whole("stride", stride, 1)
+    window = None if window is None else check_int("window", window, 1)
+    stride = check_int("stride", stride, 1)
     if window is None and stride != 1:
         raise ValueError(f"stride: {stride} has no meaning without window=, the reach of a loss.")
     if window is not None and stride > window:

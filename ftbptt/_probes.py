@@ -14,7 +14,8 @@ from ._step import Step
 from ._taps import Tap
 from ._trees import tree_flatten, tree_unflatten
 from .compiler.function_overrides import Composed
-from .compiler.trace import TRACING, own_words
+from .compiler.trace import TRACING
+from .compiler.trace_errors import explain_trace_errors
 
 
 def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -27,7 +28,7 @@ def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Te
             for name in ("params", "buffers", "state", "x")
         )
     validated = unvalidated_distributions()
-    with TRACING, mode, validated, Composed("step"), own_words("step", step):
+    with TRACING, mode, validated, Composed("step"), explain_trace_errors("step", step):
         (_, tapped), _ = step.apply(
             tree_unflatten(params, call.specs.params),
             dict(zip(call.buffer_names, buffers, strict=True)),

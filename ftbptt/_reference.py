@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._arguments import check_initial_state, check_time_dim, whole
+from ._arguments import check_initial_state, check_int, check_time_dim
 from ._layout import Layout, broadcast_rows
 from ._loss import Loss, segment_loss
 from ._output import SegmentOutput
 from ._step import Step, StepFunction, as_step, start_of
-from ._trees import in_order_of, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ._trees import differentiable, in_order_of, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Tree = Any
 
@@ -50,7 +50,7 @@ def reference_segment(
     """
     check_time_dim(time_dim)
     check_initial_state(initial_state)
-    context = whole("context", context, 0)
+    context = check_int("context", context, 0)
     step = as_step(step)
     layout = Layout.of(step, time_dim, x)
     x, y = layout.time_first(x), layout.time_first(y)
@@ -58,7 +58,7 @@ def reference_segment(
     reset_t, mask_t = layout.rows_time_first(reset), layout.rows_time_first(mask)
 
     leaves, spec = tree_flatten(params)
-    trained = [i for i, p in enumerate(leaves) if p.is_floating_point() or p.is_complex()]
+    trained = [i for i, p in enumerate(leaves) if differentiable(p)]
     leaves = [p.detach().requires_grad_(i in trained) for i, p in enumerate(leaves)]
     params = tree_unflatten(leaves, spec)
     buffers = step.buffers()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,7 @@ from ._output import EarlyGradients, SegmentOutput, TappedOutput
 from ._probes import find_taps, taps_of, with_probes
 from ._trees import tree_unflatten
 from ._vmap import Found, SegmentFunction
+from ._warnings import warn
 from .backends import Backend, choose, fallback
 from .compiler.plan import Plan, make_plan
 from .compiler.signature import Recipe, as_traced
@@ -362,13 +362,12 @@ class TrainSegment:
                     raise
                 failed = executable.backend
                 other = fallback(failed, tensors[0].device.type)
-                warnings.warn(
+                warn(
                     f"ftbptt: the {failed.name} backend failed for {self.recipe.step.name} "
                     f"({type(error).__name__}: {first_line(error)}); this segment runs on the "
                     f"{other.name} backend instead, slower. backend={failed.name!r} shows the "
                     "whole error.",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
                 executable.instead = self._on(executable.plan, other)
                 self._executables[call.key(tensors)] = executable.instead

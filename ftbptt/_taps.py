@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ._trees import differentiable
+
 Tree = Any
 
 
@@ -47,7 +49,7 @@ class Collector:
                 f"tap: the name {name!r} is used twice in one step. Give each tensor its own, such "
                 f"as {name + '.1'!r}."
             )
-        if not (tensor.is_floating_point() or tensor.is_complex()):
+        if not differentiable(tensor):
             raise TypeError(
                 f"tap: {name!r} is {tensor.dtype}, which has no gradient. Tap a floating point "
                 "tensor, or return this one as a part of out_t."

@@ -19,6 +19,7 @@ from ._compat import tree_leaves as leaves_of_any
 
 __all__ = [
     "TreeSpec",
+    "differentiable",
     "in_order_of",
     "keystr",
     "tree_flatten",
@@ -27,6 +28,11 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+
+
+def differentiable(leaf: Tensor) -> bool:
+    """Whether its dtype can have a gradient."""
+    return leaf.is_floating_point() or leaf.is_complex()
 
 
 def tree_leaves(tree: Any) -> list[Any]:

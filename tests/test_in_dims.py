@@ -122,3 +122,19 @@ def test_in_dims_with_an_initial_state(axis: int) -> None:
     words = rf"initial_state: has shape .*, but state has \[{H}\] without axis {axis}"
     with pytest.raises(ValueError, match=words):
         wrong(given.params, state, x, y)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_in_dims_with_flags_for_all_sequences(axis: int, segments: Segments) -> None:
+    given, calls = problem("elman_one_sequence"), sequences("elman_one_sequence", 5)
+    state, x, y = (stacked([call[i] for call in calls], dim=axis) for i in (1, 2, 3))
+    segment = segments("elman_one_sequence", "eager", in_dims=(None, axis, axis, axis))
+    reset, mask = torch.rand(5) < 0.4, torch.rand(5) < 0.7
+    found, expected = (
+        segment(given.params, state, x, y, reset=r, mask=m)
+        for r, m in (
+            (reset, mask),
+            [flags.expand(N, 5).movedim(0, axis) for flags in (reset, mask)],
+        )
+    )
+    assert_close(found, expected)

@@ -63,8 +63,8 @@ def check_as_one(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
 def _bytes(mesh: DeviceMesh, dtype: torch.dtype | None) -> tuple[int, int, int]:
     run = new_run(mesh, accumulate=3, updates=4, reduce_dtype=dtype)
     updates = sum(1 for _ in run)
-    assert run._together is not None
-    return updates, run._together.bytes_reduced, sum(p.numel() for p in run.params.values())
+    assert run._rank_sync is not None
+    return updates, run._rank_sync.bytes_reduced, sum(p.numel() for p in run.params.values())
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(None, 8), (torch.bfloat16, 2)])

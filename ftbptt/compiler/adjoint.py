@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from .._compat import FakeTensorMode
+from .._trees import differentiable
 from .convolution import split_gradients
 from .graphs import (
     Node,
@@ -29,7 +30,7 @@ from .graphs import (
 )
 from .min_cut import values_to_save
 from .shared_cat import share_joins
-from .signature import Level, differentiable, vmapped, with_level_axes
+from .signature import Level, vmapped, with_level_axes
 from .trace import trace_function
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .._compat import memory_of
 from .._straight_through import with_gradient_of
-from .._trees import tree_leaves, tree_map
-from .signature import differentiable
+from .._trees import differentiable, tree_leaves, tree_map
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._straight_through import with_gradient_of
-from .._trees import tree_map
+from .._trees import differentiable, tree_map
 from .detached_writes import DATA, HiddenAliases, written_tensor
 from .rnn import RECURRENT
-from .signature import differentiable
 
 
 def _embedding_bag(
@@ -94,7 +93,7 @@ def _is_position(entry: Any) -> bool:
     """Whether it is a tensor of one index, such as the position in a ring buffer."""
     if not isinstance(entry, Tensor) or entry.dim() or entry.dtype is torch.bool:
         return False
-    return not (entry.is_floating_point() or entry.is_complex())
+    return not differentiable(entry)
 
 
 class _TensorIndex(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .._compat import FakeTensorMode
+from .._trees import differentiable
 from .graphs import (
     SPLITS,
     VIEWS,
@@ -22,7 +23,7 @@ from .graphs import (
     reachable_from,
     vjp_by,
 )
-from .signature import Level, differentiable, vmapped, with_level_axes
+from .signature import Level, vmapped, with_level_axes
 from .trace import trace_function
 
 

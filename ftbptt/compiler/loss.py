@@ -8,7 +8,6 @@ for a single step the loss is traced again, and the graphs are compared.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,10 +19,11 @@ from torch import Tensor, fx
 from .._compat import FakeTensorMode, holds_for, is_pinned, symbolic_steps
 from .._layout import Layout
 from .._loss import segment_loss
-from .._trees import TreeSpec, tree_unflatten
+from .._trees import TreeSpec, differentiable, tree_unflatten
+from .._warnings import warn
 from .function_overrides import Composed
 from .graphs import is_same_graph, reachable_from, value_of, vjp_by
-from .signature import Leaf, Level, Recipe, Signature, differentiable, under, vmapped
+from .signature import Leaf, Level, Recipe, Signature, under, vmapped
 from .step_checks import forbid_trained_captures
 from .time_batching import for_any_length
 from .trace import TRACING, trace_function
@@ -140,12 +140,11 @@ class LossTracer:
             if for_any is not None and self._is_same(graphs, for_any, traced.mode):
                 return KeyedGraphs(ANY_STEPS, for_any)
         if self._for_any is None and len(self._graphs) + 1 == _MANY_LENGTHS:
-            warnings.warn(
+            warn(
                 "ftbptt: the loss is compiled anew for each number of steps (this is the "
                 f"{_MANY_LENGTHS}th): it reads K as a number, as by len(out) or a reshape. "
                 "Leave that to mean() or flatten(), or give segments of fewer lengths.",
                 RuntimeWarning,
-                stacklevel=3,
             )
         return KeyedGraphs(steps, graphs)
 
@@ -177,7 +176,7 @@ class LossTracer:
             mode, length = symbolic_steps(self.example_steps)
         s, n_out, n_y = self.signature, len(self.outs), len(self.signature.y)
         time_back = Layout(s.time_dim).time_back
-        y_spec = s.specs[3]
+        y_spec = s.specs.y
 
         def value(*args: Tensor) -> list[Tensor]:
             out = tree_unflatten(list(args[:n_out]), self.out_spec)

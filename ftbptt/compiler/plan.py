@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from .._compat import FakeTensorMode
 from .._step import Step
-from .._trees import TreeSpec, tree_unflatten
+from .._trees import TreeSpec, differentiable, tree_unflatten
 from .adjoint import LoopPair, StepRoles, make_loops
 from .distribute import DistributedLoop, distribute
 from .empty import without_empty_values
@@ -23,7 +23,7 @@ from .graphs import VIEWS, Node, aten
 from .hoist_parameters import Preparation, make_preparation, split_invariants
 from .loss import LossTracer
 from .reset_mask import with_reset_and_mask
-from .signature import Leaf, Recipe, Signature, differentiable, vmapped, with_level_axes
+from .signature import Leaf, Recipe, Signature, vmapped, with_level_axes
 from .split_matmul import split_products
 from .split_state import Packing, split_stacked_state
 from .trace import StepGraph, lift_captures, trace_function, trace_step
@@ -181,10 +181,10 @@ def _trace_callers_step(
     return trace_step(
         step,
         mode,
-        tree_unflatten(params, s.specs[0]),
+        tree_unflatten(params, s.specs.params),
         dict(zip(buffer_names, buffers, strict=True)),
-        tree_unflatten(inputs, s.specs[2]),
-        tree_unflatten(state, s.specs[1]),
+        tree_unflatten(inputs, s.specs.x),
+        tree_unflatten(state, s.specs.state),
         s.autocast,
     )
 

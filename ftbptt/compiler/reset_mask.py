@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from .._layout import broadcast_rows
 from .._straight_through import with_gradient_of
-from .._trees import in_order_of, tree_flatten, tree_unflatten
-from .signature import Recipe, Signature, differentiable, under
+from .._trees import differentiable, in_order_of, tree_flatten, tree_unflatten
+from .signature import Recipe, Signature, under
 from .split_state import Packing
 
 
@@ -55,13 +55,13 @@ def with_reset_and_mask(
         leaves = list(initial)
         if callable(recipe.initial_state):
             with under(s.autocast):
-                tree = recipe.initial_state(tree_unflatten(list(params), s.specs[0]))
-            like = tree_unflatten([None] * len(s.state), s.specs[1])
+                tree = recipe.initial_state(tree_unflatten(list(params), s.specs.params))
+            like = tree_unflatten([None] * len(s.state), s.specs.state)
             leaves, spec = tree_flatten(in_order_of(like, tree))
-            if spec != s.specs[1]:
+            if spec != s.specs.state:
                 raise TypeError(
                     "initial_state: expected the structure of the state, found a different one.\n"
-                    f"  state:         {s.specs[1]}\n  initial_state: {spec}"
+                    f"  state:         {s.specs.state}\n  initial_state: {spec}"
                 )
         elif not n_initial:
             return [torch.zeros_like(part) for part in parts]

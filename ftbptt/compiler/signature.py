@@ -146,7 +146,3 @@ def with_level_axes(
             if flag:
                 values[i] = values[i].new_empty((level.size, *values[i].shape))
     return values
-
-
-def differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

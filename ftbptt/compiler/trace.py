@@ -45,7 +45,6 @@ from .vmap_rewrites import REWRITES
 Tree = Any
 # torch traces by patching itself, for all threads: one at a time.
 TRACING = threading.RLock()
-own_words = explain_trace_errors  # the name that ftbptt._probes imports
 
 
 @dataclass(frozen=True)

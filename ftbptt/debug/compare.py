@@ -16,7 +16,14 @@ from .._output import SegmentOutput
 from .._reference import reference_segment
 from .._segment import TrainSegment
 from .._step import Step
-from .._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from .._trees import (
+    differentiable,
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from ..compiler.signature import Recipe
 from ..training.checkpoint import random_state, same_random_state
 
@@ -127,7 +134,7 @@ def compare_to_reference(
     layout = train_segment.layout(x)
     state_dim = layout.state_dim if isinstance(layout, SharedLayout) else None
     if state is None:  # start where the segment does: the plan has resolved the initial state
-        state, state_dim = tree_unflatten(groups["state"], plan.signature.specs[1]), None
+        state, state_dim = tree_unflatten(groups["state"], plan.signature.specs.state), None
         reset = _in_layout_of_caller(layout, groups["reset"])
     loop = _EagerLoop(train_segment.recipe, layout, state_dim, reset, mask)
     eager = _without_random_numbers(loop, params, state, x, y)
@@ -240,7 +247,7 @@ def _to_double(leaf: Tensor) -> Tensor:
 
 def _compare_leaf(path: str, result: Tensor, eager: Tensor, exact: Tensor) -> ComparedLeaf:
     shape = tuple(result.shape)
-    if not (exact.is_floating_point() or exact.is_complex()):
+    if not differentiable(exact):
         off, eager_off = (0.0 if torch.equal(a, exact) else math.inf for a in (result, eager))
         return ComparedLeaf(path, shape, math.nan, off, eager_off, off == 0)
     scale = _rms(exact[exact.isfinite()])

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import whole
+from .._arguments import check_int
 from .._make_segment import check_made
 from .._segment import TrainSegment
+from .._trees import differentiable
 from ..compiler.plan import Plan
 from ..compiler.signature import as_traced
 from ..training.chunk import Chunk
@@ -255,7 +256,7 @@ def _row_axes(segments: Segments, chunk: Chunk, plan: Plan) -> list[int] | None:
 
 
 def _check_max_lag(max_lag: int | None, steps: int, context: int) -> int:
-    max_lag = max(1, steps // 2) if max_lag is None else whole("max_lag", max_lag, 1)
+    max_lag = max(1, steps // 2) if max_lag is None else check_int("max_lag", max_lag, 1)
     if steps <= max(max_lag, context):
         raise ValueError(
             f"max_lag: no step of the {steps} in x has {max_lag} before it. Give a longer segment, "
@@ -277,6 +278,6 @@ def _norm(gradients: list[Tensor]) -> float:
     norms = [
         torch.linalg.vector_norm(gradient).double()
         for gradient in gradients
-        if gradient.is_floating_point() or gradient.is_complex()
+        if differentiable(gradient)
     ]
     return float(torch.stack(norms).norm())

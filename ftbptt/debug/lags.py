@@ -78,7 +78,7 @@ def _norms_by_leaf(
     plan: Plan, d_states: list[Tensor], row_axes: Sequence[int] | None
 ) -> dict[str, Tensor]:
     """The norms ``[lags, windows, B]`` of each state leaf that has a gradient."""
-    spec = plan.signature.specs[1]
+    spec = plan.signature.specs.state
     paths = tree_flatten_with_path(tree_unflatten([0] * spec.num_leaves, spec))[0]
     d_carries = dict(zip(plan.loops.trained_carries, d_states, strict=True))
     norms: dict[str, Tensor] = {}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._trees import tree_flatten
+from .._trees import differentiable, tree_flatten
 
 Tree = Any
 
@@ -105,7 +105,7 @@ def _leaf_difference(
     name: str, leaf: Tensor, like: Tensor, scale: float, autocast: torch.dtype | None
 ) -> str | None:
     """``scale``: what the tolerance is relative to."""
-    if not (like.is_floating_point() or like.is_complex()):
+    if not differentiable(like):
         return None if torch.equal(leaf, like) else f"{name} differs"
     error = _norm(leaf - like)
     if error <= _tolerance(like, autocast) * scale or error < _ZERO:

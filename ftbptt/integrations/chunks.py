@@ -8,7 +8,6 @@ several steps at once (convolution, attention or a norm over time): it is no ste
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from .._make_segment import make_train_segment
 from .._messages import first_line
 from .._step import Step, as_step
 from .._trees import tree_flatten, tree_leaves, tree_map
+from .._warnings import warn
 from ..training.chunk import Chunk
 from ..training.segments import Segments
 from .agreement import Outcome, difference, is_conclusive, not_stepwise
@@ -227,11 +227,10 @@ class Chunks:
                 f"backend: {self.backend!r} cannot run {name}: {reason}. backend='auto' runs such "
                 "a model as it is written."
             )
-        warnings.warn(
+        warn(
             f"ftbptt: {name} runs as it is written, not compiled: {reason}. The results are those "
             "of Ignite's own trainer; backend='eager' turns this warning off.",
             RuntimeWarning,
-            stacklevel=2,
         )
 
     def _warn_without_state(self, reason: str | None) -> None:
@@ -239,12 +238,11 @@ class Chunks:
         if reason is None or self._warned_without_state:
             return
         self._warned_without_state = True
-        warnings.warn(
+        warn(
             f"ftbptt: {type(self.model).__name__} runs chunks without a hidden state as written, "
             f"not compiled: from a hidden state of zeros, {reason}. The results are those of "
             "Ignite's own trainer; backend='eager' turns this warning off.",
             RuntimeWarning,
-            stacklevel=2,
         )
 
     # -- the first chunk of a kind ----------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
-from .._arguments import check_positive, whole
+from .._arguments import check_int, check_positive
 from .._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ..backends import NAMES
 from ..training.chunk import Chunk
@@ -140,15 +140,15 @@ def create_supervised_tbptt_trainer(
     float
     float
     """
-    step = whole("tbtt_step", tbtt_step, 1)
-    k1 = step if k1 is None else whole("k1", k1, 1)
-    k2 = max(step, k1) if k2 is None else whole("k2", k2, 1)
+    step = check_int("tbtt_step", tbtt_step, 1)
+    k1 = step if k1 is None else check_int("k1", k1, 1)
+    k2 = max(step, k1) if k2 is None else check_int("k2", k2, 1)
     if k2 < k1:
         raise ValueError(
             f"k2: an update every k1={k1} steps with gradients over k2={k2} would leave steps out. "
             "Give k2 >= k1; ftbptt.training.train_stream has gaps."
         )
-    accumulate = whole("accumulate", accumulate, 1)
+    accumulate = check_int("accumulate", accumulate, 1)
     _check_state(state)
     for name, function in (("loss_fn", loss_fn), ("prepare_batch", prepare_batch)):
         _check_callable(name, function)

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from .._arguments import whole
+from .._arguments import check_int
 from .._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ..training.chunk import Chunk
 from ..training.window_stats import WindowStats
@@ -109,7 +109,8 @@ class TBPTTModule(LightningModule):
     ) -> None:
         super().__init__()
         self._truncation = Truncation.of(k1, k2, burn_in, context, fresh=False)
-        self.time_dim, self.k_eval = whole("time_dim", time_dim, None), whole("k_eval", k_eval, 1)
+        self.time_dim = check_int("time_dim", time_dim, None)
+        self.k_eval = check_int("k_eval", k_eval, 1)
         self.carry = carry
         self._options: dict[str, Any] = {
             "time_dim": self.time_dim,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import LBFGS, Optimizer
 
 from .._trees import keystr, tree_flatten_with_path, tree_leaves
+from .._warnings import warn
 from ..training.checkpoint import as_plain, from_plain
 from ..training.learner import Learner
 from ..training.window_stats import WindowStats
@@ -237,12 +237,11 @@ class TBPTTRun(Callback):
         if hasattr(self._module.trainer.train_dataloader, "load_state_dict"):
             self._carried = epoch, from_plain(plain, start, self._module.device)
             return
-        warnings.warn(
+        warn(
             "ftbptt: the checkpoint was made within an epoch. Its data starts over, since the "
             "DataLoader has no state, so the carried state starts over too. A loader with "
             "state_dict and load_state_dict, such as torchdata's StatefulDataLoader, resumes.",
             RuntimeWarning,
-            stacklevel=2,
         )
 
     def save_state(self, state: Tree, epoch: int) -> None:

@@ -168,7 +168,7 @@ class ChunkStream:
             self._held = deque(snapshot.held)
             return
         with self._randomness.drawing():
-            with_workers(self.chunks, reading.get("had_workers", False))
+            with_workers(self.chunks, reading["had_workers"])
             set_random_state(reading["random"][_EPOCH_START])
             self._randomness.set_generator_states(reading["generators"])
             self._begin(epoch)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import whole
+from .._arguments import check_int
 from ..distributed.shares import share_of
 from .chunk import Chunk
 
@@ -97,4 +97,4 @@ def checked_layout(rows: int, time_dim: int) -> tuple[int, int]:
     """Both as integers. Raises TypeError and ValueError for invalid ones."""
     if time_dim not in (0, 1):
         raise ValueError(f"time_dim: expected 0 or 1, found {time_dim!r}.")
-    return whole("rows", rows, 1), int(time_dim)
+    return check_int("rows", rows, 1), int(time_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .._arguments import whole
+from .._arguments import check_int
 
 
 class EarlyStop:
@@ -24,7 +24,7 @@ class EarlyStop:
     """
 
     def __init__(self, patience: int, min_delta: float = 0.0) -> None:
-        patience = whole("patience", patience, 1)
+        patience = check_int("patience", patience, 1)
         if not min_delta >= 0:
             raise ValueError(f"min_delta: expected at least 0, found {min_delta}.")
         self.patience, self.min_delta = patience, min_delta

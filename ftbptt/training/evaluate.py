@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .._arguments import whole
+from .._arguments import check_int
 from .._layout import Layout
 from .._make_segment import check_made
 from .._segment import TrainSegment
@@ -85,7 +85,7 @@ def evaluate_stream(
     if isinstance(train_segment, RandomTruncation):
         train_segment = train_segment.train_segment
     check_made(train_segment)
-    k = whole("k", k, 1)
+    k = check_int("k", k, 1)
     if metrics is not None and not hasattr(metrics, "items"):
         raise TypeError(f"metrics: expected a dict of them, found {type(metrics).__name__}.")
     segments = Segments(train_segment)

@@ -13,7 +13,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from .._compat import forget_unscaled, versions_of
-from .._trees import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from .._trees import (
+    differentiable,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_unflatten,
+)
 from .window_stats import share
 
 Tree = Any
@@ -53,10 +60,6 @@ class Sharded(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """The full state, on the rank that it was gathered on."""
-
-
-def differentiable(leaf: Tensor) -> bool:
-    return leaf.is_floating_point() or leaf.is_complex()
 
 
 class Learner:

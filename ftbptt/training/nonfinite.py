@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._layout import Layout
 from .._output import SegmentOutput
-from .._trees import keystr, tree_flatten_with_path
+from .._trees import differentiable, keystr, tree_flatten_with_path
 from .._warnings import warn
 from .chunk import Chunk
 from .learner import Learner
@@ -126,6 +126,6 @@ def _first_leaf(name: str, tree: Tree, predicate: str) -> str:
 
 def _nonfinite(leaf: Any) -> Tensor | None:
     """Flags of the values that are not finite; None for a leaf that cannot have any."""
-    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+    if not isinstance(leaf, Tensor) or not differentiable(leaf):
         return None
     return ~torch.isfinite(leaf)

@@ -12,9 +12,8 @@ from .._layout import Layout, SharedLayout
 from .._make_segment import check_made
 from .._output import SegmentOutput
 from .._segment import TrainSegment
-from .._trees import tree_leaves, tree_map
+from .._trees import differentiable, tree_leaves, tree_map
 from .chunk import Chunk
-from .learner import differentiable
 from .segments import Segments
 from .window_stats import share
 

@@ -95,7 +95,7 @@ class Stream(Iterator[Update]):
         self._trainer = Trainer(
             windows, cursor, self._monitor, limits, rank_sync, keeps_resume_point
         )
-        self._learner, self._cursor, self._together = learner, cursor, rank_sync
+        self._learner, self._cursor, self._rank_sync = learner, cursor, rank_sync
         self._store, self._checkpoint_every = store, checkpoint_every
         self._phase = Phase.NEW
         self._has_begun = False  # the clock runs, and the data is being read
@@ -138,7 +138,7 @@ class Stream(Iterator[Update]):
 
         With a mesh, up to its last update by the first rank's clock, so it is the same on all.
         """
-        return self._monitor.meter.seconds if self._together is None else self._trainer.seconds
+        return self._monitor.meter.seconds if self._rank_sync is None else self._trainer.seconds
 
     # -- iteration ----------------------------------------------------------------------------
 
@@ -172,8 +172,8 @@ class Stream(Iterator[Update]):
         # The run may have ended by now: a rank learns that from the others where all save.
         update = None if trainer.ended else trainer.next_update()
         if update is None:
-            if self._together is not None:
-                self._together.close(self.index)
+            if self._rank_sync is not None:
+                self._rank_sync.close(self.index)
             self.finish()
         return update
 
@@ -200,8 +200,8 @@ class Stream(Iterator[Update]):
 
     def _return(self) -> None:
         """A run that was left continues, on all ranks. It goes back to the update in progress."""
-        if self._together is not None:
-            self._together.has_left = False
+        if self._rank_sync is not None:
+            self._rank_sync.has_left = False
         if self._has_begun:
             self._monitor.draw(self._trainer.total_updates(), self.index)
             self._trainer.rewind()
@@ -221,10 +221,10 @@ class Stream(Iterator[Update]):
         self._monitor.close()
         with self._trainer.uninterrupted():
             try:
-                if self._together is not None:
+                if self._rank_sync is not None:
                     is_break = isinstance(error, GeneratorExit)
                     reason = f"{type(error).__name__}: {error}"
-                    self._together.leave("its loop over the run was left" if is_break else reason)
+                    self._rank_sync.leave("its loop over the run was left" if is_break else reason)
             except RankFailed as failure:
                 _add_note(error, f"ftbptt: the other ranks could not be told: {failure}")
             try:
@@ -244,8 +244,8 @@ class Stream(Iterator[Update]):
         self._monitor.close()
         self._cursor.close()
         with self._trainer.uninterrupted():
-            if self._together is not None:
-                self._together.leave("its run was finished")
+            if self._rank_sync is not None:
+                self._rank_sync.leave("its run was finished")
             self._save_if_new(last=True)
             self._phase = Phase.ENDED
 
@@ -263,7 +263,7 @@ class Stream(Iterator[Update]):
         if not self._has_begun and self._trainer.resume_point is None:
             self._begin()
         with self._trainer.uninterrupted():
-            rank_sync = self._together
+            rank_sync = self._rank_sync
             if rank_sync is not None and not rank_sync.has_left and self._trainer.ends_on_a_rank():
                 return  # all ranks save when it ends
             if self._store.offer(self.index, self.state_dict, last=True):
@@ -272,7 +272,7 @@ class Stream(Iterator[Update]):
     def _save_if_new(self, *, last: bool) -> None:
         """Saves the run, if the checkpoint lacks the last update and that is worth saving."""
         # Once a run with ranks is left, they make no more collectives.
-        has_parted = self._together is not None and self._phase in (Phase.LEFT, Phase.ENDED)
+        has_parted = self._rank_sync is not None and self._phase in (Phase.LEFT, Phase.ENDED)
         if self._store is None or has_parted:
             return
         is_worth_it = (

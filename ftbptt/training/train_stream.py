@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
-from .._arguments import check_positive, whole
+from .._arguments import check_int, check_positive
 from .._output import SegmentOutput
 from .._trees import tree_map
 from ..distributed.ranks import Ranks
@@ -109,7 +109,8 @@ def train_stream(
         before.
     ``accumulate``, ``micro_batches``
         Windows per update, and parts that the batch of a window is split into; both average
-        gradients by valid steps.
+        gradients by valid steps. With ``in_dims`` the loss is a mean over sequences, each with its
+        own mean over valid steps (0 if it has none); there sequences times steps are the weight.
     ``clip_norm``, ``clip_value``, ``scheduler``, ``ema_decay``
         Clipping of the gradient, by norm first; a scheduler of torch, stepped at each update
         (``ReduceLROnPlateau`` at each report); a moving average of the parameters.
@@ -171,14 +172,14 @@ def train_stream(
     """
     truncation = Truncation.of(k1, k2, burn_in, _context(train_segment, context), fresh)
     limits = Limits(
-        None if epochs is None else whole("epochs", epochs, 1),
-        None if updates is None else whole("updates", updates, 1),
-        whole("accumulate", accumulate, 1),
-        whole("micro_batches", micro_batches, 1),
+        None if epochs is None else check_int("epochs", epochs, 1),
+        None if updates is None else check_int("updates", updates, 1),
+        check_int("accumulate", accumulate, 1),
+        check_int("micro_batches", micro_batches, 1),
         on_nonfinite,
         stop,
     )
-    checkpoint_every = whole("checkpoint_every", checkpoint_every, 1)
+    checkpoint_every = check_int("checkpoint_every", checkpoint_every, 1)
     _check_types(
         events=events, autocast=autocast, scaler=scaler, reduce_dtype=reduce_dtype, stop=stop,
         prepare=prepare,

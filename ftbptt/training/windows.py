@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .._arguments import whole
+from .._arguments import check_int
 
 
 @dataclass(slots=True)  # not frozen, which takes twice as long to make: each update makes two
@@ -64,9 +64,9 @@ class Truncation:
         >>> Truncation.of(4, None, 0, 0, False)
         Truncation(k1=4, k2=4, burn_in=0, context=0, fresh=False)
         """
-        k1 = whole("k1", k1, 1)
-        k2 = k1 if k2 is None else whole("k2", k2, 1)
-        burn_in, context = whole("burn_in", burn_in, 0), whole("context", context, 0)
+        k1 = check_int("k1", k1, 1)
+        k2 = k1 if k2 is None else check_int("k2", k2, 1)
+        burn_in, context = check_int("burn_in", burn_in, 0), check_int("context", context, 0)
         if context >= k2:
             raise ValueError(
                 f"context: {context} of the k2={k2} steps of a window leave none with a loss. Use "
