@@ -38,6 +38,14 @@ def check_both(made: Problem, backend: str = "eager") -> None:
         check(segment, made, steps)
 
 
+def written_into(z: Tensor) -> Tensor:
+    """In place, which autograd knows of a complex tensor, but not once it is functional."""
+    written = torch.zeros_like(z)
+    written[:, :3] = z[:, :3] * z[:, 1:4]
+    written[:, -1] = z[:, 0] * 0.5
+    return written
+
+
 def floored(x: Tensor) -> Tensor:
     x = x.clone()
     x[x < 0] = 0.1
@@ -103,6 +111,7 @@ STEPS = {
     "normalised": lambda w, x, h: torch.tanh(h @ F.normalize(w, dim=0) + x),
     "an inner loop": lambda w, x, h: torch.tanh(torch.tanh(torch.tanh(h @ w + x) @ w + x) @ w),
     "complex exponential": lambda w, x, h: torch.tanh(torch.complex(h @ w, x).exp().real / 2),
+    "part of a complex": lambda w, x, h: torch.tanh(written_into(torch.complex(h @ w, x)).real),
     "view as complex": lambda w, x, h: torch.tanh(
         torch.view_as_real(torch.view_as_complex(torch.stack([h @ w, x], -1)) ** 2)[..., 0]
     ),

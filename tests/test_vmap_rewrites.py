@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributions import Normal
+from torch.func import vmap
+from torch.nn.functional import gumbel_softmax
 
 from ftbptt import make_train_segment
 
@@ -29,6 +31,14 @@ NOISE: dict[str, Callable[[Tensor], Tensor]] = {
     "integers": lambda h: torch.empty_like(h).random_(1, 1000),
     "integers below": lambda h: torch.zeros_like(h, dtype=torch.int64).random_(1000).to(h.dtype),
     "any integers": lambda h: torch.empty_like(h).random_() / 2**24,
+    "exponential": lambda h: torch.empty_like(h).exponential_(2.0),
+    "log normal": lambda h: torch.empty_like(h).log_normal_(0.0, 0.25),
+    "cauchy": lambda h: torch.empty_like(h).cauchy_(3.0, 0.5).atan(),
+    "geometric": lambda h: torch.empty_like(h, dtype=torch.int64).geometric_(1e-3).to(h.dtype),
+    "gumbel": lambda h: gumbel_softmax(h.detach()),
+    "one of many": lambda h: torch.multinomial(torch.ones(B, 1000), 1).to(h.dtype),
+    "some of many": lambda h: torch.multinomial(torch.ones(B, 1000), 4).to(h.dtype),
+    "some, repeated": lambda h: torch.multinomial(torch.ones(B, 1000), 4, True).to(h.dtype),
     "rand": lambda h: torch.rand(B, H),
     "randn": lambda h: torch.randn(B, H),
 }
@@ -62,6 +72,43 @@ def test_noise_is_drawn_at_each_step(backend: str) -> None:
     assert 0 <= one["any integers"].min() < 0.5 < one["any integers"].max() <= 1
 
 
+@pytest.mark.parametrize("name", ["gumbel", "exponential", "rand", "one of many"])
+def test_randomness_under_vmap(name: str) -> None:
+    """As torch's vmap has it: the sequences' noise is the same, or different, or an error."""
+    segment = make_train_segment(
+        lambda params, x_t, h: (NOISE[name](x_t) * params["w"], h),
+        lambda out, y: out.mean(),
+        backend="eager",
+    )
+    x = torch.zeros(2, K, B, H)
+    outs = {}
+    for randomness in ("same", "different"):
+        mapped = vmap(segment, in_dims=(None, None, 0, 0), randomness=randomness)
+        outs[randomness] = mapped({"w": torch.ones(1)}, torch.zeros(()), x, torch.zeros(2, K)).out
+    assert torch.equal(*outs["same"])
+    assert not torch.equal(*outs["different"])
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(segment, in_dims=(None, None, 0, 0))(
+            {"w": torch.ones(1)}, torch.zeros(()), x, torch.zeros(2, K)
+        )
+
+
+def test_categories_are_drawn_by_their_probability() -> None:
+    p = torch.tensor([0.0, 1.0, 3.0, 4.0])
+    segment = make_train_segment(
+        lambda params, x_t, h: ((torch.multinomial(p.expand(200, 4), 1) * params["w"],
+                                 torch.multinomial(p, 3), torch.multinomial(p, 400, True)), h),
+        lambda out, y: out[0].float().mean(), backend="eager",
+    )  # fmt: skip
+    one, without, repeated = segment(
+        {"w": torch.ones(1)}, torch.zeros(()), torch.ones(20, 1), None
+    ).out
+    for drawn in (one, repeated):
+        share = torch.bincount(drawn.long().flatten(), minlength=4) / drawn.numel()
+        torch.testing.assert_close(share, p / p.sum(), rtol=0, atol=0.04)
+    assert torch.equal(without.sort(1).values, torch.tensor([[1, 2, 3]]).expand(20, 3))
+
+
 def test_moments() -> None:
     segment = make_train_segment(
         lambda params, x_t, h: ({name: draw(x_t) for name, draw in NOISE.items()}, h),
@@ -73,6 +120,7 @@ def test_moments() -> None:
     for name, mean, deviation in [
         ("in place", 0, 1), ("in place, of a value", 2, 0.5), ("of a size", 2, 0.5),
         ("means", 0, 0.5), ("deviations", 1, 1), ("both", 0, 1), ("uniform", 2.5, 12**-0.5),
+        ("exponential", 0.5, 0.5), ("log normal", 1.032, 0.262),
     ]:  # fmt: skip
         assert abs(out[name].mean() - mean) < 0.05, name
         assert abs(out[name].std() - deviation) < 0.05, name

@@ -38,8 +38,26 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return source.to(target.dtype).expand(target.shape)
 
 
+def _slice_scatter(
+    x: Tensor, part: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> Any:
+    if not x.is_complex():
+        return NotImplemented
+    x, part = torch.view_as_real(x), torch.view_as_real(part)
+    dim = dim if dim >= 0 else dim - 1  # the axis of the two parts is last
+    return torch.view_as_complex(torch.slice_scatter(x, part, dim, start, end, step))
+
+
+def _select_scatter(x: Tensor, part: Tensor, dim: int, index: Any) -> Any:
+    if not x.is_complex():
+        return NotImplemented
+    x, part = torch.view_as_real(x), torch.view_as_real(part)
+    return torch.view_as_complex(torch.select_scatter(x, part, dim if dim >= 0 else dim - 1, index))
+
+
 # Matrix-vector products as matrix products: one kind of GEMM to hoist and to differentiate. And the
-# results of functionalize (copy, fill, zero), where autograd knows only the in-place operations.
+# results of functionalize (copy, fill, zero), where autograd knows only the in-place operations, or
+# only real numbers (slice_scatter, select_scatter).
 BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.mv.default: _mv,
     aten.dot.default: _dot,
@@ -47,6 +65,8 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.copy.default: _copy,
     aten.fill.Scalar: torch.full_like,
     aten.zero.default: torch.zeros_like,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.select_scatter.default: _select_scatter,
 }
 
 

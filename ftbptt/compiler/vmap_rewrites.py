@@ -6,6 +6,7 @@ the same numbers would be drawn for all steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -69,6 +70,38 @@ def _random(x: Tensor, *bounds: int | None, generator: Any = None) -> Tensor:
     return _drawn(partial(torch.randint, low, high), x, generator)
 
 
+def _exponential(x: Tensor, rate: Any = 1.0, *, generator: Any = None) -> Tensor:
+    """Above zero, as torch's own: its logarithm is a Gumbel variable."""
+    noise = -torch.log1p(-_drawn(torch.rand, x, generator))
+    return noise.clamp(min=torch.finfo(x.dtype).eps / 2) / rate
+
+
+def _log_normal(x: Tensor, mean: Any = 1.0, std: Any = 2.0, *, generator: Any = None) -> Tensor:
+    return _normal_like(x, mean, std, generator=generator).exp()
+
+
+def _cauchy(x: Tensor, median: Any = 0.0, sigma: Any = 1.0, *, generator: Any = None) -> Tensor:
+    return median + sigma * torch.tan(torch.pi * (_drawn(torch.rand, x, generator) - 0.5))
+
+
+def _geometric(x: Tensor, p: float, *, generator: Any = None) -> Tensor:
+    """The number of the first success among trials that each succeed with probability ``p``."""
+    dtype = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
+    trials = _exponential(x.to(dtype), -math.log1p(-p), generator=generator).ceil()
+    return trials.clamp(min=1).to(x.dtype)
+
+
+def _multinomial(
+    p: Tensor, samples: int, replacement: bool = False, *, generator: Any = None
+) -> Tensor:
+    """The categories with the largest ``p / exponential``, as torch draws them."""
+    if replacement and samples > 1:
+        p = p.unsqueeze(-2).expand(*p.shape[:-1], samples, p.shape[-1])
+        return (p / _exponential(p, generator=generator)).argmax(-1)
+    scores = p / _exponential(p, generator=generator)
+    return scores.argmax(-1, keepdim=True) if samples == 1 else scores.topk(samples).indices
+
+
 def _index_put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Any:
@@ -95,6 +128,11 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     aten.normal.float_Tensor: _normal,
     aten.normal.Tensor_Tensor: _normal,
     aten.uniform.default: _uniform,
+    aten.exponential.default: _exponential,
+    aten.log_normal.default: _log_normal,
+    aten.cauchy.default: _cauchy,
+    aten.geometric.default: _geometric,
+    aten.multinomial.default: _multinomial,
     aten.random.default: _random,
     aten.random.to: _random,
     getattr(aten.random, "from"): _random,
