@@ -165,3 +165,17 @@ def test_rows_stay_in_front() -> None:
     assert not keeps_rows(swapped, (3,))
     swapped.meta["val"] = torch.empty(3, 3)
     assert not keeps_rows(swapped, (3,))
+
+
+def test_a_range_of_integers_is_made_before_the_loop() -> None:
+    """A kernel reads it as it reads a parameter; it has no operation that makes one."""
+
+    def step(params: dict[str, Tensor], x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t + h @ params["w"] * torch.arange(4))
+        return h, h
+
+    segment = make_train_segment(step, mse, backend="fused")
+    data = {"w": torch.ones(4, 4)}, torch.zeros(2, 4), torch.ones(5, 2, 4), torch.ones(5, 2, 4)
+    scans = [block for block in segment.explain(*data).blocks if block.kind.endswith("scan")]
+    assert len(scans) == 2
+    assert all("not fused" not in block.runs for block in scans)

@@ -78,6 +78,10 @@ class ShiftBlock:
 
 
 Block = MapBlock | ScanBlock | ShiftBlock
+_CONSTANTS = {
+    aten.full.default,
+    aten.scalar_tensor.default,
+}  # a block makes them where it reads them
 
 
 @dataclass
@@ -198,7 +202,7 @@ def _fuse(
 
 def _is_heavy(node: Node, inputs: list[Node]) -> bool:
     """Work on invariants that a block should not repeat: not a view, not a constant."""
-    light = {*VIEWS, aten.full.default, aten.scalar_tensor.default, aten.arange.start_step}
+    light = VIEWS | _CONSTANTS
     return any(n.target not in light and n not in inputs for n in needed_for([node], stop=inputs))
 
 
@@ -258,9 +262,8 @@ def _scan_block(schedule: _Schedule, component: Component, results: set[Node]) -
     ]
     # A view of a parameter is made once, before the loop, so that a backend can lay it out well.
     read = {a for n in body for a in inputs_of(n)} | set(next_carries)
-    invariants = _in_graph_order(
-        schedule, {n for n in read - schedule.varying if n.op == "placeholder" or inputs_of(n)}
-    )
+    fixed = read - schedule.varying
+    invariants = _in_graph_order(schedule, {n for n in fixed if n.target not in _CONSTANTS})
     module = extract(
         [*invariants, *sequences, *carries],
         [*next_carries, *emits, *component.totals],

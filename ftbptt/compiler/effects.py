@@ -14,6 +14,8 @@ from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from .._step import Step
 from .random_draws import draws_of_this_thread, random_states
 
@@ -36,6 +38,7 @@ class Change:
 
     description: str
     redo: Callable[[], None]
+    is_tensor: bool = False  # what the variable was bound to
 
 
 def without_effects(step: Step, trace: Callable[[], T]) -> T:
@@ -57,9 +60,15 @@ def without_effects(step: Step, trace: Callable[[], T]) -> T:
         result, changes_again = _trace_and_undo(step, trace)
     repeated = {c.description for c in changes} & {c.description for c in changes_again}
     if repeated:
+        description = min(repeated)
+        remedy = "read such a value from the state and return it in the next state."
+        if any(c.is_tensor for c in changes_again if c.description == description):
+            remedy += (
+                " For a weight that is computed from parameters use torch.nn.utils.parametrizations"
+                " (it has weight_norm), or torch.func.functional_call on the inner module."
+            )
         raise RuntimeError(
-            f"step {step.name} changes {min(repeated)}. A step is a pure function: read such a "
-            "value from the state and return it in the next state."
+            f"step {step.name} changes {description}. A step is a pure function: {remedy}"
         )
     if drawn:
         raise RuntimeError(
@@ -89,7 +98,8 @@ def _trace_and_undo(step: Step, trace: Callable[[], T]) -> tuple[T, list[Change]
             for name in before.keys() | after.keys():
                 value, old_value = after.get(name, _ABSENT), before.get(name, _ABSENT)
                 if value is not old_value:
-                    changes.append(Change(scope.describe(name), partial(scope.write, name, value)))
+                    redo = partial(scope.write, name, value)
+                    changes.append(Change(scope.describe(name), redo, isinstance(value, Tensor)))
                     scope.write(name, old_value)
         for description, container, old_content in containers:
             content = _content(container)
