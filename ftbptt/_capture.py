@@ -1,7 +1,7 @@
 """Segments on a GPU as CUDA graphs: a call is copies in, one replay, copies out.
 
-A graph holds the addresses of everything it works on, so the caller's tensors are copied to its
-own and its results are copied from them. One graph serves one number of steps.
+A graph holds the addresses of everything it works on, so the caller's tensors are copied into
+tensors of the graph, and its results out of them. One graph serves one number of steps.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .compiler.plan import Plan
 
 Groups = dict[str, list[Tensor]]
 
-# Graphs of one plan that are kept: the number of steps seldom takes more values.
+# Graphs kept per plan. The number of steps rarely takes more values.
 _MOST_GRAPHS = 8
 _CAPTURED_ON = {"cuda"}
-_in_turn = Lock()  # all graphs share their memory, so that only one may run at a time
-_last_stream: dict[torch.device, torch.cuda.Stream] = {}  # where the last one was launched
+_one_at_a_time = Lock()  # all graphs share memory
+_last_stream: dict[torch.device, torch.cuda.Stream] = {}  # on which the last graph was launched
 
 
 def make_executable(
     plan: Plan, backend: Backend, count_compile: Callable[[], None], *, reuse_output: bool
 ) -> Executable:
-    """make_executable : Plan, Backend -> what runs segments of the plan on it"""
+    """make_executable : Plan, Backend -> Executable, which captures graphs where it can"""
     if backend.captured and plan.signature.x[0].device.type in _CAPTURED_ON:
         return CapturedExecutable(plan, backend, count_compile, reuse_output)
     return Executable(plan, backend, count_compile)
@@ -44,8 +44,8 @@ def make_executable(
 class CapturedExecutable(Executable):
     """Captures a segment when its number of steps is seen for the second time.
 
-    The first time everything is compiled; and what comes once, as the end of a sequence, is not
-    worth a graph.
+    The first call compiles; and a length that comes only once, such as that of the end of a
+    sequence, is not worth a graph.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class CapturedExecutable(Executable):
     ) -> None:
         super().__init__(plan, backend, count_compile)
         self.reuse_output = reuse_output
+        # The least recently used first. None: seen once, to be captured the next time.
         self.graphs: OrderedDict[Any, SegmentGraph | None] = OrderedDict()
-        self.failed = False
-        self.forgotten: set[Any] = set()
+        self.failed = False  # to capture one
+        self.evicted: set[Any] = set()
         self.warned = False
 
     def run(
@@ -70,7 +71,7 @@ class CapturedExecutable(Executable):
         device = groups["x"][0].device
         closed_over = tuple(_as_captured(tensor, device) for tensor in self.plan.captures)
         key = (with_grad, groups["x"][0].shape[0], *_numerics(), closed_over)
-        with _in_turn:
+        with _one_at_a_time:
             if key in self.graphs:
                 self.graphs.move_to_end(key)
                 _wait_for_last(device)
@@ -78,33 +79,35 @@ class CapturedExecutable(Executable):
                 self.graphs[key] = graph
                 if graph is not None:
                     outputs = graph(groups)
-                    return outputs if self.reuse_output else [own.clone() for own in outputs]
+                    return outputs if self.reuse_output else [leaf.clone() for leaf in outputs]
             else:
                 self._make_room_for(key)
         return super().run(groups, with_grad=with_grad)
 
     def _make_room_for(self, key: Any) -> None:
-        """Notes that it was seen; forgets what was seen longest ago, if that is too many."""
+        """Notes that the key was seen, and evicts the least recently used if there are too many."""
         self.graphs[key] = None
-        if key in self.forgotten and not self.warned:
+        if key in self.evicted and not self.warned:
             self.warned = True
             warn(
-                f"ftbptt: more than {_MOST_GRAPHS} CUDA graphs are wanted in turns, one for each "
-                f"number of steps (now {key[1]}) with gradients or without, and no more are kept: "
-                "kernels are launched one by one, or captured anew, slower. Give segments of fewer "
-                "lengths.",
+                f"ftbptt: more than {_MOST_GRAPHS} CUDA graphs are in use, one for each number of "
+                f"steps (now {key[1]}) with gradients or without, and no more are kept: kernels "
+                "are launched one by one, or captured again, which is slower. Give segments of "
+                "fewer lengths.",
                 RuntimeWarning,
             )
         if len(self.graphs) > _MOST_GRAPHS:
-            self.forgotten.add(self.graphs.popitem(last=False)[0])
+            self.evicted.add(self.graphs.popitem(last=False)[0])
 
     def _captured(self, groups: Groups, with_grad: bool) -> SegmentGraph | None:
         run = super().run
         try:
             return SegmentGraph(
-                lambda own: run(own, with_grad=with_grad), groups, own_memory=self.reuse_output
+                lambda inputs: run(inputs, with_grad=with_grad),
+                groups,
+                separate_memory=self.reuse_output,
             )
-        except RuntimeError as error:  # also for want of memory, which it takes more of
+        except RuntimeError as error:  # out of memory too: a graph needs more of it
             self.failed = True
             self.graphs.clear()
             warn(
@@ -116,43 +119,43 @@ class CapturedExecutable(Executable):
 
 
 class SegmentGraph:
-    """One captured segment, with tensors of its own for what it reads and writes."""
+    """One captured segment, and the tensors that it reads and writes."""
 
     def __init__(
-        self, run: Callable[[Groups], list[Tensor]], groups: Groups, *, own_memory: bool
+        self, run: Callable[[Groups], list[Tensor]], groups: Groups, *, separate_memory: bool
     ) -> None:
-        own = {name: [tensor.clone() for tensor in group] for name, group in groups.items()}
-        self.inputs = [tensor for group in own.values() for tensor in group]
+        copies = {name: [tensor.clone() for tensor in group] for name, group in groups.items()}
+        self.inputs = [tensor for group in copies.values() for tensor in group]
         device = groups["x"][0].device
 
         def warm_up() -> None:
-            """Libraries choose their algorithms and allocate, which a graph may not.
+            """Lets libraries choose algorithms and allocate, which they may not within a graph.
 
-            Random numbers are drawn anew afterwards: a run that is resumed captures at another
-            call than the one before it, and must draw the same.
+            Leaves the random numbers as they were: a run that is resumed captures at another call
+            than the original, and must draw the same.
             """
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                run(own)
+                run(copies)
 
-        self.outputs, self.replay = _capture(warm_up, lambda: run(own), device, own_memory)
+        self.outputs, self.replay = _capture(warm_up, lambda: run(copies), device, separate_memory)
 
     def __call__(self, groups: Groups) -> list[Tensor]:
-        """The graph's own results, which the next call overwrites."""
+        """Returns the graph's tensors, which the next call overwrites."""
         copy_all(self.inputs, [tensor for group in groups.values() for tensor in group])
         self.replay()
         return list(self.outputs)
 
 
 def _as_captured(tensor: Tensor, device: torch.device) -> Any:
-    """What of a tensor that the step closes over is part of a graph, which reads it where it is."""
+    """What a graph depends on of a tensor that the step closes over: it reads that in place."""
     if tensor.device.type != device.type:
-        # Numbers, which become arguments of the graph's kernels.
+        # Its values become arguments of the graph's kernels.
         return tensor.shape, tuple(tensor.flatten().tolist())
     return tensor.data_ptr(), tensor.stride()
 
 
 def _numerics() -> tuple[Any, ...]:
-    """What products and convolutions depend on beside their tensors, which a graph has settled."""
+    """Settings that products and convolutions depend on, which a graph has fixed."""
     matmul = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn  # torch's stubs do not know all of it
     return (
@@ -166,7 +169,7 @@ def _numerics() -> tuple[Any, ...]:
 
 
 def _wait_for_last(device: torch.device) -> None:
-    """What this thread launches from now on comes after the last graph, whoever launched it."""
+    """Makes this thread's stream wait for the last graph, whichever thread launched it."""
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device)
         last = _last_stream.get(device, stream)
@@ -177,9 +180,9 @@ def _wait_for_last(device: torch.device) -> None:
 
 @cache
 def _memory_pool(device: torch.device) -> tuple[Any, torch.cuda.CUDAGraph]:
-    """The memory of all graphs that copy their results, which run in turn.
+    """The memory that all graphs share whose results are copied.
 
-    With it a graph that holds it: a pool that no graph uses any more cannot be used again.
+    With a graph that keeps it alive: a pool that no graph uses cannot be used again.
     """
     pool, holder = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(holder, pool=pool, stream=torch.cuda.Stream(device)):
@@ -191,11 +194,11 @@ def _capture(
     warm_up: Callable[[], None],
     function: Callable[[], list[Tensor]],
     device: torch.device,
-    own_memory: bool,
+    separate_memory: bool,
 ) -> tuple[list[Tensor], Callable[[], None]]:
-    """The tensors that a function returns, and what fills them again.
+    """The tensors that a function returns, and a call that computes them again.
 
-    ``own_memory``: no other graph works where they lie.
+    ``separate_memory``: no other graph uses the memory of these tensors.
     """
     with torch.cuda.device(device):
         before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -203,18 +206,17 @@ def _capture(
         with torch.cuda.stream(stream):
             warm_up()
         before.wait_stream(stream)
-        pool = torch.cuda.graph_pool_handle() if own_memory else _memory_pool(device)[0]
+        pool = torch.cuda.graph_pool_handle() if separate_memory else _memory_pool(device)[0]
         graph = torch.cuda.CUDAGraph()
         clear_cublas_workspaces()
         try:
-            # Other threads may go on to use the device, such as for the next window.
+            # Other threads may use the device meanwhile, for example to send the next window.
             with torch.cuda.graph(
                 graph, pool=pool, stream=stream, capture_error_mode="thread_local"
             ):
                 outputs = function()
         except BaseException:
-            # torch leaves its stream, and goes on allocating in the pool, where a capture ends
-            # with an error.
+            # After an error torch stays on the capture's stream and allocates from its pool.
             torch.cuda.set_stream(before)
             with suppress(Exception):
                 end_recording(device, pool)

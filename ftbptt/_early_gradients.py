@@ -1,6 +1,7 @@
-"""The reverse loop in parts: some gradients can be sent while others are still being computed.
+"""The reverse loop in parts, so that gradients can be sent while others are being computed.
 
-First the recurrences of all layers, then the gradients of each part, GEMMs over all steps mostly.
+The recurrences of all layers come first, then the gradients of each part: mostly GEMMs over all
+steps.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .compiler.plan import Plan
 
 
 def can_hand_over(plan: Plan) -> bool:
-    """Whether gradients are ready one after the other: not where something is done to all."""
+    """Whether gradients are ready one after another: not where a later step changes them all."""
     prepared = plan.preparation is not None and plan.preparation.finish is not None
     return not (prepared or plan.sliding or plan.reverse.loop.stacked)
 
@@ -31,39 +32,35 @@ def reverse_in_parts(
     d_carries: list[Tensor],
     later: list[Tensor],
 ) -> list[Tensor]:
-    """The first chunk of a segment, the last to be run in reverse: the gradients of all.
+    """The gradients of a segment, from its first chunk, which is the last in reverse.
 
-    ``later`` are those of the chunks after it; none if there are none.
+    ``later`` are the sums over the chunks after it; empty if there are none.
     """
     plan, loop = programs.plan, programs.windowed
     reads = [sequences[i] for i in loop.reads]
-    everything = sequences
     if reads:
         handed_back = programs.run_chunk("alone", loop.alone, invariants, reads, d_carries)
-        everything = [*sequences, *handed_back[len(d_carries) :]]
+        sequences = [*sequences, *handed_back[len(d_carries) :]]
     trained = plan.loops.trained_invariants
-    places = {leaf: i for i, leaf in enumerate(trained)}
+    index_of = {leaf: i for i, leaf in enumerate(trained)}
     sums: dict[int, Tensor] = {}
 
     def add(part: tuple[int, ...]) -> None:
-        name, own = ("part", part), loop.together
-        if name not in programs.functions:  # which is made of it
-            own = distribute(replace(own.loop, summed=[own.loop.summed[i] for i in part]))
-        found = programs.run_chunk(name, own, invariants, everything, [])
-        for i, grad in zip(part, found, strict=True):
+        name, part_loop = ("part", part), loop.together
+        if name not in programs.functions:  # else the built program is called, not the loop
+            summed = [part_loop.loop.summed[i] for i in part]
+            part_loop = distribute(replace(part_loop.loop, summed=summed))
+        grads = programs.run_chunk(name, part_loop, invariants, sequences, [])
+        for i, grad in zip(part, grads, strict=True):
             sums[i] = later[i] + grad if later else grad
 
     for leaves in early.parts:
-        add(tuple(places[leaf] for leaf in leaves if leaf in places))
-        zeros = torch.zeros_like
-        params = [invariants[leaf] for leaf in leaves]
-        early.ready(
-            loss,
-            [
-                sums[places[leaf]] if leaf in places else zeros(param)
-                for leaf, param in zip(leaves, params, strict=True)
-            ],
-        )
+        add(tuple(index_of[leaf] for leaf in leaves if leaf in index_of))
+        grads = [
+            sums[index_of[leaf]] if leaf in index_of else torch.zeros_like(invariants[leaf])
+            for leaf in leaves
+        ]
+        early.ready(loss, grads)
     rest = tuple(i for i in range(len(trained)) if i not in sums)
     if rest:
         add(rest)

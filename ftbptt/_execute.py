@@ -8,7 +8,8 @@ program from the parameters to their gradients: there, what a call costs counts 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,20 +22,38 @@ from .backends import Backend
 from .compiler.adjoint import Loop
 from .compiler.distribute import DistributedLoop, MapBlock, ScanBlock
 from .compiler.graphs import Node, nbytes, owner_of, reachable_from
+from .compiler.loss import LossGraphs
 from .compiler.plan import Plan
 from .compiler.program import run_loop
 
-# What lives only inside a chunk should stay in a CPU's outer cache; but each chunk costs something
-# that more threads do not make less. With ``recompute`` memory counts more than time.
+# What lives only inside a chunk should fit in a CPU's outer cache; but each chunk has a cost that
+# more threads do not lower. With ``recompute`` memory matters more than time.
 _CHUNK_BYTES = 36 << 20
 _CHUNK_BYTES_RECOMPUTE = 16 << 20
-# A GPU wants as much at once as its memory holds without noticing.
+# A GPU is best given as much at once as its memory easily holds.
 _CHUNK_BYTES_GPU = 1 << 30
 _LEAST_STEPS = 16
-# A step that hands on so little is not worth cutting, at any length.
+# A segment whose blocks hand each other fewer bytes per step than this is never cut.
 _UNCUT_BYTES = 64 << 10
-# Gradients of the trained invariants, parts of the state, loss, outputs, gradients at every step.
-Result = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], list[Tensor]]
+
+
+class LoopInputs(NamedTuple):
+    """What the loops of a segment read."""
+
+    fixed: list[Tensor]  # parameters, buffers, captured tensors, initial state
+    x: list[Tensor]  # with reset and mask
+    targets: list[Tensor]  # what the loss reads besides the outputs: y and mask
+    carries: list[Tensor]
+
+
+class LoopOutputs(NamedTuple):
+    """What the loops of a segment return; no ``grads`` and ``d_probes`` without a gradient."""
+
+    grads: list[Tensor]  # of the trained invariants
+    carries: list[Tensor]
+    loss: Tensor
+    out: list[Tensor]
+    d_probes: list[Tensor]  # at every step
 
 
 class Executable(Programs):
@@ -42,16 +61,16 @@ class Executable(Programs):
 
     def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
         super().__init__(plan, backend, count_compile)
-        self.instead: Executable | None = None  # what runs since this one has failed
+        self.instead: Executable | None = None  # runs the segments since this one failed
         self.shared_outs = _in_shared_memory(plan.loops.forward, plan.loops.outs)
-        per_step = max(_passing_bytes(self.forward), _passing_bytes(self.reverse), 1)
+        bytes_per_step = max(_passing_bytes(self.forward), _passing_bytes(self.reverse), 1)
         most = _CHUNK_BYTES_RECOMPUTE if plan.recompute else _CHUNK_BYTES
         if plan.signature.x[0].device.type == "cuda":
             most = _CHUNK_BYTES_GPU
-        self.chunk = max(_LEAST_STEPS, most // per_step)
-        if plan.sliding is not None:  # windows that run at once
-            self.windows = max(1, self.chunk // plan.sliding.length)
-        self.uncut = per_step <= _UNCUT_BYTES and plan.sliding is None
+        self.chunk = max(_LEAST_STEPS, most // bytes_per_step)
+        if plan.sliding is not None:
+            self.windows = max(1, self.chunk // plan.sliding.length)  # that run at once
+        self.uncut = bytes_per_step <= _UNCUT_BYTES and plan.sliding is None
 
     def run(
         self,
@@ -62,132 +81,126 @@ class Executable(Programs):
     ) -> list[Tensor]:
         """``[*grads, *state, loss, *out, *d_probes]``, without gradients if not ``with_grad``."""
         inputs = self.inputs(groups)
-        one_by_one = None if self.uncut or not can_hand_over(self.plan) else early
+        in_parts = None if self.uncut or not can_hand_over(self.plan) else early
         if self.uncut:
-            grads, carries, loss, out, d_probes = self._whole(*inputs, with_grad)
+            result = self._run_as_one_program(inputs, with_grad)
         else:
-            grads, carries, loss, out, d_probes = self._chunked(*inputs, with_grad, one_by_one)
-        state = self._packed(carries)
-        if self.shared_outs:
-            out = [leaf.clone() if i in self.shared_outs else leaf for i, leaf in enumerate(out)]
-        grads = self._of_params(grads) if with_grad else []
-        if early is not None and one_by_one is None:
+            result = self._run_in_chunks(inputs, with_grad, in_parts)
+        out = [leaf.clone() if i in self.shared_outs else leaf for i, leaf in enumerate(result.out)]
+        grads = self._of_params(result.grads) if with_grad else []
+        if early is not None and in_parts is None:
             for part in early.parts:
-                early.ready(loss, [grads[i] for i in part])
-        return [*grads, *state, loss, *out, *d_probes]
+                early.ready(result.loss, [grads[i] for i in part])
+        return [*grads, *self._packed(result.carries), result.loss, *out, *result.d_probes]
 
-    def inputs(
-        self, groups: dict[str, list[Tensor]]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-        """What the loops are given: invariants, the step's inputs, the loss's, the carries."""
+    def inputs(self, groups: dict[str, list[Tensor]]) -> LoopInputs:
+        """The loops' inputs, from the groups of a call's tensors."""
         captures = self.plan.captures
-        given = [*groups["params"], *groups["buffers"], *captures, *groups["initial_state"]]
-        x = [*groups["x"], *groups["reset"], *groups["mask"]]
-        return given, x, [*groups["y"], *groups["mask"]], self._parts(groups["state"])
+        return LoopInputs(
+            [*groups["params"], *groups["buffers"], *captures, *groups["initial_state"]],
+            [*groups["x"], *groups["reset"], *groups["mask"]],
+            [*groups["y"], *groups["mask"]],
+            self._parts(groups["state"]),
+        )
 
-    def _whole(
-        self,
-        given: list[Tensor],
-        x: list[Tensor],
-        rest: list[Tensor],
-        carries: list[Tensor],
-        with_grad: bool,
-    ) -> Result:
-        """The segment as one program."""
-        plan = self.plan
-        key, graphs = plan.loss.graphs_for(x[0].shape[0])
+    def _run_as_one_program(self, inputs: LoopInputs, with_grad: bool) -> LoopOutputs:
+        """From the parameters to their gradients, in one call."""
+        loops = self.plan.loops
+        key, graphs = self.plan.loss.graphs_for(inputs.x[0].shape[0])
+        name = ("segment" if with_grad else "evaluate", key)
+        args = [*inputs.fixed, *inputs.x, *inputs.targets, *inputs.carries]
+        if name not in self.functions:
+            first, last = len(inputs.fixed), len(args) - len(inputs.carries)
+            function = self._segment_program(inputs, graphs, with_grad)
+            self.build_once(name, function, args, first, last if key is None else first)
+        flat = self.functions[name](*args)
+        n_probes = len(self.reverse.loop.stacked) if with_grad else 0
+        first_probe = len(flat) - n_probes
+        first_out = first_probe - loops.outs
+        first_carry = first_out - 1 - len(inputs.carries)
+        return LoopOutputs(
+            flat[:first_carry],
+            flat[first_carry : first_out - 1],
+            flat[first_out - 1],
+            flat[first_out:first_probe],
+            flat[first_probe:],
+        )
+
+    def _segment_program(
+        self, inputs: LoopInputs, graphs: LossGraphs, with_grad: bool
+    ) -> Callable[..., list[Tensor]]:
+        """``(*fixed, *x, *targets, *carries) -> [*grads, *carries, loss, *out, *d_probes]``."""
+        plan, run_scan = self.plan, self.backend.run_scan
+        ends = list(accumulate(map(len, inputs)))
         loss_graph = graphs.joint if with_grad else graphs.value
-        n_given, n_x, n_rest, n_outs = len(given), len(x), len(rest), plan.loops.outs
 
         def function(*args: Tensor) -> list[Tensor]:
-            given, sequences = args[:n_given], args[n_given : n_given + n_x + n_rest]
-            carries, x, rest = args[n_given + n_x + n_rest :], sequences[:n_x], sequences[n_x:]
+            fixed, x = args[: ends[0]], args[ends[0] : ends[1]]
+            targets, carries = args[ends[1] : ends[2]], args[ends[2] :]
             steps = x[0].shape[0]
-            prepared = plan.preparation.prepare(*given) if plan.preparation is not None else []
-            invariants = [*given, *prepared]
+            prepared = plan.preparation.prepare(*fixed) if plan.preparation is not None else []
+            invariants = [*fixed, *prepared]
             loop = self.forward if with_grad else self.evaluate
-            finals, stacked, _ = run_loop(
-                loop, self.backend.run_scan, invariants, x, carries, steps
-            )
-            out, saved = stacked[:n_outs], stacked[n_outs:]
+            finals, stacked, _ = run_loop(loop, run_scan, invariants, x, carries, steps)
+            out, saved = stacked[: plan.loops.outs], stacked[plan.loops.outs :]
             if not with_grad:
-                return [*finals, *loss_graph(*out, *rest), *out]
-            loss, *d_outs = loss_graph(*out, *rest)
-            _, d_probes, sums = run_loop(
-                self.reverse,
-                self.backend.run_scan,
-                invariants,
-                [*x, *saved, *d_outs],
-                self.zero_gradients(x[0].device),
-                steps,
+                return [*finals, *loss_graph(*out, *targets), *out]
+            loss, *d_outs = loss_graph(*out, *targets)
+            d_carries = self.zero_gradients(x[0].device)
+            sequences = [*x, *saved, *d_outs]
+            _, d_probes, grads = run_loop(
+                self.reverse, run_scan, invariants, sequences, d_carries, steps
             )
-            d_prepared = [
-                sums[i] for i, at in enumerate(plan.loops.trained_invariants) if at >= n_given
-            ]
             finish = plan.preparation.finish if plan.preparation is not None else None
-            more = finish(*given, *d_prepared) if finish is not None else []
-            return [*sums, *more, *finals, loss, *out, *d_probes]
+            more = [] if finish is None else finish(*fixed, *self._of_prepared(grads, len(fixed)))
+            return [*grads, *more, *finals, loss, *out, *d_probes]
 
-        name = ("segment" if with_grad else "evaluate", key)
-        if name not in self.functions:
-            last = n_given + n_x + n_rest if key is None else n_given
-            self.build_once(name, function, [*given, *x, *rest, *carries], n_given, last)
-        result = self.functions[name](*given, *x, *rest, *carries)
-        n_probes = len(self.reverse.loop.stacked) if with_grad else 0
-        result, d_probes = result[: len(result) - n_probes], result[len(result) - n_probes :]
-        n_grads = len(result) - len(carries) - 1 - n_outs
-        grads, result = result[:n_grads], result[n_grads:]
-        n = len(carries)
-        return grads, result[:n], result[n], result[n + 1 :], d_probes
+        return function
 
-    def _chunked(
-        self,
-        given: list[Tensor],
-        x: list[Tensor],
-        rest: list[Tensor],
-        carries: list[Tensor],
-        with_grad: bool,
-        early: EarlyGradients | None,
-    ) -> Result:
-        """The segment in chunks of steps: all forward, the loss, all in reverse."""
-        plan = self.plan
+    def _of_prepared(self, grads: list[Tensor], n_fixed: int) -> list[Tensor]:
+        """The gradients of the trained invariants that the preparation made of others."""
+        trained = self.plan.loops.trained_invariants
+        return [grad for grad, i in zip(grads, trained, strict=True) if i >= n_fixed]
+
+    def _run_in_chunks(
+        self, inputs: LoopInputs, with_grad: bool, early: EarlyGradients | None
+    ) -> LoopOutputs:
+        """In chunks of steps: all of them forward, the loss, all of them in reverse."""
+        plan, (fixed, x, targets, carries) = self.plan, inputs
         prepared: list[Tensor] = []
         if plan.preparation is not None:
-            prepared = self.call("prepare", plan.preparation.prepare, given)
-        invariants = [*given, *prepared]
+            prepared = self.call("prepare", plan.preparation.prepare, fixed)
+        invariants = [*fixed, *prepared]
         steps = x[0].shape[0]
         # The windows of a sliding gradient read from all steps.
         bounds = _chunks(steps, self.chunk if plan.sliding is None else steps)
 
-        loop = self.forward if with_grad else self.evaluate
+        name, loop = ("forward", self.forward) if with_grad else ("evaluate", self.evaluate)
+        n_carries, n_outs = len(carries), plan.loops.outs
         outs: list[list[Tensor]] = []
         saved: list[list[Tensor]] = []
-        for a, b in bounds:
-            own = [t[a:b] for t in x] if len(bounds) > 1 else x
-            result = self.run_chunk(
-                "forward" if with_grad else "evaluate", loop, invariants, own, carries
-            )
-            carries = result[: len(carries)]
-            outs.append(result[len(carries) : len(carries) + plan.loops.outs])
-            saved.append(result[len(carries) + plan.loops.outs :])
-        out = [torch.cat(own) if len(own) > 1 else own[0] for own in zip(*outs, strict=True)]
+        for first, last in bounds:
+            x_chunk = [leaf[first:last] for leaf in x] if len(bounds) > 1 else x
+            result = self.run_chunk(name, loop, invariants, x_chunk, carries)
+            carries = result[:n_carries]
+            outs.append(result[n_carries : n_carries + n_outs])
+            saved.append(result[n_carries + n_outs :])
+        out = [_joined(chunks) for chunks in zip(*outs, strict=True)]
         key, graphs = plan.loss.graphs_for(steps)
         graph = graphs.joint if with_grad else graphs.value
-        name = ("loss", with_grad, key)
-        loss, *d_outs = self.call(name, graph, [*out, *rest], time=True)
+        loss, *d_outs = self.call(("loss", with_grad, key), graph, [*out, *targets], time=True)
         if not with_grad:
-            return [], carries, loss, out, []
+            return LoopOutputs([], carries, loss, out, [])
+        d_probes: list[Tensor] = []
         if plan.sliding is not None:
             sequences = [*x, *saved[0]]
             grads = reverse_windows(self, plan.sliding, self.windows, invariants, sequences, d_outs)
-            d_probes: list[Tensor] = []
         else:
             grads, d_probes = self._reverse(bounds, invariants, x, saved, d_outs, loss, early)
         if plan.preparation is not None and plan.preparation.finish is not None:
-            trained = plan.loops.trained_invariants
-            d_prepared = [grad for grad, at in zip(grads, trained, strict=True) if at >= len(given)]
-            grads += self.call("finish", plan.preparation.finish, [*given, *d_prepared])
-        return grads, carries, loss, out, d_probes
+            d_prepared = self._of_prepared(grads, len(fixed))
+            grads += self.call("finish", plan.preparation.finish, [*fixed, *d_prepared])
+        return LoopOutputs(grads, carries, loss, out, d_probes)
 
     def _reverse(
         self,
@@ -199,33 +212,34 @@ class Executable(Programs):
         loss: Tensor,
         early: EarlyGradients | None,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradients of each trained invariant, summed over the chunks, the last first.
+        """The gradient of each trained invariant, and that of each probe at every step.
 
-        And those of each probe, at every step.
+        The last chunk comes first; the gradients of invariants are summed over the chunks.
         """
         loop = self.reverse
         d_carries = self.zero_gradients(x[0].device)
+        n_carries, n_probes = len(d_carries), len(loop.loop.stacked)
         sums: list[Tensor] = []
-        stacked: list[list[Tensor]] = []
-        for a, b in reversed(bounds):
-            whole = len(bounds) == 1
-            own = [*x, *d_outs] if whole else [t[a:b] for t in (*x, *d_outs)]
-            sequences = [*own[: len(x)], *saved.pop(), *own[len(x) :]]
-            if early is not None and a == 0:
-                return reverse_in_parts(
-                    self, early, loss, invariants, sequences, d_carries, sums
-                ), []
+        probes: list[list[Tensor]] = []
+        for first, last in reversed(bounds):
+            x_chunk, d_chunk = x, d_outs
+            if len(bounds) > 1:
+                x_chunk, d_chunk = ([leaf[first:last] for leaf in part] for part in (x, d_outs))
+            sequences = [*x_chunk, *saved.pop(), *d_chunk]
+            if early is not None and first == 0:
+                grads = reverse_in_parts(self, early, loss, invariants, sequences, d_carries, sums)
+                return grads, []
             result = self.run_chunk("reverse", loop, invariants, sequences, d_carries)
-            n, n_probes = len(d_carries), len(loop.loop.stacked)
-            d_carries, chunk_sums = result[:n], result[n + n_probes :]
-            stacked.insert(0, result[n : n + n_probes])
+            d_carries = result[:n_carries]
+            probes.insert(0, result[n_carries : n_carries + n_probes])
+            chunk_sums = result[n_carries + n_probes :]
             sums = [p + q for p, q in zip(sums, chunk_sums, strict=True)] if sums else chunk_sums
-        return sums, [torch.cat(own) for own in zip(*stacked, strict=True)]
+        return sums, [torch.cat(chunks) for chunks in zip(*probes, strict=True)]
 
     def _of_params(self, grads: list[Tensor]) -> list[Tensor]:
-        """From the trained invariants' gradients to the parameters', zero where there is none.
+        """The parameters' gradients, zero for those that have none.
 
-        ``grads``: those that the reverse loop sums, then those that come through the preparation.
+        ``grads``: of the trained invariants, then of the parameters that the preparation reads.
         """
         plan, s = self.plan, self.plan.signature
         trained = plan.loops.trained_invariants
@@ -234,7 +248,7 @@ class Executable(Programs):
             for i, grad in zip(plan.preparation.trained, grads[len(trained) :], strict=True):
                 by_index[i] = by_index[i] + grad
         axes = [level.size for level in reversed(s.levels)]
-        found: list[Tensor] = []
+        of_params: list[Tensor] = []
         seen: set[int] = set()
         for i, leaf in enumerate(s.params):
             if i in by_index:
@@ -242,11 +256,11 @@ class Executable(Programs):
             else:
                 grad = torch.zeros((*axes, *leaf.shape), dtype=leaf.dtype, device=leaf.device)
             grad = grad.contiguous()
-            if grad.data_ptr() in seen:  # two equal gradients, as of b_ih and b_hh: each its own
+            if grad.data_ptr() in seen:  # equal gradients, such as of b_ih and b_hh, share memory
                 grad = grad.clone()
             seen.add(grad.data_ptr())
-            found.append(grad)
-        return found
+            of_params.append(grad)
+        return of_params
 
     def _parts(self, state: list[Tensor]) -> list[Tensor]:
         """The parts of the state, each with the axis of every level of vmap."""
@@ -263,12 +277,17 @@ class Executable(Programs):
         return [part.contiguous() for part in parts]
 
     def _packed(self, parts: list[Tensor]) -> list[Tensor]:
+        """The leaves of the state, from their parts."""
         s, leaves, rest = self.plan.signature, [], list(parts)
         axes = len(s.levels) + (1 if s.shared is not None else 0)
         for packing in self.plan.packings:
             leaves.append(packing.pack(rest[: packing.count], axes))
             rest = rest[packing.count :]
         return leaves
+
+
+def _joined(chunks: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
 
 
 def _chunks(steps: int, chunk: int) -> list[tuple[int, int]]:
@@ -281,26 +300,26 @@ def _chunks(steps: int, chunk: int) -> list[tuple[int, int]]:
 def _in_shared_memory(loop: Loop, outs: int) -> set[int]:
     """The outputs that are an input, the same at every step, or in the memory of another output."""
     varying = reachable_from([*loop.sequences, *loop.carries], loop.graph.nodes)
-    # The states before and after the steps lie in one history.
+    # The states before and after the steps are in one tensor.
     after = dict(zip(loop.next_carries, loop.carries, strict=True))
     seen: set[Node] = set()
-    found = set()
+    shared = set()
     for i, node in enumerate(loop.stacked[:outs]):
         owner = owner_of(node, {*after, *loop.carries})
         owner = after.get(owner, owner)
         if node not in varying or owner_of(node) in loop.sequences or owner in seen:
-            found.add(i)
+            shared.add(i)
         seen.add(owner)
-    return found
+    return shared
 
 
 def _passing_bytes(distributed: DistributedLoop) -> int:
-    """Bytes a step that live only inside a chunk: what blocks hand to each other."""
-    kept: set[Node] = {*distributed.loop.stacked, *distributed.loop.sequences}
+    """Bytes per step that live only inside a chunk: what blocks hand to each other."""
+    stored: set[Node] = {*distributed.loop.stacked, *distributed.loop.sequences}
     made: set[Node] = set()
     for block in distributed.blocks:
         if isinstance(block, MapBlock):
             made |= set(block.outputs)
         elif isinstance(block, ScanBlock):
             made |= set(block.emits)
-    return sum(nbytes(node) for node in made - kept)
+    return sum(nbytes(node) for node in made - stored)

@@ -1,4 +1,4 @@
-"""A plan in words: what ``train_segment.explain`` returns."""
+"""A plan as text: what ``train_segment.explain`` returns."""
 
 from __future__ import annotations
 
@@ -31,18 +31,24 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a segment will do, printable; ``blocks`` has the parts."""
+    """What a segment will do, to be printed; ``blocks`` has the parts.
+
+    ``flops`` are those of the GEMMs in all steps. ``chunk`` is the number of steps that run at
+    once, None if the segment is never cut. ``saved`` names what the forward loop keeps for the
+    reverse loop, in all steps ``saved_bytes``.
+    """
 
     step: str
     backend: str
     steps: int
-    chunk: int | None  # None: the segment is never cut
+    chunk: int | None
     blocks: list[BlockReport]
     saved: list[str]
     saved_bytes: int
 
     @property
     def flops(self) -> int:
+        """The floating point operations of all GEMMs."""
         return sum(block.flops for block in self.blocks)
 
     def __str__(self) -> str:
@@ -83,16 +89,16 @@ def explain(executable: Executable, step_name: str, steps: int) -> Explanation:
         blocks += _sums(loop, steps)
     forward = plan.loops.forward
     after = dict(zip(forward.next_carries, forward.carries, strict=True))
-    # The state after a step is the one before the next: it is kept once.
-    kept = [node for node in plan.loops.saved if after.get(node) not in plan.loops.saved]
+    # The state after a step is the one before the next, and is saved once.
+    saved = [node for node in plan.loops.saved if after.get(node) not in plan.loops.saved]
     return Explanation(
         step=step_name,
         backend=backend.name,
         steps=steps,
         chunk=None if executable.uncut else executable.chunk,
         blocks=blocks,
-        saved=[names.get(node, node.name) for node in kept],
-        saved_bytes=steps * sum(map(nbytes, kept)),
+        saved=[names.get(node, node.name) for node in saved],
+        saved_bytes=steps * sum(map(nbytes, saved)),
     )
 
 
@@ -100,16 +106,16 @@ def _names(plan: Plan) -> dict[Node, str]:
     """What the caller calls a value: the leaves of the state and of x, and their gradients."""
     names: dict[Node, str] = {}
     carries = iter(plan.forward.loop.carries)
-    own: list[str] = []
+    state_names: list[str] = []
     spec = plan.signature.specs.state
     paths = tree_flatten_with_path(tree_unflatten([0] * spec.num_leaves, spec))[0]
     for (path, _), packing in zip(paths, plan.packings, strict=True):
         for i in range(packing.count):
             part = f"[part {i}]" if packing.dim is not None else ""
-            own.append(f"state{keystr(path)}{part}")
-            names[next(carries)] = own[-1]
+            state_names.append(f"state{keystr(path)}{part}")
+            names[next(carries)] = state_names[-1]
     for node, i in zip(plan.reverse.loop.carries, plan.loops.trained_carries, strict=True):
-        names[node] = f"d {own[i]}"
+        names[node] = f"d {state_names[i]}"
     for i, node in enumerate(plan.forward.loop.sequences):
         names[node] = f"x leaf {i}" if i < len(plan.signature.x) else "reset or mask"
     return names
@@ -133,8 +139,8 @@ def _block(
         runs = f"{backend.name}: needs no carry of its own, all steps in one call"
         return BlockReport(phase, "map", f"of {shown}", gemms, other, flops, size, runs)
     gemms, other, flops = _work(block.module, steps, f"{steps} times")
-    kept = [c for c, flag in zip(block.carries, block.history, strict=True) if flag]
-    size = steps * sum(map(nbytes, [*block.sequences, *block.emits, *kept]))
+    stored = [c for c, flag in zip(block.carries, block.history, strict=True) if flag]
+    size = steps * sum(map(nbytes, [*block.sequences, *block.emits, *stored]))
     size += steps * sum(map(nbytes, block.invariants))
     kind = "linear scan" if block.linear else "scan"
     why = "elementwise affine in its carry" if block.linear else "its carry feeds itself"
@@ -159,7 +165,7 @@ def _invariant(module: fx.GraphModule, phase: str, backend: Backend) -> BlockRep
 def _sums(loop: DistributedLoop, steps: int) -> list[BlockReport]:
     """The parameters' gradients: each a GEMM over all steps and rows, or a sum."""
     gemms, sums, flops = [], 0, 0
-    for term in (own for whole in loop.sums for own in whole.all()):
+    for term in (term for total in loop.sums for term in total.all()):
         if term.kind == "gemm":
             a, b = (value_of(operand).shape for operand in term.operands)
             flops += steps * gemm_flops(term.node)

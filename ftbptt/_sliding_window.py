@@ -29,22 +29,22 @@ def reverse_windows(
     }
     totals: list[Tensor] = []
     for block in sliding.blocks(0, steps, count) if loop.alone.loop.stacked else ():
-        own = [
+        parts = [
             sliding.part(leaf, block, count)
             if i < len(sequences)
             else sliding.with_loss(leaf, block, count)
             for i, leaf in padded.items()
         ]
         n_read = sum(i < len(sequences) for i in padded)
-        back = _windows(programs, sliding, invariants, own, n_read, carries)
+        handed_back = _windows(programs, sliding, invariants, parts, n_read, carries)
         if not totals:
             room = len(sequences[0]) + 2 * sliding.length + count * sliding.stride
-            totals = [leaf.new_zeros((room, *leaf.shape[2:])) for leaf in back]
-        for total, leaf in zip(totals, back, strict=True):
+            totals = [leaf.new_zeros((room, *leaf.shape[2:])) for leaf in handed_back]
+        for total, leaf in zip(totals, handed_back, strict=True):
             sliding.add(total, block, leaf)
     totals = [total[sliding.length - 1 :][:steps] for total in totals]
-    everything = [*sequences, *d_outs, *totals]
-    return programs.run_chunk("together", loop.together, invariants, everything, [])
+    all_sequences = [*sequences, *d_outs, *totals]
+    return programs.run_chunk("together", loop.together, invariants, all_sequences, [])
 
 
 def _windows(
@@ -66,10 +66,10 @@ def _windows(
         run_scan = on_windows(programs.backend.run_scan, loop, count)
 
         def function(*args: Tensor) -> list[Tensor]:
-            given, own = args[:n_inv], list(args[n_inv : n_inv + n_seq])
-            own[:n_read] = map(sliding.side_by_side, own[:n_read])
+            invariants, windows = args[:n_inv], list(args[n_inv : n_inv + n_seq])
+            windows[:n_read] = map(sliding.side_by_side, windows[:n_read])
             start = args[n_inv + n_seq :]
-            return run_loop(loop, run_scan, given, own, start, sliding.length, count)[1]
+            return run_loop(loop, run_scan, invariants, windows, start, sliding.length, count)[1]
 
         programs.build_once(name, function, args, 0, 0)
     return programs.functions[name](*args)

@@ -39,13 +39,13 @@ class Captures:
         warm_up: Callable[[], None],
         function: Callable[[], list[Tensor]],
         device: torch.device,
-        own_memory: bool,
+        separate_memory: bool,
     ) -> tuple[list[Tensor], Callable[[], None]]:
         warm_up()
         with torch.random.fork_rng([]):  # nothing is drawn until a replay
             outputs = [tensor.clone() for tensor in function()]
         self.made += 1
-        self.own_memory = own_memory
+        self.separate_memory = separate_memory
 
         def replay() -> None:
             self.replayed += 1
@@ -119,7 +119,7 @@ def test_output_that_may_be_overwritten(captures: Captures) -> None:
         found = segment(params, state, x, y)
         assert_close(tuple(found), tuple(wanted))
         state = found.state if i % 2 else tree_map(Tensor.clone, wanted.state)
-    assert captures.own_memory
+    assert captures.separate_memory
     again = segment(params, state, x, y)
     assert tree_leaves(again.out)[0].data_ptr() == tree_leaves(found.out)[0].data_ptr()
 
