@@ -1,7 +1,7 @@
-"""A call like one before is not checked and laid out again.
+"""A cache of checked calls: one with the same structure, shapes and dtypes is not checked again.
 
-What a training loop calls thousands of times has the same structure, shapes and dtypes each time;
-for a small cell, finding that out anew would take longer than the arithmetic.
+A training loop makes thousands of such calls, and checking and laying out the arguments of a small
+cell takes longer than its arithmetic.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ._execute import Executable
 
 Tree = Any
 _TENSORS = (Tensor, nn.Parameter)
-_MOST = 256  # one for each K; a loop over ever new lengths should not fill the memory
+_MOST = 256  # calls, one for each K; many different lengths should not fill the memory
 
 
 @dataclass(frozen=True)
 class Trees:
-    """Arguments as flat tensors, and what they look like, as a key.
+    """Arguments as flat tensors, and a key of their structure, shapes, dtypes and devices.
 
-    Only tensors, and dicts, tuples and lists of tensors, or None: most calls have no more.
+    Only of tensors, None, and dicts, tuples and lists of these, which is all that most calls have.
     """
 
     leaves: list[list[Tensor]]
@@ -36,16 +36,16 @@ class Trees:
         leaves: list[list[Tensor]] = []
         key: list[Any] = []
         for tree in trees:
-            own: list[Tensor] = []
-            if not flatten(tree, own, key):
+            tree_leaves: list[Tensor] = []
+            if not flatten(tree, tree_leaves, key):
                 return None
-            leaves.append(own)
-        first = next((leaf for own in leaves for leaf in own), None)
+            leaves.append(tree_leaves)
+        first = next((leaf for tree_leaves in leaves for leaf in tree_leaves), None)
         return None if first is None else cls(leaves, tuple(key), first.device.type)
 
 
 def flatten(tree: Tree, leaves: list[Tensor], key: list[Any]) -> bool:
-    """Appends the tensors of a tree, and what it looks like; whether that is all it has."""
+    """Appends the tensors of a tree, and its form; false if it contains anything else."""
     kind = type(tree)
     if kind in _TENSORS:
         leaves.append(tree)
@@ -63,7 +63,7 @@ def flatten(tree: Tree, leaves: list[Tensor], key: list[Any]) -> bool:
     else:
         return False
     for part in parts:
-        if type(part) in _TENSORS:  # most are: as above, without a call
+        if type(part) in _TENSORS:  # the frequent case, without a call
             leaves.append(part)
             key.append((part.shape, part.dtype, part.device))
         elif not flatten(part, leaves, key):
@@ -72,7 +72,7 @@ def flatten(tree: Tree, leaves: list[Tensor], key: list[Any]) -> bool:
 
 
 def like(tree: Tree, leaves: list[Tensor]) -> Tree:
-    """Leaves in the structure of a tree that ``Trees`` knows."""
+    """The leaves in the structure of a tree that :func:`flatten` accepts."""
     return _like(tree, iter(leaves))
 
 
@@ -89,7 +89,7 @@ def _like(tree: Tree, leaves: Iterator[Tensor]) -> Tree:
 
 @dataclass(frozen=True)
 class Known:
-    """What a call of this kind runs."""
+    """What a checked call runs, and its initial state."""
 
     call: Call
     executable: Executable
@@ -97,7 +97,7 @@ class Known:
 
 
 class Recall:
-    """The calls that were checked, by what they look like."""
+    """The calls that were checked, by the key of their arguments."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Known] = {}

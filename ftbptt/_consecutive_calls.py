@@ -1,6 +1,7 @@
-"""Calls of a segment one after the other, each with the state that the one before has returned.
+"""Consecutive calls of a segment, each with the state that the previous one returned.
 
-To find out what all arguments look like takes a tenth of the time of a small cell's segment.
+Making the cache key of all arguments takes a tenth of the time of a small cell's segment. Here most
+arguments are known by identity instead.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ Tree = Any
 class Following:
     """following : params, state, x[K, ...], y[K, ...] -> SegmentOutput
 
-    As the segment. A state that it returned itself is not looked at again, only what may have
-    changed since: the parameters' tensors, the data, the module.
+    Calls the segment. A state that it returned itself is not examined again; only what may have
+    changed since is: the parameters' tensors, the data, the module.
     """
 
     def __init__(self, segment: TrainSegment) -> None:
         self.segment = segment
         self._known: Known | None = None
         self._params: list[Tensor] = []
-        self._state: list[Tensor] = []  # that was returned last
-        self._form: list[Any] = []  # its structure
-        self._fixed: Tree = None  # itself, if nobody can change it
+        self._state: list[Tensor] = []  # the leaves of the state that was returned last
+        self._form: list[Any] = []  # its structure, shapes and dtypes
+        self._fixed: Tree = None  # the state itself, if it is immutable
         self._looks: tuple[Any, ...] = ()
 
     def __call__(self, params: Tree, state: Tree, x: Tree, y: Tree) -> SegmentOutput:
@@ -65,13 +66,16 @@ class Following:
     def _is_the_returned(self, state: Tree) -> bool:
         if self._fixed is not None:
             return state is self._fixed
-        own: list[Tensor] = []
+        leaves: list[Tensor] = []
         form: list[Any] = []
-        is_plain = flatten(state, own, form)
-        return is_plain and form == self._form and all(map(is_, own, self._state))
+        is_plain = flatten(state, leaves, form)
+        return is_plain and form == self._form and all(map(is_, leaves, self._state))
 
     def _looks_of(self, params: dict[str, Any], x: Tensor, y: Tensor) -> tuple[Any, ...]:
-        """Of parameters that are the same tensors: a name or a dtype may have changed."""
+        """The key of a call whose parameters are the same tensors.
+
+        Their names, shapes and dtypes may have changed since.
+        """
         device = x.device
         return (
             *(*params, x.shape, y.shape, x.dtype, y.dtype, device, y.device),
@@ -81,7 +85,7 @@ class Following:
 
 
 def _flatten_tuples(tree: Tree, leaves: list[Tensor]) -> bool:
-    """Appends the tensors of a tensor or of tuples of them; whether it is that."""
+    """Appends the tensors of nested tuples; false if these contain anything else."""
     for part in tree if type(tree) is tuple else (tree,):
         if type(part) is Tensor:
             leaves.append(part)

@@ -74,7 +74,7 @@ def lay_out(
             f"x: has {steps} steps, all of them context without a loss (context={recipe.context}). "
             "Give more steps."
         )
-    shared = None  # the axis of in_dims: behind time in sequences, in front of the state
+    shared = None  # the axis of in_dims: after time in sequences, first in the state
     if isinstance(layout, SharedLayout):
         xs.leaves = [layout.sequence_first(leaf, x_dim) for leaf in xs.leaves]
         ys.leaves = [layout.sequence_first(leaf, y_dim) for leaf in ys.leaves]
@@ -156,23 +156,23 @@ def _initial_and_state(
 
 def _check_initial(initial: Argument, states: Argument, state_dim: int | None) -> None:
     """``state_dim``: the axis of a state leaf that ``initial_state`` does not have."""
-    for i, (own, leaf) in enumerate(zip(initial.leaves, states.leaves, strict=False)):
-        if own.dtype != leaf.dtype:
+    for i, (start, leaf) in enumerate(zip(initial.leaves, states.leaves, strict=False)):
+        if start.dtype != leaf.dtype:
             raise TypeError(
-                f"{initial.path(i)}: is {own.dtype}, but {states.path(i)} is {leaf.dtype}. Give "
+                f"{initial.path(i)}: is {start.dtype}, but {states.path(i)} is {leaf.dtype}. Give "
                 "both in one dtype."
             )
         shape = list(leaf.shape)
         if state_dim is not None:
             del shape[state_dim]
         try:
-            fits = torch.broadcast_shapes(own.shape, shape) == torch.Size(shape)
+            fits = torch.broadcast_shapes(start.shape, shape) == torch.Size(shape)
         except RuntimeError:
             fits = False
         if not fits:
             of_one = "" if state_dim is None else f" without axis {state_dim}, the sequences"
             raise ValueError(
-                f"{initial.path(i)}: has shape {list(own.shape)}, but {states.path(i)} has "
+                f"{initial.path(i)}: has shape {list(start.shape)}, but {states.path(i)} has "
                 f"{shape}{of_one}. Give the shape of the state, or one that broadcasts to it."
             )
 
@@ -262,14 +262,14 @@ def _check_lengths(
                     f"{argument.path(i)}: expected time on axis {time_dim}, found shape "
                     f"{list(leaf.shape)}."
                 )
-            own = shape[time_dim]
-            if steps is not None and own != steps:
+            length = shape[time_dim]
+            if steps is not None and length != steps:
                 raise ValueError(
-                    f"{argument.path(i)}: has {own} steps on axis {time_dim}, but {xs.path(0)} has "
-                    f"{steps}. x and y must have the same length; nothing is cut silently. "
-                    "Where only some steps have a target, fill up y and give mask=."
+                    f"{argument.path(i)}: has {length} steps on axis {time_dim}, but "
+                    f"{xs.path(0)} has {steps}. x and y must have the same length; nothing is cut "
+                    "silently. Where only some steps have a target, fill up y and give mask=."
                 )
-            steps = own
+            steps = length
         if steps is None:
             raise TypeError(
                 "x: expected at least one tensor, with time on its first axis; found none."
@@ -288,28 +288,28 @@ def _check_flags(
         name = argument.name
         if flags.dtype != torch.bool:
             raise TypeError(f"{name}: expected a bool tensor [K] or [K, B], found {flags.dtype}.")
-        own = list(flags.shape) if shared is None else [flags.shape[0], *flags.shape[2:]]
-        if len(own) not in (1, 2):
+        shape = list(flags.shape) if shared is None else [flags.shape[0], *flags.shape[2:]]
+        if len(shape) not in (1, 2):
             raise ValueError(f"{name}: expected [K] or [K, B], found shape {list(flags.shape)}.")
-        if own[0] != steps:
-            raise ValueError(f"{name}: has {own[0]} steps, but x has {steps}.")
-        if len(own) == 1 or shared is not None:
+        if shape[0] != steps:
+            raise ValueError(f"{name}: has {shape[0]} steps, but x has {steps}.")
+        if len(shape) == 1 or shared is not None:
             continue
         for i, leaf in enumerate(states.leaves):
             axis = recipe.step.row_axis(leaf)
-            found = leaf.shape[axis] if leaf.dim() > axis else None
-            if found != own[1]:
+            rows = leaf.shape[axis] if leaf.dim() > axis else None
+            if rows != shape[1]:
                 raise ValueError(
-                    f"{name}: has {own[1]} rows, but {states.path(i)} of shape "
-                    f"{list(leaf.shape)} has {found or 'none'} on axis {axis}. Give one bool per "
+                    f"{name}: has {shape[1]} rows, but {states.path(i)} of shape "
+                    f"{list(leaf.shape)} has {rows or 'none'} on axis {axis}. Give one bool per "
                     "row of the batch, or [K] for all rows; if the rows of the state lie on "
                     "another axis, say so with as_step(..., state_batch_dim=)."
                 )
             if axis == 1 and recipe.step.may_be_rows_first(leaf, states.leaves):
                 raise ValueError(
-                    f"{name}: has {own[1]} rows, and {states.path(i)} of shape {list(leaf.shape)} "
-                    "as many on axis 0 and on axis 1. Say which are the rows of the batch with "
-                    "as_step(..., state_batch_dim=)."
+                    f"{name}: has {shape[1]} rows, and {states.path(i)} of shape "
+                    f"{list(leaf.shape)} as many on axis 0 and on axis 1. Say which are the rows "
+                    "of the batch with as_step(..., state_batch_dim=)."
                 )
 
 

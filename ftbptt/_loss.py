@@ -24,8 +24,12 @@ def segment_loss(
     in a 2-d loss. The first ``context`` steps are left out of everything.
     """
     if context:
-        out, y = (behind(tree, context, time_dim) for tree in (out, y))
-        mask = None if mask is None else behind(mask, context, time_dim if mask.dim() > 1 else 0)
+        out, y = (without_first(tree, context, time_dim) for tree in (out, y))
+        mask = (
+            None
+            if mask is None
+            else without_first(mask, context, time_dim if mask.dim() > 1 else 0)
+        )
     value = loss(out, y)
     if not isinstance(value, Tensor):
         raise TypeError(
@@ -71,7 +75,7 @@ def segment_loss(
     return (total / valid.sum().clamp(min=1).to(wide)).to(dtype)
 
 
-def behind(tree: Tree, steps: int, time_dim: int) -> Tree:
+def without_first(tree: Tree, steps: int, time_dim: int) -> Tree:
     """The sequences of a tree without their first steps."""
     if tree is None:  # no target
         return None

@@ -1,4 +1,4 @@
-"""The programs of a plan on a backend, each built when it is first needed."""
+"""The compiled functions of a plan on a backend, each built when it is first needed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from .compiler.windows import WindowedLoop, split_windows
 
 
 class Programs:
-    """Functions on tensors, by name; what is built under a name serves for every K."""
+    """Functions on tensors, by name. A function that is built serves every K."""
 
     def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
         self.plan, self.backend, self.count_compile = plan, backend, count_compile
         self.functions: dict[Any, Function] = {}
-        self._sources: list[Function] = []  # they own the blocks that an operator knows by number
+        self._sources: list[
+            Function
+        ] = []  # keeps the blocks alive that operators refer to by number
         self.forward = self._fused(plan.forward)
         self.evaluate = self._fused(plan.evaluate)
         self.reverse = self._fused(plan.reverse)
@@ -38,11 +40,11 @@ class Programs:
 
     @cached_property
     def windowed(self) -> WindowedLoop:
-        """The reverse loop as windows run it."""
+        """The reverse loop, split for a sliding window."""
         return split_windows(self.plan.loops.reverse)
 
     def zero_gradients(self, device: torch.device) -> list[Tensor]:
-        """d(state) after the last step: no gradient comes from later segments."""
+        """The gradient of the state after the last step: zero, since the segment is cut there."""
         return [
             torch.zeros(value_of(node).shape, dtype=value_of(node).dtype, device=device)
             for node in self.plan.reverse.loop.carries
@@ -61,9 +63,11 @@ class Programs:
         if name not in self.functions:
 
             def function(*args: Tensor) -> list[Tensor]:
-                own = args[:n_inv], args[n_inv : n_inv + n_seq], args[n_inv + n_seq :]
-                steps = own[1][0].shape[0]
-                finals, stacked, sums = run_loop(distributed, self.backend.run_scan, *own, steps)
+                invariants, sequences = args[:n_inv], args[n_inv : n_inv + n_seq]
+                finals, stacked, sums = run_loop(
+                    distributed, self.backend.run_scan, invariants, sequences,
+                    args[n_inv + n_seq :], sequences[0].shape[0],
+                )  # fmt: skip
                 return [*finals, *stacked, *sums]
 
             self.build_once(
@@ -81,7 +85,7 @@ class Programs:
     def build_once(
         self, name: Any, function: Function, args: Sequence[Tensor], first: int, last: int
     ) -> None:
-        """Builds a function for tensors like ``args``; axis 0 of args[first:last] is a symbol."""
+        """Builds a function for tensors like ``args``; axis 0 of args[first:last] is symbolic."""
         with TRACING:
             if name not in self.functions:  # another thread may have been first
                 self._sources.append(function)

@@ -23,7 +23,7 @@ from ._messages import first_line
 from ._output import EarlyGradients, SegmentOutput, TappedOutput
 from ._probes import find_taps, taps_of, with_probes
 from ._trees import tree_unflatten
-from ._vmap import Found, SegmentFunction
+from ._vmap import CallInfo, SegmentFunction
 from ._warnings import warn
 from .backends import Backend, choose, fallback
 from .compiler.plan import Plan, make_plan
@@ -95,8 +95,8 @@ class TrainSegment:
     ) -> SegmentOutput:
         """The segment, with gradients handed over while others are still being computed.
 
-        All are returned as well. Not under ``torch.func.vmap``; and where ``backend="auto"`` falls
-        back to another, what was not handed over by then is only returned.
+        All are returned as well. Not under ``torch.func.vmap``. Where ``backend="auto"`` falls back
+        to another backend, gradients that were not handed over by then are only returned.
         """
         return self._segment(params, state, x, y, reset, mask, with_grad=True, early=early)
 
@@ -129,8 +129,8 @@ class TrainSegment:
     ) -> Explanation:
         """explain : as the segment itself -> Explanation, to print
 
-        The plan of such a call: its blocks, what is in each, how it runs and why, the GEMMs, what
-        is saved, FLOPs and bytes. Traces the step if such a call was not seen before; runs nothing.
+        The plan of such a call: its blocks, how each runs and why, the GEMMs, what is saved, FLOPs
+        and bytes. Traces the step if there was no such call before; runs nothing.
         """
         call, tensors, _ = self._laid_out(params, state, x, y, reset, mask)
         executable = self._executable(call, tensors)
@@ -178,10 +178,10 @@ class TrainSegment:
         """The same segment with another input, output or loss.
 
         ``states``: ``out`` becomes ``(out, states)``, where ``states`` has the state before each
-        step. ``factors``: ``x`` becomes ``(x, factors)``, one number for each step by which the
-        gradient is multiplied that goes back from it. ``loss``: called with the loss, returns the
-        one to use. ``context``, ``time_dim``: as in :func:`make_train_segment`, if not as before.
-        What it returns is the caller's for good, whatever ``reuse_output`` was.
+        step. ``factors``: ``x`` becomes ``(x, factors)``; the gradient that goes back from a step
+        is multiplied by its factor. ``loss``: called with the loss, returns the one to use.
+        ``context``, ``time_dim``: as in :func:`make_train_segment`; None keeps the segment's. The
+        variant's results are never overwritten, whatever ``reuse_output`` was.
         """
         step, new_loss = self.recipe.step, self.recipe.loss
         if factors:
@@ -233,24 +233,24 @@ class TrainSegment:
             if known is not None:
                 return self.again(known, trees.leaves, params, state, with_grad, early)
         call, tensors, layout = self._laid_out(params, state, x, y, reset, mask)
-        found = Found()
+        info = CallInfo()
         if mapped:
             if inside_derivative():
                 raise RuntimeError(
                     "a segment is not differentiable: it returns the gradients itself, as .grads, "
                     "and everything detached. Call it outside of torch.func.grad, vjp and jvp."
                 )
-            flat = SegmentFunction.apply(self, call, with_grad, found, *tensors)
+            flat = SegmentFunction.apply(self, call, with_grad, info, *tensors)
         else:
-            flat = tuple(self._run(call, with_grad, found, tensors, early=early))
+            flat = tuple(self._run(call, with_grad, info, tensors, early=early))
             if key is not None and layout.time_dim == 0:
                 initial = call.groups(tensors)["initial_state"]
                 executable = self._executable(call, tensors)
                 self._recall.keep(key, Known(call, executable, initial))
-        return self._output(call, layout, call.results(flat, with_grad), found, with_grad, mapped)
+        return self._output(call, layout, call.results(flat, with_grad), info, with_grad, mapped)
 
     def _output(
-        self, call: Call, layout: Layout, results: Results[Tensor], found: Found, with_grad: bool,
+        self, call: Call, layout: Layout, results: Results[Tensor], info: CallInfo, with_grad: bool,
         mapped: bool,
     ) -> SegmentOutput:  # fmt: skip
         """What the caller gets: in the structure and the layout of the arguments."""
@@ -264,8 +264,8 @@ class TrainSegment:
         else:
             out_leaves = layout.time_back(out_leaves)
         state = tree_unflatten(leaves, call.specs.state)
-        n_out = found.out_spec.num_leaves
-        out = tree_unflatten(out_leaves[:n_out], found.out_spec)
+        n_out = info.out_spec.num_leaves
+        out = tree_unflatten(out_leaves[:n_out], info.out_spec)
         if self.tapped:
             out, values = out
             taps = taps_of(values, out_leaves[n_out:])
@@ -288,7 +288,7 @@ class TrainSegment:
         return call, tensors, layout
 
     def surroundings(self, device_type: str) -> tuple[Any, ...]:
-        """What a call depends on besides its arguments."""
+        """What a call depends on besides its arguments: buffers, modes, autocast, default dtype."""
         buffers = self.recipe.step.buffers().items()
         return (
             tuple((name, b.shape, b.dtype, b.device) for name, b in buffers),
@@ -296,7 +296,7 @@ class TrainSegment:
         )
 
     def known(self, params: Tree, state: Tree, x: Tree, y: Tree) -> Known | None:
-        """What a call like this one runs, if there was one and it can be run again as it is."""
+        """What a call with such arguments runs; None if it has to be checked first."""
         trees = Trees.of((params, state, x, y, None, None))
         if trees is None:
             return None
@@ -311,31 +311,31 @@ class TrainSegment:
         with_grad: bool = True,
         early: EarlyGradients | None = None,
     ) -> SegmentOutput:
-        """A call like one before. ``leaves`` are those of all arguments, as they lie."""
+        """A call that was checked before. ``leaves`` are those of each argument, not moved."""
         param_leaves, *others = leaves
         before = [*param_leaves, *self.recipe.step.buffers().values(), *known.initial]
         tensors = [leaf.detach() for leaf in (*before, *(t for group in others for t in group))]
-        found = Found()
-        flat = self._run(known.call, with_grad, found, tensors, known.executable, early)
+        info = CallInfo()
+        flat = self._run(known.call, with_grad, info, tensors, known.executable, early)
         results = known.call.results(flat, with_grad)
         return SegmentOutput(
             like(params, results.grads) if with_grad else None,
             like(state, results.state),
             results.loss,
-            tree_unflatten(results.out, found.out_spec),
+            tree_unflatten(results.out, info.out_spec),
         )
 
     def _run(
         self,
         call: Call,
         with_grad: bool,
-        found: Found,
+        info: CallInfo,
         tensors: Sequence[Tensor],
         executable: Executable | None = None,
         early: EarlyGradients | None = None,
     ) -> list[Tensor]:
         """The segment on plain tensors: finds or makes the plan, and runs it on its backend."""
-        # A program works on what is in memory, not on what torch has put off.
+        # A program reads memory, in which a lazy conjugate or negative is not yet computed.
         tensors = [
             leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf
             for leaf in tensors
@@ -345,8 +345,8 @@ class TrainSegment:
                 executable = self._executable(call, tensors)
             while executable.instead is not None:
                 executable = executable.instead
-            found.out_spec = executable.plan.out_spec
-            for source, copy in executable.plan.copied:  # which may have been written in place
+            info.out_spec = executable.plan.out_spec
+            for source, copy in executable.plan.copied:  # the source may have been written to
                 copy.copy_(source)
             groups = call.groups(tensors)
             if self._backend != "auto" or executable.backend.name == "eager":
@@ -356,7 +356,7 @@ class TrainSegment:
                 noted = None if early is None else early.noting(callers)
                 return executable.run(groups, with_grad=with_grad, early=noted)
             except torch.OutOfMemoryError:
-                raise  # another backend needs more
+                raise  # another backend needs more memory
             except Exception as error:
                 if error in callers:
                     raise
@@ -371,7 +371,7 @@ class TrainSegment:
                 )
                 executable.instead = self._on(executable.plan, other)
                 self._executables[call.key(tensors)] = executable.instead
-                return self._run(call, with_grad, found, tensors, executable)
+                return self._run(call, with_grad, info, tensors, executable)
 
     def _executable(self, call: Call, tensors: Sequence[Tensor]) -> Executable:
         key = call.key(tensors)

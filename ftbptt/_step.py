@@ -19,7 +19,7 @@ from torch.func import functional_call
 from ._compat import COMPILED_PREFIX, uncompiled
 from ._modules import modules_read_by
 from ._taps import Collector, collecting, owners
-from ._trees import tree_map
+from ._trees import tree_leaves, tree_map
 
 Tree = Any
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -37,7 +37,7 @@ class Step:
     module: nn.Module | None = None
     call_module: Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]] | None = None
     batch_first: bool = False  # batched data is [B, K, ...] unless time_dim says otherwise
-    state_batch_dim: int | None = None  # the axis of the rows in the state leaves, if told
+    state_batch_dim: int | None = None  # the axis of the rows in the state leaves, if it is given
     zero_state: Callable[[Tree], Tree] | None = None
     has_gradient_factors: bool = False  # x is (x, factor), see with_gradient_factors
     # Read at every call, so looked up once: walking a module takes longer than a small segment.
@@ -95,9 +95,9 @@ class Step:
         """
         if self.state_batch_dim is not None or leaf.shape[0] != leaf.shape[1]:
             return False
-        found = sum(map(self._is_of_a_layer, state))
+        count = sum(map(self._is_of_a_layer, state))
         layers = sum(2 if isinstance(layer, nn.LSTM) else 1 for layer in self._layers)
-        return self._is_of_a_layer(leaf) and found != layers
+        return self._is_of_a_layer(leaf) and count != layers
 
     def parameter_names(self) -> list[str] | None:
         """The keys that ``params`` must have, or None for a plain function."""
@@ -298,14 +298,14 @@ def _call_chunk(batch_first: bool) -> Callable[[nn.Module, Tree, Tree], tuple[Tr
 def _tied(module: nn.Module) -> list[tuple[str, str]]:
     """Further places of parameters and buffers that have several: ``(place, name)``."""
     names: dict[int, str] = {}
-    found = []
+    tied = []
     for path, owner in module.named_modules():
         for kind in (owner.named_parameters, owner.named_buffers):
             for place, tensor in kind(path, recurse=False, remove_duplicate=False):
                 first = names.setdefault(id(tensor), place)
                 if first != place:
-                    found.append((place, first))
-    return found
+                    tied.append((place, first))
+    return tied
 
 
 def _layers(module: nn.Module) -> list[nn.RNNBase]:
@@ -327,9 +327,7 @@ def start_of(step: Step, initial_state: Any, params: Tree, x_t: Tree) -> Tree:
 
 
 def _tensors(tree: Tree) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
-    return found
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_batched(module: nn.Module, x_t: Tensor) -> bool:

@@ -102,9 +102,9 @@ def tap_of(weight: Tensor, name: str, tensor: Tensor) -> Tensor:
     if collector is None or id(weight) not in collector.owners:
         return tensor
     name, uses = collector.owners[id(weight)] + name, 0
-    while (own := f"{name}.{uses}" if uses else name) in collector.offered:
+    while (unique := f"{name}.{uses}" if uses else name) in collector.offered:
         uses += 1  # a cell that is called more than once in a step
-    return collector.take(own, tensor)
+    return collector.take(unique, tensor)
 
 
 @contextmanager
@@ -123,9 +123,9 @@ def owners(params: Tree) -> dict[int, str]:
     ``cells.0.weight_ih`` -> ``cells.0.``, ``lstm.weight_ih_l1`` -> ``lstm.l1.``, and
     ``weight_ih_l0`` of a layer that is the step itself -> ``l0.``.
     """
-    found = {}
+    prefixes = {}
     for name, tensor in params.items() if isinstance(params, dict) else ():
         if isinstance(name, str) and "weight_ih" in name:
             owner, _, layer = name.rpartition("weight_ih")
-            found[id(tensor)] = owner + (layer.removeprefix("_") + "." if layer else "")
-    return found
+            prefixes[id(tensor)] = owner + (layer.removeprefix("_") + "." if layer else "")
+    return prefixes

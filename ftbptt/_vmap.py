@@ -14,10 +14,10 @@ from .compiler.signature import Level
 class Runs(Protocol):
     """A segment, as far as vmap is concerned."""
 
-    def _run(self, call: Call, with_grad: bool, found: Found, tensors: Any) -> list[Tensor]: ...
+    def _run(self, call: Call, with_grad: bool, info: CallInfo, tensors: Any) -> list[Tensor]: ...
 
 
-class Found:
+class CallInfo:
     """What a call learns while it runs, passed through torch.func as it is."""
 
     out_spec: Any = None
@@ -29,8 +29,10 @@ class SegmentFunction(torch.autograd.Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(segment: Runs, call: Call, with_grad: bool, found: Found, *tensors: Tensor) -> Any:
-        return tuple(segment._run(call, with_grad, found, tensors))
+    def forward(
+        segment: Runs, call: Call, with_grad: bool, info: CallInfo, *tensors: Tensor
+    ) -> Any:
+        return tuple(segment._run(call, with_grad, info, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -47,7 +49,7 @@ class SegmentFunction(torch.autograd.Function):
         segment: Runs,
         call: Call,
         with_grad: bool,
-        found: Found,
+        call_info: CallInfo,
         *tensors: Tensor,
     ) -> Any:
         dims = in_dims[4:]
@@ -57,6 +59,6 @@ class SegmentFunction(torch.autograd.Function):
         ]
         level = Level(info.batch_size, info.randomness)
         call = call.under_vmap(level, [d is not None for d in dims])
-        flat = SegmentFunction.apply(segment, call, with_grad, found, *moved)
+        flat = SegmentFunction.apply(segment, call, with_grad, call_info, *moved)
         before_out = len(flat) - len(call.results(flat, with_grad).out)  # what has no axis of time
         return flat, tuple(0 if i < before_out else 1 for i in range(len(flat)))
