@@ -128,7 +128,8 @@ def _changed_after(mesh: DeviceMesh, folder: str) -> bool:
     own.wait()
     found = own.load()
     assert found is not None
-    assert (found.common["n"], found.common["none"], found.own) == (3, None, mesh.get_rank())
+    expected = (3, None, mesh.get_rank())
+    assert (found.common["n"], found.common["none"], found.by_rank) == expected
     assert not found.common["w"][0].any()
     return torch.equal(found.rows["h"][0] + 10, rows) and found.rows["h"][1] is None
 
