@@ -5,16 +5,21 @@ Write one time step and a loss; get one function that trains on K steps::
     train_segment = ftbptt.make_train_segment(step, loss)
     grads, state, loss, out = train_segment(params, state, x, y)
 
-The way of the data::
+How the data flows::
 
     step, loss --trace--> graph --adjoint--> two loops --distribute--> blocks --run--> result
 
-Words. *segment*: K steps graded together. *state*: what is passed between segments; *carry*: the
-same inside a loop. *out*: a step's output, *y* its target. *reset*: a bool per step and row,
-applied before the step: the state restarts there. *mask*: which steps are valid. *map block*: work
-that needs no carry of its own, all K steps in one call. *scan block*: a true recurrence, K
-dependent steps. *linear scan*: a scan that is elementwise affine in its carry. *shift*: a carry
-that is a value one step late.
+Words. *segment*: K steps differentiated together. *state*: what is passed between segments;
+*carry*: the same inside a loop. *out*: a step's output, *y* its target. *reset*: a bool per step
+and row, applied before the step: the state restarts there. *mask*: which steps are valid. *map
+block*: work that needs no carry of its own, all K steps in one call. *scan block*: a true
+recurrence, K dependent steps. *linear scan*: a scan that is elementwise affine in its carry.
+*shift*: a carry that is a value one step late.
+
+Packages, each importing only from those before it: ``compiler`` (a step and a loss to blocks),
+``kernels`` (a scan block to C++ or Triton), ``backends`` (how blocks run), ``distributed``,
+``training`` (streams), ``debug``, ``integrations``. The modules beside them are one call of a
+segment: ``_make_segment``, ``_segment``, ``_lay_out``, ``_execute``, ``_programs``, in this order.
 """
 
 from ._explain import Explanation

@@ -13,7 +13,7 @@ from .contiguous import ContiguousStreams
 from .early_stop import EarlyStop
 from .evaluate import Evaluation, evaluate_stream
 from .events import Events, SequenceEnd
-from .learner import FunctionalOptimizer
+from .optimizers import FunctionalOptimizer
 from .packing import PackedSequences
 from .random_truncation import RandomTruncation, random_truncation
 from .report import Report, plot_history, write_scalars

@@ -21,7 +21,8 @@ from .chunk import Chunk
 from .chunk_stream import ChunkStream
 from .cursor import Cursor
 from .events import Events
-from .learner import FunctionalOptimizer, Learner
+from .learner import Learner
+from .optimizers import FunctionalOptimizer
 from .prefetch import Mover
 from .rank_sync import RankSync
 from .report import Meter
