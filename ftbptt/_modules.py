@@ -36,7 +36,7 @@ def modules_read_by(function: Any) -> list[nn.Module]:
         elif isinstance(value, partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, FunctionType):
-            waiting += [cell.cell_contents for cell in value.__closure__ or () if _is_bound(cell)]
+            waiting += [cell.cell_contents for cell in value.__closure__ or () if is_bound(cell)]
             waiting += _globals_of(value)
         elif isinstance(value, (list, tuple)):
             waiting += value
@@ -57,7 +57,8 @@ def _globals_of(function: FunctionType) -> list[Any]:
     ]
 
 
-def _is_bound(cell: CellType) -> bool:
+def is_bound(cell: CellType) -> bool:
+    """Whether a variable that a function closes over has a value."""
     try:
         _ = cell.cell_contents
     except ValueError:

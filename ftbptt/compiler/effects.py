@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from .._modules import is_bound
 from .._step import Step
 from .random_draws import draws_of_this_thread, random_states
 
@@ -183,15 +184,7 @@ def _captured(function: FunctionType) -> Variables:
 def _captured_variables(function: FunctionType) -> dict[str, Any]:
     """The variables that a function closes over, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells if _is_bound(cell)}
-
-
-def _is_bound(cell: CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
+    return {name: cell.cell_contents for name, cell in cells if is_bound(cell)}
 
 
 def _content(container: Any) -> Any:
