@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .._messages import describe_type
 from .._step import Step
 from .._trees import (
     in_order_of,
@@ -33,12 +34,9 @@ def checked_pair(result: Any, state: Tree, x_only: set[torch.dtype]) -> tuple[Tr
     such a pair, or if the state comes out with another structure, dtype or shape.
     """
     if not (isinstance(result, (tuple, list)) and len(result) == 2):
-        kind = f"a {type(result).__name__}"
-        if isinstance(result, (tuple, list)):
-            kind += f" of {len(result)}"
         raise TypeError(
-            f"step: expected (out_t, state), found {kind}. Return the output and the next state "
-            "as a pair; a step without output returns its state twice."
+            f"step: expected (out_t, state), found {describe_type(result)}. Return the output "
+            "and the next state as a pair; a step without output returns its state twice."
         )
     out, state_after = result
     for path, leaf in tree_flatten_with_path(out)[0]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._messages import describe_type
 from .._trees import (
     keystr,
     tree_flatten,
@@ -170,13 +171,10 @@ def error_prefix(prefix: str) -> Iterator[None]:
 def as_chunk(item: Any) -> Chunk:
     """A tuple of the caller as a chunk. Raises TypeError for anything else."""
     if not isinstance(item, (tuple, list)) or not 2 <= len(item) <= 4:
-        description = f"a {type(item).__name__}"
-        if isinstance(item, (tuple, list)):
-            description += f" of {len(item)}"
         raise TypeError(
-            f"expected (x, y), (x, y, reset) or (x, y, reset, mask), found {description}. For data "
-            "without a target: (x, None). Anything but a tuple is read as an iterable of chunks, "
-            "each of them such a tuple."
+            f"expected (x, y), (x, y, reset) or (x, y, reset, mask), found {describe_type(item)}. "
+            "For data without a target: (x, None). Anything but a tuple is read as an iterable "
+            "of chunks, each of them such a tuple."
         )
     return check_leaves(Chunk(*item))
 
