@@ -81,6 +81,7 @@ __all__ = [
     "may_be_a_view",
     "memory_of",
     "not_traced",
+    "object_command",
     "own_buffers",
     "own_parameters",
     "symbolic_steps",
@@ -438,31 +439,41 @@ def calls_in_cpp(op: Any, definition: str) -> Any:
 # The C++ compiler as Inductor finds it, and the folders that it keeps its work in.
 
 
-def cpp_command(source: str, library: str, include: Sequence[str], header: str = "") -> str:
-    """The command that makes a shared library of one C++ file, as Inductor would.
+def cpp_command(
+    sources: Sequence[str], library: str, include: Sequence[str], header: str = ""
+) -> str:
+    """The command that makes a shared library of C++ and object files, as Inductor would.
 
     It names the compiler, vector instructions, OpenMP and torch's headers on each platform, and a
     precompiled header if there is one.
     """
     options = _cpp_options(include)
     options.precompiled_header = header or None
-    return str(_cpp_builder(source, library, options).get_command_line())
+    return str(_cpp_builder(sources, library, options).get_command_line())
 
 
 def header_command(source: str, output: str, include: Sequence[str]) -> tuple[str, str]:
     """The command that compiles a header, and the file that it makes: ``output`` with an ending."""
-    builder = _cpp_builder(source, output, _cpp_options(include, precompiling=True))
+    builder = _cpp_builder([source], output, _cpp_options(include, precompiling=True))
     return builder.get_command_line(), builder.get_target_file_path()
 
 
-def _cpp_builder(source: str, output: str, options: Any) -> Any:
+def object_command(source: str, output: str, include: Sequence[str]) -> tuple[str, str]:
+    """The command that compiles a C++ file without linking, and the file that it makes."""
+    builder = _cpp_builder([source], output, _cpp_options(include, compile_only=True))
+    return builder.get_command_line(), builder.get_target_file_path()
+
+
+def _cpp_builder(sources: Sequence[str], output: str, options: Any) -> Any:
     from torch._inductor.cpp_builder import CppBuilder
 
     folder, name = os.path.split(os.path.splitext(output)[0])
-    return CppBuilder(name=name, sources=source, BuildOption=options, output_dir=folder)
+    return CppBuilder(name=name, sources=list(sources), BuildOption=options, output_dir=folder)
 
 
-def _cpp_options(include: Sequence[str], precompiling: bool = False) -> Any:
+def _cpp_options(
+    include: Sequence[str], *, precompiling: bool = False, compile_only: bool = False
+) -> Any:
     from torch._inductor import config, cpu_vec_isa
     from torch._inductor.cpp_builder import CppTorchDeviceOptions
     from torch._inductor.exc import InvalidCxxCompiler
@@ -474,6 +485,7 @@ def _cpp_options(include: Sequence[str], precompiling: bool = False) -> Any:
                 device_type="cpu",
                 extra_flags=["-w", *(f"-I{shlex.quote(path)}" for path in include)],
                 precompiling=precompiling,
+                compile_only=compile_only,
             )
     except InvalidCxxCompiler as error:
         raise RuntimeError(

@@ -211,7 +211,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "kernel_cache_dir", lambda: folder)
-        patch.setattr(toolchain, "_WORTH_A_HEADER", 2)
+        patch.setattr(toolchain, "_WORTH_PRECOMPILING", 2)
         library_of(SOURCE)
         assert not list(folder.glob("*.?ch")), "one kernel does not pay for it"
         library_of(SOURCE + "// another")
@@ -227,7 +227,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def header(made_once: Path, empty_cache: Path) -> Path:
     """The same in a cache of its own."""
     empty_cache.mkdir()
-    for path in (made_once.with_suffix(""), made_once):
+    for path in (made_once.with_suffix(""), made_once, *made_once.parent.glob("*.o")):
         shutil.copy2(path, empty_cache)
     return empty_cache / made_once.name
 
@@ -238,6 +238,9 @@ def commands_of(empty_cache: Path) -> list[list[str]]:
 
 def test_many_kernels_share_a_compiled_header(header: Path, empty_cache: Path) -> None:
     with_header, without = commands_of(empty_cache)
+    (panels,) = empty_cache.glob("*.o")
+    assert str(panels) in with_header
+    assert str(panels) not in without
     assert str(header.with_suffix("")) in with_header
     assert str(header.with_suffix("")) not in without
     text = header.with_suffix("")
@@ -257,14 +260,24 @@ def test_a_damaged_header_is_done_without(damage: str, header: Path, empty_cache
         assert len(commands_of(empty_cache)) == 1, "it was deleted"
 
 
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_damaged_panels_are_done_without(damage: str, header: Path, empty_cache: Path) -> None:
+    (panels,) = empty_cache.glob("*.o")
+    content = bytearray(panels.read_bytes())
+    content[len(content) // 2] ^= 1
+    panels.write_bytes(content[: len(content) // 2] if damage == "cut" else content)
+    assert len(commands_of(empty_cache)) == 1
+    assert half_of(WITH_HEADER + f"// {damage} panels", 6) == 3
+
+
 def test_of_several_processes_one_compiles_the_header(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(toolchain, "_WORTH_A_HEADER", 1)
+    monkeypatch.setattr(toolchain, "_WORTH_PRECOMPILING", 1)
     empty_cache.mkdir()
     (empty_cache / "a.so").touch()
-    compile_header = toolchain.header_to_compile(empty_cache)
-    assert compile_header
+    precompile = toolchain.precompilation(empty_cache)
+    assert precompile
     with FileLock(empty_cache / f"{toolchain.key_of('')}.lock"):
-        compile_header()
+        precompile()
     assert [path.name for path in empty_cache.iterdir() if path.suffix != ".lock"] == ["a.so"]

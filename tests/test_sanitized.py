@@ -124,7 +124,7 @@ def build(source: str, program: Path, instructions: str | None = None) -> Path:
     """
     path = program.with_suffix(".cpp")
     path.write_text("#include <vector>\n" + source + MAIN)
-    command = cpp_command(str(path), str(program), [str(INCLUDE)])
+    command = cpp_command([str(path)], str(program), [str(INCLUDE)])
     words = [w for w in shlex.split(command) if w not in ("-shared", "-O3", "-ltorch_python")]
     words[words.index("-o") + 1] = str(program)
     if instructions is not None:

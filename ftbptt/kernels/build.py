@@ -1,14 +1,13 @@
 """C++ source -> a function, compiled once per source text and cached on disk.
 
 A library is built in a temporary folder and renamed once complete. So a killed build leaves no
-partial library, and processes that build the same source at the same time do not interfere. A hash
-of the content is appended to the file: a library that was damaged later is rebuilt.
+partial library, and processes that build the same source at the same time do not interfere.
+Libraries are sealed: one that was damaged later is rebuilt.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import subprocess
 import tempfile
@@ -21,7 +20,8 @@ from typing import Any, cast
 import torch
 
 from .._compat import compile_cache_dir
-from .toolchain import commands, forget_header, header_to_compile, key_of
+from .sealed import is_sealed, seal
+from .toolchain import commands, forget_precompiled, key_of, precompilation
 
 
 class KernelBuildError(RuntimeError):
@@ -35,7 +35,7 @@ def kernel_cache_dir() -> Path:
 
 _builders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ftbptt-build")
 _started: dict[Path, Future[None]] = {}
-_with_header: set[Path] = set()  # cache folders whose header this process has started compiling
+_precompiled: set[Path] = set()  # cache folders for which this process has started precompiling
 
 
 def start(source: str) -> Path:
@@ -45,7 +45,7 @@ def start(source: str) -> Path:
     """
     folder, key = kernel_cache_dir(), key_of(source)
     library = folder / f"{key}.so"
-    if library not in _started and not _is_complete(library):
+    if library not in _started and not is_sealed(library):
         folder.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=folder, prefix="build-")
         source_file, built = Path(scratch.name) / f"{key}.cpp", Path(scratch.name) / f"{key}.so"
@@ -66,11 +66,11 @@ def finish() -> None:
             started.result()
         finally:
             _started.pop(library, None)  # so that a failed build can be started again
-    for folder in folders - _with_header:
-        compile_header = header_to_compile(folder)
-        if compile_header:
-            _with_header.add(folder)
-            _builders.submit(compile_header)
+    for folder in folders - _precompiled:
+        precompile = precompilation(folder)
+        if precompile:
+            _precompiled.add(folder)
+            _builders.submit(precompile)
 
 
 def abandon() -> None:
@@ -105,22 +105,7 @@ def _build(
         else:
             errors = [line for line in result.stderr.splitlines() if "error" in line.lower()]
             raise KernelBuildError(f"no kernel could be compiled: {' '.join(errors[:3])}")
-        if command is not attempts[0]:  # the compiled header was the problem
-            forget_header(library.parent)
-        content = built.read_bytes()
-        built.write_bytes(content + _hash(content))
+        if command is not attempts[0]:  # what was precompiled is the problem
+            forget_precompiled(library.parent)
+        seal(built)
         os.replace(built, library)
-
-
-def _hash(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()
-
-
-def _is_complete(library: Path) -> bool:
-    """Whether the library's last bytes are the hash of the bytes before them.
-
-    Loading a library that was truncated, by a crash or a copy, would crash the process.
-    """
-    content = library.read_bytes() if library.exists() else b""
-    size = len(_hash(b""))
-    return content[-size:] == _hash(content[:-size])
