@@ -95,6 +95,14 @@ def test_an_error_in_a_source_is_told(empty_cache: Path) -> None:
     assert list(empty_cache.iterdir()) == []
 
 
+def test_of_several_failed_builds_none_is_told_with_a_later_one(empty_cache: Path) -> None:
+    for source in ("nonsense;", "more of it;"):
+        build.start(source)
+    with pytest.raises(RuntimeError, match="no kernel could be compiled"):
+        build.finish()
+    assert half_of(SOURCE, 6) == 3
+
+
 @pytest.mark.parametrize("damage", ["nothing", "text", "half"])
 def test_a_damaged_library_is_built_anew(damage: str, empty_cache: Path) -> None:
     library = library_of(SOURCE)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import Any, cast
 
 import torch
@@ -60,23 +61,22 @@ def finish() -> None:
 
     Raises :class:`KernelBuildError` if the compiler rejects a source.
     """
-    folders = {library.parent for library in _started}
-    for library, started in list(_started.items()):
-        try:
-            started.result()
-        finally:
-            _started.pop(library, None)  # so that a failed build can be started again
-    for folder in folders - _precompiled:
+    builds = dict(_started)
+    abandon()  # all of them, so that one which failed can be started again
+    for build in builds.values():
+        build.result()
+    for folder in {library.parent for library in builds} - _precompiled:
         precompile = precompilation(folder)
         if precompile:
             _precompiled.add(folder)
-            _builders.submit(precompile)
+            # A daemon: nobody waits for it, not even the end of the process.
+            Thread(target=precompile, name="ftbptt-precompile", daemon=True).start()
 
 
 def abandon() -> None:
     """Waits for all builds that were started, and ignores their errors."""
-    for started in _started.values():
-        started.exception()
+    for build in _started.values():
+        build.exception()
     _started.clear()
 
 
