@@ -400,6 +400,7 @@ def inductor_compile(
             mode,
             tracing(TracingContext(mode)),
             config.patch(options),
+            _keeping_mutations(),
             warnings.catch_warnings(),
             without_log("torch._inductor.ir", "missing a c-shim"),
         ):
@@ -419,6 +420,28 @@ def inductor_compile(
         return list(compiled([arg.contiguous() for arg in args]))
 
     return run
+
+
+@contextmanager
+def _keeping_mutations() -> Iterator[None]:
+    """Inductor (2.11 to 2.13) forgets, of a node that it fuses, that what it reads was written to.
+
+    It computes the node's reads again for the loops of the other node, and drops the names that
+    stand for "this buffer after that loop". What reads the result of a loop then ran before it.
+    """
+    from torch._inductor.scheduler import SchedulerNode
+
+    original = SchedulerNode.recompute_size_and_body
+
+    def recompute(node: Any, *args: Any, **kwargs: Any) -> None:
+        original(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    setattr(SchedulerNode, "recompute_size_and_body", recompute)  # noqa: B010 - mypy
+    try:
+        yield
+    finally:
+        setattr(SchedulerNode, "recompute_size_and_body", original)  # noqa: B010
 
 
 def calls_in_cpp(op: Any, definition: str) -> Any:

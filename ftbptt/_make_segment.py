@@ -42,8 +42,9 @@ def make_train_segment(
         state = detach(state)
         for t in range(K):
             state = where(reset[t], initial_state, state)
-            out[t], state = step(params, x[t], state)
-        value = loss(out, y)
+            out[t], new = step(params, x[t], state)
+            state = where(mask[t], new, state)             # padding: the state stays
+        value = loss(out, y)                               # with a mask: its mean over valid steps
         grads = grad(value, params); state = detach(state)
 
     ``step``

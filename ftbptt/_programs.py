@@ -116,5 +116,9 @@ class Programs:
 
         program = built_somewhere(built)
         if first < last and is_pinned(steps):
-            raise RuntimeError(f"the {name} program was pinned to {steps} steps")
+            raise RuntimeError(
+                f"an operation fixed the number of steps to {steps} while it was compiled, as "
+                "linalg.solve, torch.fft and a few others do outside the recurrence, but one "
+                "compilation is for every K. backend='eager' runs it."
+            )
         return program

@@ -349,3 +349,33 @@ def test_gradient_of_a_maximum(backend: str) -> None:
 
     made = problem_with(lambda w, x, h: torch.tanh(h @ w + x), out)
     check(make_train_segment(made.step, made.loss, backend=backend), made, 40)
+
+
+def test_weighted_keys_and_values() -> None:
+    """RWKV. Inductor let what reads the result of a loop run before the loop, fused with others."""
+
+    def step(params: Any, x_t: Tensor, state: tuple[Tensor, ...]) -> Any:
+        numerator, denominator, largest = state
+        key, value = x_t @ params["key"], x_t @ params["value"]
+
+        def average(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            new = torch.maximum(a, b)
+            old_weight, weight = torch.exp(a - new), torch.exp(b - new)
+            return old_weight * numerator + weight * value, old_weight * denominator + weight, new
+
+        above, below, _ = average(largest, params["first"] + key)
+        decayed = largest - torch.exp(params["decay"])
+        return (above / below) @ params["out"], average(decayed, key)
+
+    draw = Draw(1)
+    params = {
+        "key": draw(H, 5), "value": draw(H, 5), "first": draw(5), "decay": draw(5),
+        "out": draw(5, H),
+    }  # fmt: skip
+    zeros = draw(B, 5) * 0
+    made = Problem(
+        step, params, (zeros, zeros, zeros - 9), draw.sequence(B, H), draw.sequence(B, H), mse
+    )
+    segment = make_train_segment(made.step, made.loss, backend="compile")
+    check(segment, made, 5)
+    check(segment, made, 2)
