@@ -44,6 +44,7 @@ FLOAT: dict[str, Operation] = {
     "pow_of_number": lambda x, y: 2.5**x,
     "atan2": torch.atan2,
     "fmod": lambda x, y: torch.fmod(x.clamp(-50, 50), y.abs().clamp_min(0.5)),
+    "remainder": lambda x, y: x.clamp(-50, 50) % torch.where(y.abs() < 0.5, 0.5, y),
     "clamp": lambda x, y: torch.clamp(x, -0.5, 2),
     "clamp_crossed": lambda x, y: torch.clamp(x, 1.0, -1.0),
     "clamp_min": lambda x, y: torch.clamp_min(x, 0.3),
@@ -281,7 +282,7 @@ def refused(operation: Operation, x: Tensor) -> str:
         lambda x, y: torch.rsub(x, 2.0, alpha=3),
         lambda x, y: torch.rsub(x, y, alpha=3),
         lambda x, y: torch.cumsum(x, -1),
-        lambda x, y: torch.remainder(x, y),
+        lambda x, y: torch.hypot(x, y),
     ],
 )
 def test_a_form_that_is_not_known_is_refused_or_right(operation: Operation) -> None:
@@ -315,6 +316,8 @@ def test_large_integers_are_exact_and_wrap_around(dtype: torch.dtype) -> None:
         "pow": lambda x, y: x**y,
         "fmod": lambda x, y: torch.fmod(x, y | 1),
         "fmod_number": lambda x, y: torch.fmod(x, torch.iinfo(dtype).max - 56),
+        "remainder": lambda x, y: torch.remainder(x, y | 1),
+        "remainder_of_number": lambda x, y: x % 7,
         "round": lambda x, y: x.round(),
         "trunc": lambda x, y: torch.trunc(x),
         "where": lambda x, y: torch.where(x > y, x, y),
@@ -339,7 +342,6 @@ def test_an_integer_is_divided_by_zero_without_a_signal() -> None:
         lambda x, y: torch.bitwise_not(x) + y,
         lambda x, y: x // (y | 1),
         lambda x, y: torch.div(x, y | 1, rounding_mode="trunc"),
-        lambda x, y: torch.remainder(x, y | 1),
         lambda x, y: x << 3,
         lambda x, y: x >> 3,
     ],
@@ -354,7 +356,7 @@ def test_nodes_without_a_kernel_are_named() -> None:
     def name(node: Node) -> str:
         return str(node)
 
-    assert "remainder" in refused(lambda x, y: torch.remainder(x, y), torch.ones(2, 3, 5))
+    assert "hypot" in refused(torch.hypot, torch.ones(2, 3, 5))
     node = torch.fx.Graph().call_function(aten.cumsum.default)
     with pytest.raises(expressions.Unsupported, match="kernels do not support this operation"):
         expressions.expression(node, name)

@@ -25,8 +25,6 @@ Segments = Callable[..., Any]
 
 # (phase, the operation that stopped it) of each scan block that no kernel is made of.
 NOT_FUSED = {
-    "delta_rule": [("forward", "bmm.default"), ("reverse", "bmm.default")],
-    "slot_attention": [("forward", "reshape.default"), ("reverse", "bmm.default")],
     "conv_field": [("forward", "convolution.default"), ("reverse", "input_gradient")],
     "competing_units": [("forward", "cumsum.default"), ("reverse", "flip.default")],
 }

@@ -123,7 +123,7 @@ def moved(
     nodes: dict[str, fx.Node], stay: set[str], elsewhere: set[str], stored: set[str]
 ) -> set[str]:
     inside = {nodes["a"]}
-    fused = fused_nodes(
+    fused, _ = fused_nodes(
         inside,
         [node for node in nodes.values() if node not in inside],
         lambda node: node.name not in stay,

@@ -27,8 +27,10 @@ from .test_vmap import check_ensemble, check_shared
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-# Triton has no complex numbers.
+# Triton has no complex numbers, and no slices of what is in registers.
+SEVERAL_VECTORS = "GPU kernels do not support products of several vectors of a row"
 REFUSED = NOT_FUSED | {
+    "slot_attention": [("forward", SEVERAL_VECTORS), ("reverse", SEVERAL_VECTORS)],
     "lru_complex": [("forward", "GPU kernels do not support torch.complex128"),
                     ("reverse", "GPU kernels do not support torch.complex128")],
 }  # fmt: skip

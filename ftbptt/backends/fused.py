@@ -25,6 +25,7 @@ from ..kernels.build import abandon, finish, load, start
 from ..kernels.cpp import print_cpp
 from ..kernels.expressions import Unsupported, is_elementwise
 from ..kernels.lower import make_row_loop
+from ..kernels.normalize import is_small_product
 from ..kernels.rowloop import RowLoop
 from ..kernels.toolchain import INCLUDE
 from ..kernels.triton_module import launch, write
@@ -235,18 +236,19 @@ def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Functio
 
 def _takes_in(node: Node) -> bool:
     """Whether a kernel can compute this operation, given its operands."""
-    return is_elementwise(node) or node.target in VIEWS or node.target is aten.sum.dim_IntList
+    is_cheap = is_elementwise(node) or node.target in VIEWS
+    return is_cheap or node.target is aten.sum.dim_IntList or is_small_product(node)
 
 
-def _is_kernel(block: ScanBlock, reverse: bool) -> bool:
-    """Whether one kernel can compute a block that has absorbed operations."""
+def _rows_of(block: ScanBlock, reverse: bool) -> tuple[int, ...] | None:
+    """The row axes of the block's kernel; None if there is none that can absorb operations."""
     try:
-        language, _, _ = _source_for(block, reverse)
+        language, loop, _ = _source_for(block, reverse)
     except Unsupported:
-        return False
-    return language.takes_in
+        return None
+    return loop.rows.shape if language.takes_in else None
 
 
 FUSED = Backend(
-    "fused", _describe, run_scan, _build, captured=True, fusion=Fusion(_takes_in, _is_kernel)
+    "fused", _describe, run_scan, _build, captured=True, fusion=Fusion(_takes_in, _rows_of)
 )

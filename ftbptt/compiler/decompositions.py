@@ -55,6 +55,31 @@ def _select_scatter(x: Tensor, part: Tensor, dim: int, index: Any) -> Any:
     return torch.view_as_complex(torch.select_scatter(x, part, dim if dim >= 0 else dim - 1, index))
 
 
+def _roll(x: Tensor, shifts: Any, dims: Sequence[int] = ()) -> Tensor:
+    if not dims:
+        return _roll(x.flatten(), shifts, (0,)).reshape(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        first = -shift % max(x.shape[dim], 1)
+        if first:
+            x = torch.cat(_slices(x, [first, x.shape[dim] - first], dim)[::-1], dim)
+    return x
+
+
+def _pad(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
+    for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        dim = x.dim() - 1 - i  # from the last axis to the first
+        if min(before, after) < 0:
+            x = aten.slice.Tensor(x, dim, max(-before, 0), x.shape[dim] + min(after, 0))
+        shape = list(x.shape)
+        parts = [x]
+        for count, at in ((after, 1), (before, 0)):
+            if count > 0:
+                shape[dim] = count
+                parts.insert(at, torch.full(shape, value, dtype=x.dtype, device=x.device))
+        x = torch.cat(parts, dim) if len(parts) > 1 else x
+    return x
+
+
 # Matrix-vector products as matrix products: one kind of GEMM to hoist and to differentiate. And the
 # results of functionalize (copy, fill, zero), where autograd knows only the in-place operations, or
 # only real numbers (slice_scatter, select_scatter).
@@ -76,7 +101,8 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
 
     Without the decompositions of operations that should stay one node of the reverse loop, and
     those into operations that vmap has no rule for (``flip`` becomes a prim). Biases are added
-    after products; ``split`` and ``unbind`` become single slices.
+    after products; ``split`` and ``unbind`` become single slices, ``roll`` and padding slices that
+    are joined.
     """
     table = inductor_decompositions()
     for op in (
@@ -107,6 +133,8 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
         x, [min(size, x.shape[dim] - at) for at in range(0, x.shape[dim], size)], dim
     )
     table[aten.split_with_sizes.default] = lambda x, sizes, dim=0: _slices(x, sizes, dim)
+    table[aten.roll.default] = _roll
+    table[aten.constant_pad_nd.default] = _pad
     table[aten.unbind.int] = lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])]
     return table
 

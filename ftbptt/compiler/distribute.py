@@ -7,8 +7,9 @@ never feeds itself is a shift of a sequence: no loop at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
@@ -17,11 +18,13 @@ from .components import Component, assign_stages, find_components, is_map_stage
 from .fusion import Fusion, fused_nodes, keeps_rows
 from .graphs import (
     CHEAP,
+    GEMMS,
     VIEWS,
     Node,
     aten,
     extract,
     inputs_of,
+    is_outer_product,
     is_random,
     is_tuple,
     nbytes,
@@ -128,6 +131,9 @@ def distribute(loop: Loop, fusion: Fusion | None = None) -> DistributedLoop:
         u for n in needed if is_tuple(n) for u in n.users if any(v in needed for v in u.users)
     }
     order = [n for n in loop.graph.nodes if n in needed and n not in set(inputs)]
+    for node in order:
+        if is_outer_product(node):
+            node.target = aten.mul.Tensor
     hoisted = [n for n in order if n not in varying and _is_heavy(n, inputs)]
     hoisted = [n for n in hoisted if n in results or any(u in varying for u in n.users)]
     order = [n for n in order if n in varying]
@@ -161,43 +167,73 @@ def _fuse(
     Returns the schedule and the sums as they are if there is nothing to move, or if the backend
     cannot make one kernel of the result.
     """
-    loop, stage = schedule.loop, schedule.stage
+    loop = schedule.loop
+
+    def rows_of(schedule: _Schedule, component: Component, sums: list[Term]) -> Any:
+        block = _scan_block(schedule, component, _at_every_step(schedule, sums))
+        block.history = [True] * len(component.carries)  # at most: what is read is not yet known
+        return fusion.rows(block, loop.reverse)
+
+    rows = rows_of(schedule, component, sums)
+    if rows is None:
+        return schedule, sums
+    # Of fewer axes as rows, there are more sums that a row can take.
+    lengths = range(len(rows), min(len(rows), 1) - 1, -1)
+    choices = [_movable(schedule, component, sums, fusion, rows[:n]) for n in lengths]
+    for n, (moved, _) in sorted(
+        zip(lengths, choices, strict=True), key=lambda choice: choice[1][1]
+    ):
+        if not moved:
+            break
+        fused = _with_moved(schedule, component, sums, moved)
+        if rows_of(*fused) == rows[:n]:
+            return fused[0], fused[2]
+    return schedule, sums
+
+
+def _movable(
+    schedule: _Schedule, component: Component, sums: list[Term], fusion: Fusion, rows: Sequence[int]
+) -> tuple[set[Node], float]:
+    """(what is best done inside the recurrence, the bytes that are moved then)"""
+    stage = schedule.stage
     inside = {*component.core, *component.carries, *component.next_carries}
     map_after = [n for n in schedule.order if stage[n] == component.stage_after]
     batch_sums = (term for total in sums for term in total.all() if term.kind == "rows")
     totals = {term.node for term in batch_sums if term.operands[0] in {*inside, *map_after}}
     readers = {*component.core, *map_after, *totals}
-    batch_shape = value_of(component.carries[0]).shape[:-1]
 
     def can_move(node: Node) -> bool:
-        return node in totals or (fusion.operation(node) and keeps_rows(node, batch_shape))
+        if node.target in GEMMS and node.args[1] not in schedule.varying:
+            return False  # with a weight: one GEMM over all steps
+        return node in totals or (fusion.operation(node) and keeps_rows(node, rows))
 
     def read_elsewhere(node: Node) -> bool:
         return any(user in stage and user not in readers for user in node.users)
 
     stored = _at_every_step(schedule, [term.with_totals(totals) for term in sums])
-    moved = fused_nodes(inside, [*map_after, *totals], can_move, read_elsewhere, stored)
-    if not moved:
-        return schedule, sums
-    sums_left = [term.with_totals(moved) for term in sums]
+    return fused_nodes(inside, [*map_after, *totals], can_move, read_elsewhere, stored)
+
+
+def _with_moved(
+    schedule: _Schedule, component: Component, sums: list[Term], moved: set[Node]
+) -> tuple[_Schedule, Component, list[Term]]:
+    """The schedule with these nodes in the recurrence, the recurrence, and the sums left."""
+    graph = schedule.loop.graph
+    totals = {term.node for total in sums for term in total.all() if term.kind == "rows"} & moved
     fused_component = replace(
         component,
         core=component.core | (moved - totals),
         fused=moved,
-        totals=[n for n in loop.graph.nodes if n in moved & totals],
+        totals=[n for n in graph.nodes if n in totals],
     )
     components = list(schedule.components)
     components[component.index] = fused_component
     fused_schedule = replace(
         schedule,
         components=components,
-        stage=stage | dict.fromkeys(moved - totals, component.stage),
+        stage=schedule.stage | dict.fromkeys(moved - totals, component.stage),
     )
-    block = _scan_block(fused_schedule, fused_component, _at_every_step(fused_schedule, sums_left))
-    block.history = [True] * len(component.carries)  # at most: what is read is not yet known
-    if fusion.loop(block, loop.reverse):
-        return fused_schedule, sums_left
-    return schedule, sums
+    return fused_schedule, fused_component, [term.with_totals(moved) for term in sums]
 
 
 def _is_heavy(node: Node, inputs: list[Node]) -> bool:

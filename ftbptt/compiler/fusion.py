@@ -23,19 +23,25 @@ from .graphs import Node, aten, inputs_of, nbytes, value_of
 class Fusion:
     """What a backend's loops can take in.
 
-    ``operation(node)``: whether a kernel can compute it; ``loop(scan block, reverse)``: whether the
-    block with everything that was moved into it can be one kernel.
+    ``operation(node)``: whether a kernel can compute it, given its operands; ``rows(scan block,
+    reverse)``: the leading axes that its kernel computes in parallel, None if it has no kernel.
     """
 
     operation: Callable[[Node], bool]
-    loop: Callable[[Any, bool], bool]
+    rows: Callable[[Any, bool], tuple[int, ...] | None]
 
 
 def keeps_rows(node: Node, rows: Sequence[int]) -> bool:
-    """Whether the leading axes of the node's value are still the batch axes ``rows``."""
-    n = len(rows)
-    moves = node.target is aten.permute.default and list(node.args[1][:n]) != list(range(n))
-    return not moves and tuple(value_of(node).shape[:n]) == tuple(rows)
+    """Whether the leading axes of the node's value are still the batch axes ``rows``.
+
+    They may be one axis, as in the batch of a product.
+    """
+    shape = value_of(node).shape
+    for n in range(1 if rows else 0, len(shape) + 1):
+        if math.prod(shape[:n]) == math.prod(rows):
+            moves = node.target is aten.permute.default
+            return not moves or list(node.args[1][:n]) == list(range(n))
+    return False
 
 
 def fused_nodes(
@@ -44,8 +50,8 @@ def fused_nodes(
     can_move: Callable[[Node], bool],
     read_elsewhere: Callable[[Node], bool],
     stored: set[Node],
-) -> set[Node]:
-    """fused_nodes : values of a loop, nodes that read them -> those to compute in the loop
+) -> tuple[set[Node], float]:
+    """fused_nodes : values of a loop, nodes that read them -> (those to compute in it, bytes moved)
 
     ``read_elsewhere``: whether nodes other than ``after`` read a value. ``stored`` are values that
     are written to memory in any case, so that only reading them costs.
@@ -76,5 +82,5 @@ def fused_nodes(
             graph.add_edge("loop", (value, "in"), capacity=math.inf)
         if read_elsewhere(value):
             graph.add_edge((value, "out"), "outside", capacity=math.inf)
-    _, (fused, _) = nx.minimum_cut(graph, "loop", "outside")
-    return {node for node in after if (node, "in") in fused}
+    moved_bytes, (fused, _) = nx.minimum_cut(graph, "loop", "outside")
+    return {node for node in after if (node, "in") in fused}, moved_bytes

@@ -92,6 +92,11 @@ def gemm_flops(node: Node) -> int:
     return 2 * a.numel() * b.shape[-1]
 
 
+def is_outer_product(node: Node) -> bool:
+    """Whether it is a batch of products of a column and a row: elementwise, with broadcasting."""
+    return node.target is aten.bmm.default and value_of(node.args[0]).shape[-1] == 1
+
+
 def inputs_of(node: Node) -> list[Node]:
     return node.all_input_nodes
 

@@ -115,7 +115,6 @@ _BATCHABLE = {
     aten.scatter.value: _along(aten.scatter.value, 1),
     aten.scatter_add.default: _along(aten.scatter_add.default, 1),
     aten.scatter_reduce.two: _along(aten.scatter_reduce.two, 1),
-    aten.constant_pad_nd.default: _along(aten.constant_pad_nd.default),
     aten.mm.default: _with_rule(torch.mm, _product_over_time),
     aten.bmm.default: _with_rule(torch.bmm, _product_over_time),
     aten.convolution.default: _with_rule(aten.convolution.default, convolution_over_time),

@@ -16,7 +16,7 @@ import torch
 
 from .._compat import is_view_of
 from ..compiler.graphs import VIEWS, Node, value_of
-from .expressions import refuse
+from .expressions import Unsupported, refuse
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,13 @@ class RowPattern:
 class RowView:
     """The rows of a block (its leading axes), and what each node is for one row.
 
-    ``dims``: the sizes of the row axes, without those of size 1.
+    ``shape``: the sizes of the row axes. ``dims``: the same without those of size 1.
     """
 
-    def __init__(self, dims: Sequence[int]) -> None:
-        self.dims = tuple(n for n in dims if n != 1)
-        self.total = math.prod(dims)
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+        self.dims = tuple(n for n in shape if n != 1)
+        self.total = math.prod(shape)
         self._strided: dict[Node, Strided] = {}
 
     def rank(self, node: Node) -> int:
@@ -59,6 +60,14 @@ class RowView:
             if math.prod(shape[:rank]) == self.total:
                 return rank
         raise refuse(node, f"its shape {list(shape)} does not start with the rows of the batch")
+
+    def has_rows(self, node: Node) -> bool:
+        """Whether the node has a value per row."""
+        try:
+            self.rank(node)
+        except Unsupported:
+            return False
+        return True
 
     def features(self, node: Node) -> tuple[int, ...]:
         return tuple(value_of(node).shape[self.rank(node) :])

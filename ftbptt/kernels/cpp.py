@@ -133,10 +133,14 @@ class _Printer:
             rows *= 2
         return max(_LEAST_ROWS, min(_MOST_ROWS, rows // 8 * 8))
 
+    def _weights(self, op: Product) -> str:
+        """How many weights the product has."""
+        return str(op.vectors) if op.by_vector else self._axes(0, op.grouped)
+
     def _pack_buffers(self) -> Iterator[str]:
         for weight, op in self.products.items():
             t = c_type(compute_dtype(self.loop.weight_dtypes[weight]))
-            count = self._axes(0, op.grouped)
+            count = self._weights(op)
             yield f"const int64_t packed_size{weight} = Gemm<{t}>::packed_size({op.k}, {op.n});"
             yield f"Buffer<{t}> packed{weight}({count} * packed_size{weight});"
 
@@ -145,7 +149,7 @@ class _Printer:
             return
         for weight, op in self.products.items():
             t = c_type(compute_dtype(self.loop.weight_dtypes[weight]))
-            count = self._axes(0, op.grouped)
+            count = self._weights(op)
             yield (
                 f"pack<{t}>(weight{weight}, strides{weight}, {op.k}, {op.n}, {count}, "
                 f"packed{weight}.data());"
@@ -247,21 +251,28 @@ class _Printer:
 
     def _product(self, op: Product) -> Iterator[str]:
         source, value = op.row.source, op.value
-        a = source.memory if isinstance(source, Value) else source
+        a, c = source.memory if isinstance(source, Value) else source, value.memory
         assert a is not None
-        assert value.memory is not None
+        assert c is not None
         offset = op.row.offset + (source.offset if isinstance(source, Value) else 0)
         t = c_type(compute_dtype(value.dtype))
-        lda = a.pattern.unit if a.kind == "sequence" else a.size
-        # ``tile.group`` counts the groups of the weight with the most grouped axes; a weight with
-        # fewer is shared by several of those groups.
-        group = f"tile.group / ({self._axes(op.grouped, self.groups)})"
-        packed_offset = f" + {group} * packed_size{op.weight}" if op.grouped else ""
+        lda, ldc, rows = a.pattern.unit if a.kind == "sequence" else a.size, c.size, "rows"
+        a_pointer, c_pointer = self._tile_pointer(a, offset), self._tile_pointer(c, value.offset)
+        packed = f"packed{op.weight}.data()"
+        if op.grouped:
+            # ``tile.group`` counts the groups of the weight with the most grouped axes; a weight
+            # with fewer is shared by several of those groups.
+            group = f"tile.group / ({self._axes(op.grouped, self.groups)})"
+            packed += f" + {group} * packed_size{op.weight}"
+        if not op.by_vector and (lda, ldc) == (op.vectors * op.k, op.vectors * op.n):
+            lda, ldc, rows = op.k, op.n, f"rows * {op.vectors}" if op.vectors > 1 else rows
+        elif op.vectors > 1:
+            yield f"for (int64_t v = 0; v < {op.vectors}; ++v)"
+            a_pointer, c_pointer = f"{a_pointer} + v * {op.k}", f"{c_pointer} + v * {op.n}"
+            packed += f" + v * packed_size{op.weight}" if op.by_vector else ""
         yield (
-            f"Gemm<{t}>::run(rows, {op.k}, {op.n}, {self._tile_pointer(a, offset)}, {lda}, "
-            f"packed{op.weight}.data(){packed_offset}, "
-            f"{self._tile_pointer(value.memory, value.offset)}, "
-            f"{value.memory.size});"
+            f"Gemm<{t}>::run({rows}, {op.k}, {op.n}, {a_pointer}, {lda}, {packed}, {c_pointer}, "
+            f"{ldc});"
         )
 
     def _rows(self, nests: list[Nest]) -> Iterator[str]:

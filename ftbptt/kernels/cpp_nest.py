@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from .accesses import contiguous
 from .expressions import Apply, Expression, Literal
-from .rowloop import Map, Memory, Read, Reduce, Value, compute_dtype, reads
-from .schedule import Nest
+from .rowloop import Map, Memory, Read, Reduce, Value, compute_dtype
+from .schedule import Nest, is_same_index
 
 _C_TYPES = {
     torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16",
@@ -46,44 +45,55 @@ class NestPrinter:
         # (memory, offset, strides) of a load -> its variable. ``loaded`` is set for each loop body.
         self.hoisted: dict[tuple[Any, ...], str] = {}
         self.type = self._vector_type()
+        # The loop over vectors: the innermost, or the last over what reductions keep.
+        self.axis = nest.vector_axis(stored) if self.type is not None else None
+        if self.axis is None:
+            self.type = None
 
     def lines(self) -> Iterator[str]:
-        shape, outer = self.nest.shape, self.nest.outer
-        reductions = [op for op in self.nest.operations if isinstance(op, Reduce)]
         yield "{"
-        depth = len(shape) - 1
-        for axis in range(max(depth, 0)):
-            if axis == outer:
-                yield from self._open(reductions)
-            yield f"for (int64_t i{axis} = 0; i{axis} < {shape[axis]}; ++i{axis}) {{"
-        if outer is not None and outer >= max(depth, 0):
-            yield from self._open(reductions)
-        body = list(self._inner(shape[-1] if shape else 1))
-        yield from self._hoist()
-        yield from body
-        for axis in reversed(range(max(depth, 0))):
-            if outer is not None and axis == outer - 1:
-                yield from self._close(reductions)
-            yield "}"
-        if outer == 0:
-            yield from self._close(reductions)
+        if self.type is not None:
+            yield f"using V = Vec<{c_type(self.type)}>;"
+        yield from self._loops(0, "")
         yield "}"
 
-    # -- types ------------------------------------------------------------------------------------
+    def _loops(self, axis: int, left: str) -> Iterator[str]:
+        """The loops over this axis and those inside. ``left``: see ``_body``."""
+        reductions = [op for op in self.nest.operations if isinstance(op, Reduce)]
+        is_reduced = axis == self.nest.outer
+        if is_reduced:
+            yield from self._open(reductions)
+        if axis == len(self.nest.shape):
+            yield from self._body(left)
+        elif axis == self.axis:
+            yield from self._vectors(axis)
+        else:
+            yield f"for (int64_t i{axis} = 0; i{axis} < {self.nest.shape[axis]}; ++i{axis}) {{"
+            yield from self._loops(axis + 1, left)
+            yield "}"
+        if is_reduced:
+            yield from self._close(reductions, left)
+
+    def _vectors(self, axis: int) -> Iterator[str]:
+        """The loop over the elements of an axis: vectors, then a partial one for the tail."""
+        n = self.nest.shape[axis]
+        whole, partial = list(self._loops(axis + 1, "")), list(self._loops(axis + 1, ", left"))
+        yield from self._hoist()
+        yield "int64_t j = 0;"
+        yield f"for (; j + V::size() <= {n}; j += V::size()) {{"
+        yield from whole
+        yield "}"
+        yield f"if constexpr ({n} % V::size() != 0) {{"
+        yield f"constexpr int64_t left = {n} % V::size();"
+        yield from partial
+        yield "}"
 
     def _vector_type(self) -> torch.dtype | None:
-        """The common compute dtype of all values, if the innermost loop can be vectorized."""
-        if not self.nest.shape or self.nest.shape[-1] < 4:
-            return None
+        """The common compute dtype of all values, if there are vectors of it."""
         dtypes: set[torch.dtype] = set()
         for op in self.nest.operations:
             dtypes |= {compute_dtype(d) for d in _dtypes(op.expression)}
             dtypes.add(compute_dtype(op.value.dtype))
-            inner = [read.strides[-1] for read in reads(op.expression)]
-            if isinstance(op, Map):
-                inner.append(op.value.strides[-1])
-            if not {0, 1}.issuperset(inner):
-                return None
         dtypes.discard(torch.bool)  # a mask of vectors of any type
         if len(dtypes) != 1:
             return None
@@ -94,25 +104,7 @@ class NestPrinter:
             return dtype if only_maps and names <= _COMPLEX_VECTORS else None
         return dtype if dtype.is_floating_point else None
 
-    # -- the innermost loop -----------------------------------------------------------------------
-
-    def _inner(self, n: int) -> Iterator[str]:
-        """The innermost loop over ``n`` elements: vectors, then a partial one for the tail."""
-        if self.type is None:
-            yield f"for (int64_t j = 0; j < {n}; ++j) {{"
-            yield from self._body("")
-            yield "}"
-            return
-        t = c_type(self.type)
-        yield f"using V = Vec<{t}>;"
-        yield "int64_t j = 0;"
-        yield f"for (; j + V::size() <= {n}; j += V::size()) {{"
-        yield from self._body("")
-        yield "}"
-        yield f"if constexpr ({n} % V::size() != 0) {{"
-        yield f"constexpr int64_t left = {n} % V::size();"
-        yield from self._body(", left")
-        yield "}"
+    # -- one iteration ----------------------------------------------------------------------------
 
     def _body(self, left: str) -> Iterator[str]:
         """``left``: the last argument of loads and stores of a partial vector, or empty."""
@@ -125,12 +117,14 @@ class NestPrinter:
             self.loads = []
             name = f"v_{op.value.name}"
             if isinstance(op, Reduce):
+                # Where lanes are elements that are kept, those after the last are never stored.
+                lanes = left if self.axis == len(self.nest.shape) - 1 else ""
                 fold = f"{op.kind}_of(total_{op.value.name}, {value}"
-                yield f"total_{op.value.name} = {fold}{left});"
+                yield f"total_{op.value.name} = {fold}{lanes});"
                 continue
             yield f"const auto {name} = {self._as_vector(op, value)};"
             if op.value in self.stored:
-                index = _index(op.value.offset, op.value.strides, len(self.nest.shape))
+                index = self._index(op.value.offset, op.value.strides)
                 assert op.value.memory is not None
                 pointer = f"row_{memory_name(op.value.memory)} + {index}"
                 function = "add_" if op.value.memory.kind == "total" else "store_"
@@ -174,35 +168,44 @@ class NestPrinter:
     def _load(self, read: Read, left: str) -> str:
         source, offset = read.source, read.offset
         if isinstance(source, Value):
-            if source in self.mapped and _same_index(read, self.nest.shape):
+            if source in self.mapped and is_same_index(read, self.nest.shape):
                 return f"v_{source.name}"
             memory, offset = source.memory, offset + source.offset
         else:
             memory = source
         assert memory is not None
         key = (memory, offset, read.strides)
-        pointer = f"row_{memory_name(memory)}"
-        if self.type is None:
-            return f"load_({pointer} + {_index(offset, read.strides, len(self.nest.shape))})"
-        if read.strides[-1] == 0:
-            if key not in self.hoisted:
-                self.hoisted[key] = f"u{len(self.hoisted)}"
-            return self.hoisted[key]
+        pointer = f"row_{memory_name(memory)} + {self._index(offset, read.strides)}"
+        if self.axis is None:
+            return f"load_({pointer})"
+        if read.strides[self.axis] == 0 and self.axis == len(read.strides) - 1:
+            return self.hoisted.setdefault(key, f"u{len(self.hoisted)}")
         if key not in self.loaded:
-            name = f"x{len(self.loaded)}"
-            index = _index(offset, read.strides, len(self.nest.shape))
-            self.loads.append(f"const auto {name} = load_<V>({pointer} + {index}{left});")
-            self.loaded[key] = name
+            name = self.loaded[key] = f"x{len(self.loaded)}"
+            if read.strides[self.axis] == 0:
+                self.loads.append(self._broadcast(name, memory, offset, read.strides))
+            else:
+                self.loads.append(f"const auto {name} = load_<V>({pointer}{left});")
         return self.loaded[key]
+
+    def _broadcast(self, name: str, memory: Memory, offset: int, strides: tuple[int, ...]) -> str:
+        """The variable ``name``: one element in all lanes, or a bool, which is no vector."""
+        load = f"load_(row_{memory_name(memory)} + {self._index(offset, strides)})"
+        return f"const auto {name} = {load if memory.dtype == torch.bool else f'V({load})'};"
 
     def _hoist(self) -> Iterator[str]:
         """Loads that do not depend on the innermost index, before the innermost loop."""
         for (memory, offset, strides), name in self.hoisted.items():
-            index = _index(offset, strides[:-1], len(self.nest.shape) - 1, inner=False)
-            load = f"load_(row_{memory_name(memory)} + {index})"
-            t = c_type(self.type) if self.type is not None else ""
-            is_bool = memory.dtype == torch.bool
-            yield f"const auto {name} = {load};" if is_bool else f"const Vec<{t}> {name}({load});"
+            yield self._broadcast(name, memory, offset, strides)
+
+    def _index(self, offset: int, strides: tuple[int, ...]) -> str:
+        """The index of an element; j counts the elements of vectors."""
+        terms = [str(offset)] if offset else []
+        for axis, stride in enumerate(strides):
+            if stride:
+                name = "j" if axis == self.axis else f"i{axis}"
+                terms.append(name if stride == 1 else f"{name} * {stride}")
+        return " + ".join(terms) or "0"
 
     # -- reductions -------------------------------------------------------------------------------
 
@@ -213,30 +216,18 @@ class NestPrinter:
             total_type = t if self.type is None else f"Vec<{t}>"
             yield f"{total_type} total_{op.value.name}({neutral});"
 
-    def _close(self, reductions: list[Reduce]) -> Iterator[str]:
+    def _close(self, reductions: list[Reduce], left: str) -> Iterator[str]:
+        is_vector = self.axis is not None and self.axis < (self.nest.outer or 0)
         for op in reductions:
             name, memory = op.value.name, op.value.memory
             assert memory is not None
-            total = f"total_{name}" if self.type is None else f"{op.kind}_all(total_{name})"
-            index = _index(op.value.offset, op.value.strides, op.outer, inner=False)
-            yield f"store_(row_{memory_name(memory)} + {index}, {total});"
-
-
-def _index(offset: int, strides: tuple[int, ...], depth: int, *, inner: bool = True) -> str:
-    """The index of an element in ``depth`` loops, of which the last counts in j if ``inner``."""
-    terms = [str(offset)] if offset else []
-    for axis, stride in enumerate(strides):
-        name = "j" if inner and axis == depth - 1 else f"i{axis}"
-        if stride:
-            terms.append(name if stride == 1 else f"{name} * {stride}")
-    return " + ".join(terms) or "0"
-
-
-def _same_index(read: Read, shape: tuple[int, ...]) -> bool:
-    """Whether element i of the loop over ``shape`` reads element i of the value."""
-    value = read.source
-    assert isinstance(value, Value)
-    return value.shape == shape and not read.offset and read.strides == contiguous(shape)
+            pointer = (
+                f"row_{memory_name(memory)} + {self._index(op.value.offset, op.value.strides)}"
+            )
+            if self.axis is None or is_vector:
+                yield f"store_({pointer}, total_{name}{left});"
+            else:
+                yield f"store_({pointer}, {op.kind}_all(total_{name}));"
 
 
 def _dtype(expr: Expression) -> torch.dtype:

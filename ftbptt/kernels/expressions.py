@@ -249,6 +249,16 @@ def _reversed_sub(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[st
     return Apply("sub", (b, a), out)
 
 
+def _remainder(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """With the sign of the divisor, where ``fmod`` has that of the dividend."""
+    a, b = (cast(x, out) for x in args)
+    rest, zero = Apply("fmod", (a, b), out), Literal(0, out)
+    signs = (Apply("lt", (x, zero), torch.bool) for x in (rest, b))
+    differs = Apply("bit_xor", tuple(signs), torch.bool)
+    moved = Apply("bit_and", (Apply("ne", (rest, zero), torch.bool), differs), torch.bool)
+    return Apply("where", (moved, Apply("add", (rest, b), out), rest), out)
+
+
 def _test(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
     name = _overload_name(node)
     if not args[0].dtype.is_floating_point:
@@ -290,6 +300,7 @@ _TABLE: dict[str, Callable[[Node, torch.dtype, list[Any], dict[str, Any]], Any]]
     "tanh_backward": _tanh_backward,
     "threshold_backward": _threshold_backward,
     "rsub": _reversed_sub,
+    "remainder": _remainder,
     "addcmul": _add_product,
     "addcdiv": _add_product,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import VIEWS, Node, aten, value_of
 from .accesses import RowPattern, RowView, contiguous
 from .expressions import (
+    Apply,
     Expression,
     Unsupported,
     cast,
@@ -57,7 +59,7 @@ class _Builder:
 
     def __init__(self, block: ScanBlock, rows: RowView) -> None:
         self.block, self.rows = block, rows
-        self.graph = normalize(block.module, self._has_rows)
+        self.graph = normalize(block, rows)
         self.values: dict[Node, Value] = {}  # of the nodes
         self.all_values: list[Value] = []  # also copies, pieces of a cat, ...
         self.memories: dict[Node, Memory] = {}  # of the carries
@@ -71,14 +73,6 @@ class _Builder:
         for i, node in enumerate(self.carries):
             self.memories[node] = self._memory("carry", i, node)
             self.loop.carries.append(self.memories[node])
-
-    def _has_rows(self, node: Node) -> bool:
-        """Whether the node has a value per row."""
-        try:
-            self.rows.rank(node)
-        except Unsupported:
-            return False
-        return True
 
     def _memory(self, kind: str, index: int, node: Node) -> Memory:
         """A memory with a part per row, for the node's value."""
@@ -96,7 +90,7 @@ class _Builder:
             if node.op != "call_function" or is_constant(node) or node.target in VIEWS:
                 continue
             if is_elementwise(node):
-                if self._has_rows(node):
+                if self.rows.has_rows(node) and not _is_only_reduced(node):
                     self._map(node)
             elif node.target in _REDUCTIONS:
                 self._reduce(node)
@@ -178,23 +172,29 @@ class _Builder:
         dtype, value = value_of(node).dtype, value_of(source)
         if not value.dtype.is_floating_point or dtype != value.dtype:
             raise refuse(node, "a reduction of numbers that are not floating point")
-        rank, axes = self.rows.rank(source), list(range(value.dim()))
+        shape, rank = list(value.shape), self.rows.rank(source)
+        axes = list(range(value.dim()))
         dims = node.args[1] if len(node.args) > 1 else []
         reduced = [d % value.dim() for d in ([dims] if isinstance(dims, int) else dims)] or axes
         if any(d < rank and value.shape[d] != 1 for d in reduced):
             raise refuse(node, "it mixes rows of the batch")
-        read = self._read(source, list(value.shape), rank)
         # The axes that are not reduced come first; axes of one element are left out.
         features = [d for d in axes[rank:] if value.shape[d] != 1]
-        strides = dict(zip(features, read.strides, strict=True))
         outer = [d for d in features if d not in reduced]
         order = [*outer, *(d for d in features if d in reduced)]
-        read = Read(read.source, read.offset, tuple(strides[d] for d in order), read.dtype)
+        reduced_value = self._reduced_value(source, shape, rank)
+        expression = _with_axes(reduced_value, [features.index(d) for d in order])
         if len(order) == len(outer):  # nothing to reduce
-            self.operations.append(Map(self._value(node), read))
+            self.operations.append(Map(self._value(node), expression))
             return
-        shape = tuple(value.shape[d] for d in order)
-        self.operations.append(Reduce(self._value(node), kind, shape, len(outer), read))
+        extents = tuple(value.shape[d] for d in order)
+        self.operations.append(Reduce(self._value(node), kind, extents, len(outer), expression))
+
+    def _reduced_value(self, node: Node, shape: list[int], rank: int) -> Expression:
+        """What a reduction reads: computed on the way if nothing else reads it."""
+        if _is_only_reduced(node):
+            return self._expression(node, shape, rank)
+        return self._leaf(node, shape, rank)
 
     def _total(self, node: Node, index: int) -> None:
         """A sum over the rows, which the kernel accumulates over the steps as well."""
@@ -206,7 +206,7 @@ class _Builder:
         total = self._new_value(f"total{index}", value_of(node).dtype, shape[rank:])
         total.memory = Memory("total", index, total.dtype, total.size, RowPattern((0, 0), 0))
         self.loop.totals.append(total.memory)
-        self.operations.append(Map(total, self._leaf(source, shape, rank)))
+        self.operations.append(Map(total, self._reduced_value(source, shape, rank)))
 
     def _product(self, node: Node) -> None:
         a, weight = node.args[:2]
@@ -216,19 +216,21 @@ class _Builder:
         if not value.dtype.is_floating_point:
             raise refuse(node, "a product of numbers that are not floating point")
         shape, rank = list(value_of(a).shape), self.rows.rank(a)
-        k, n = shape[-1], value.shape[-1]
-        if math.prod(shape[:-1]) != self.rows.total:
-            raise refuse(node, "a product with a matrix, not a vector, per row of the batch")
-        # Without a shared weight, the leading row axes that make up the batch axis of the bmm.
-        is_shared = node.target is aten.mm.default or value_of(weight).stride(0) == 0
-        grouped = 0 if is_shared else self.rows.axis(shape[0], node)
+        vectors, k, n = math.prod(shape[rank:-1]), shape[-1], value.shape[-1]
+        # A batch of weights is one for each of the leading row axes, or for each vector of a row.
+        is_batch = node.target is aten.bmm.default and value_of(weight).stride(0) != 0
+        by_vector = is_batch and vectors > 1 and value_of(weight).shape[0] == vectors
+        grouped = 0
+        if is_batch and not by_vector:
+            grouped = self.rows.axis(value_of(weight).shape[0], node)
         read = self._read(a, shape, rank)
-        strides = read.strides if k != 1 else (1,)
-        if strides != (1,) or not _is_operand(read, self.rows):
+        features = [size for size in (vectors, k) if size != 1]
+        if read.strides != contiguous(features) or not _is_operand(read, self.rows):
             read = self._copied(a, shape, rank)
         index = self.invariants[weight]
         self.loop.weight_dtypes[index] = value_of(weight).dtype
-        self.operations.append(Product(self._value(node), read, index, k, n, grouped))
+        product = Product(self._value(node), read, index, vectors, k, n, grouped, by_vector)
+        self.operations.append(product)
 
     def _copied(self, node: Node, shape: list[int], rank: int) -> Read:
         """The node copied to a contiguous value."""
@@ -294,6 +296,21 @@ class _Builder:
             value = self._new_value(f"{kind}_{index}", memory.dtype, shape[rank:])
             self.operations.append(Map(value, self._leaf(node, shape, rank)))
         value.memory = memory
+
+
+def _is_only_reduced(node: Node) -> bool:
+    """Whether the node is elementwise, and all that reads it is one reduction."""
+    users = list(node.users)
+    return is_elementwise(node) and len(users) == 1 and users[0].target in _REDUCTIONS
+
+
+def _with_axes(expr: Expression, order: Sequence[int]) -> Expression:
+    """The expression over its axes in another order."""
+    if isinstance(expr, Read):
+        return replace(expr, strides=tuple(expr.strides[i] for i in order))
+    if isinstance(expr, Apply):
+        return replace(expr, args=tuple(_with_axes(arg, order) for arg in expr.args))
+    return expr
 
 
 def _is_operand(read: Read, rows: RowView) -> bool:

@@ -1,36 +1,52 @@
 """A block's graph -> an equivalent graph with fewer kinds of nodes, as input for ``lower``.
 
-Means and variances become sums; ``stack`` and the scatters become ``cat``. A view of an elementwise
-result becomes the elementwise operation on views, so that the gates of an LSTM are slices of a
-product, and the tensor of all gates is never stored.
+Means and variances become sums; ``stack`` and the scatters become ``cat``; a product of matrices
+that each row has for itself becomes a sum of elementwise products. A view of an elementwise result
+becomes the elementwise operation on views, so that the gates of an LSTM are slices of a product,
+and the tensor of all gates is never stored.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .._compat import is_view_of
+from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import VIEWS, Node, aten, value_of
+from .accesses import RowView
 from .expressions import is_constant, is_elementwise, refuse
 
+# What a product of two matrices of a row can have at most of rows, of columns or of terms: kernels
+# compute it without the blocking of a GEMM.
+_MOST_VECTORS = 16
 
-def normalize(module: fx.GraphModule, has_rows: Callable[[Node], bool]) -> fx.Graph:
-    """normalize : a block's step x (node -> whether it has a value per row) -> a new graph"""
-    graph = copy.deepcopy(module.graph)
+
+def normalize(block: ScanBlock, rows: RowView) -> fx.Graph:
+    """normalize : a block x its rows -> a new graph of the block's step"""
+    graph = copy.deepcopy(block.module.graph)
+    weights = graph.find_nodes(op="placeholder")[: len(block.invariants)]
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _REPLACEMENTS:
-            with graph.inserting_before(node):
+        if node.op != "call_function":
+            continue
+        with graph.inserting_before(node):
+            if node.target in _REPLACEMENTS:
                 _REPLACEMENTS[node.target](node)
+            elif node.target in _PRODUCTS and node.args[1] in weights:
+                _put_rows_first(node, rows)
+            elif node.target in _PRODUCTS:
+                _replace_product(node, rows)
     graph.eliminate_dead_code()
     for node in reversed(list(graph.nodes)):
         if is_elementwise(node) and not is_constant(node):
-            _push_views(node, has_rows(node))
+            _push_views(node, rows.has_rows(node))
     graph.eliminate_dead_code()
     return graph
 
@@ -141,6 +157,65 @@ def _replace_by_cat(node: Node, parts: list[Node], dim: int) -> None:
     cat = node.graph.call_function(aten.cat.default, (parts, dim))
     cat.meta["val"] = value_of(node)
     node.replace_all_uses_with(cat)
+
+
+_PRODUCTS = (aten.mm.default, aten.bmm.default)
+
+
+def is_small_product(node: Node) -> bool:
+    """Whether it is a product that a kernel can compute for the matrices of each row."""
+    if node.target not in _PRODUCTS or value_of(node).dtype.is_complex:
+        return False
+    (n, k), m = value_of(node.args[0]).shape[-2:], value_of(node).shape[-1]
+    return min(n, k, m) <= _MOST_VECTORS
+
+
+def _put_rows_first(node: Node, rows: RowView) -> None:
+    """A product of several vectors of each row with a weight: ``[rows, vectors, k]``.
+
+    They were ``[rows * vectors, k]`` with one weight, or ``[vectors, rows, k]`` with one for each.
+    """
+    graph, (a, weight) = node.graph, node.args
+    shape, n = list(value_of(a).shape), value_of(node).shape[-1]
+    vectors, rest = divmod(math.prod(shape[:-1]), max(rows.total, 1))
+    if vectors <= 1 or rest or not rows.shape:  # without rows, BLAS is faster
+        return
+    is_by_vector = len(shape) == 3 and shape[:2] == [vectors, rows.total]
+    if is_by_vector and vectors in accumulate(rows.shape, operator.mul):
+        # It may also be ``[rows, vectors, k]``, with a weight for each group of rows.
+        strides = rows.strided(a).strides
+        is_by_vector = strides[0] < strides[1]
+    if is_by_vector:
+        a = _new(graph, aten.permute.default, a, [1, 0, 2])
+    else:
+        a = _new(graph, aten.view.default, a, [rows.total, vectors, shape[-1]])
+    product = graph.call_function(node.target, (a, weight))
+    product.meta["val"] = value_of(node).new_empty(rows.total, vectors, n, device="meta")
+    if is_by_vector:
+        result = _new(graph, aten.permute.default, product, [1, 0, 2])
+    else:
+        result = _new(graph, aten.view.default, product, [*shape[:-1], n])
+    node.replace_all_uses_with(result)
+
+
+def _replace_product(node: Node, rows: RowView) -> None:
+    """``a @ b`` as a sum of elementwise products, if each row has matrices of its own."""
+    graph, value = node.graph, value_of(node)
+    count = value.shape[0] if value.dim() == 3 else 1
+    if not rows.total or count % rows.total or not is_small_product(node):
+        return
+    # A row may have several matrices, such as one for each of its heads.
+    lead = [rows.total, count // rows.total]
+
+    def of_rows(matrix: Node) -> Node:
+        return _new(graph, aten.view.default, matrix, [*lead, *value_of(matrix).shape[-2:]])
+
+    a = _new(graph, aten.unsqueeze.default, of_rows(node.args[0]), 3)
+    b = _new(graph, aten.transpose.int, of_rows(node.args[1]), 2, 3)
+    b = _new(graph, aten.unsqueeze.default, b, 2)
+    products = _new(graph, aten.mul.Tensor, a, b)
+    result = _new(graph, aten.sum.dim_IntList, products, [4])
+    node.replace_all_uses_with(_new(graph, aten.view.default, result, list(value.shape)))
 
 
 _REPLACEMENTS: dict[Any, Callable[[Node], None]] = {

@@ -88,18 +88,21 @@ class Reduce:
 
 @dataclass(eq=False)
 class Product:
-    """``value[n] = row[k] @ weight[k, n]``: ``row`` is contiguous.
+    """``value[v, n] = row[v, k] @ weight[k, n]``: ``row`` is contiguous.
 
-    ``weight``: index of an invariant of the block. ``grouped``: the number of leading row axes
-    along which the weight varies.
+    ``weight``: index of an invariant of the block. ``vectors``: the size of the axis v.
+    ``by_vector``: whether each vector has a weight of its own. ``grouped``: the number of leading
+    row axes along which the weight varies.
     """
 
     value: Value
     row: Read
     weight: int
+    vectors: int
     k: int
     n: int
     grouped: int
+    by_vector: bool
 
 
 Operation = Map | Reduce | Product

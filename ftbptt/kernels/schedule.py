@@ -6,11 +6,14 @@ elsewhere, or in another order, goes through memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from .accesses import RowPattern, contiguous
 from .rowloop import Map, Memory, Operation, Product, Read, Reduce, RowLoop, Value, reads
+
+# Shorter axes are not worth a vector.
+_LEAST_ELEMENTS = 4
 
 
 @dataclass(eq=False)
@@ -24,9 +27,41 @@ class Nest:
     outer: int | None = None
     operations: list[Map | Reduce] = field(default_factory=list)
 
-    def accepts(self, outer: int | None) -> bool:
-        """Whether an operation can join: a map (None), or a reduction that keeps these axes."""
-        return outer is None or self.outer in (None, outer)
+    def accepts(self, op: Map | Reduce, *, reads_registers: bool) -> bool:
+        """Whether an operation over the same indices can join.
+
+        A reduction must keep the same axes. An operation whose vectors would be along another axis
+        stays out, unless it reads what the nest has in registers.
+        """
+        outer = op.outer if isinstance(op, Reduce) else None
+        if outer is not None and self.outer not in (None, outer):
+            return False
+        alone = Nest(self.shape, outer, [op])
+        joined = Nest(self.shape, self.outer if outer is None else outer, [*self.operations, op])
+        return reads_registers or alone.vector_axis() == self.vector_axis() == joined.vector_axis()
+
+    def vector_axis(self, stored: Container[Value] = ()) -> int | None:
+        """The axis along which all that is read and ``stored`` lies in contiguous memory.
+
+        It is the last axis, or the last that the reductions keep; None if it is neither.
+        """
+        strides = [
+            op.value.strides
+            for op in self.operations
+            if isinstance(op, Map) and (op.value in stored or op.value.memory is not None)
+        ]
+        mapped = {op.value for op in self.operations if isinstance(op, Map)}
+        for op in self.operations:
+            for read in reads(op.expression):
+                if not (read.source in mapped and is_same_index(read, self.shape)):
+                    strides.append(read.strides)
+        last = len(self.shape) - 1
+        candidates = [last] if self.outer is None else [last, self.outer - 1]
+        for axis in candidates:
+            is_long = axis >= 0 and self.shape[axis] >= _LEAST_ELEMENTS
+            if is_long and all(s[axis] in (0, 1) for s in strides):
+                return axis
+        return None
 
 
 @dataclass
@@ -95,17 +130,19 @@ def _fuse_loops(loop: RowLoop) -> tuple[list[Product | Nest], dict[Value, int]]:
             items.append(op)
             continue
         shape = op.value.shape if isinstance(op, Map) else op.shape
-        outer = op.outer if isinstance(op, Reduce) else None
-        first = max((first_item(read, shape) for read in reads(op.expression)), default=0)
+        sources = list(reads(op.expression))
+        first = max((first_item(read, shape) for read in sources), default=0)
         for i in range(first, len(items)):
             nest = items[i]
-            if isinstance(nest, Nest) and nest.shape == shape and nest.accepts(outer):
-                break
+            if isinstance(nest, Nest) and nest.shape == shape:
+                reads_registers = any(_in_register(read, shape, nest) for read in sources)
+                if nest.accepts(op, reads_registers=reads_registers):
+                    break
         else:
             i, nest = len(items), Nest(shape)
             items.append(nest)
         nest.operations.append(op)
-        nest.outer = outer if outer is not None else nest.outer
+        nest.outer = op.outer if isinstance(op, Reduce) else nest.outer
         item_of[op.value] = i
     return items, item_of
 
@@ -115,8 +152,14 @@ def _in_register(read: Read, shape: tuple[int, ...] | None, item: Product | Nest
     value = read.source
     if not (isinstance(value, Value) and isinstance(item, Nest) and item.shape == shape):
         return False
-    if any(op.value is value and isinstance(op, Reduce) for op in item.operations):
-        return False
+    is_mapped = any(op.value is value and isinstance(op, Map) for op in item.operations)
+    return is_mapped and is_same_index(read, shape)
+
+
+def is_same_index(read: Read, shape: tuple[int, ...] | None) -> bool:
+    """Whether element i of a loop over ``shape`` reads element i of a value."""
+    value = read.source
+    assert isinstance(value, Value)
     return value.shape == shape and not read.offset and read.strides == contiguous(value.shape)
 
 

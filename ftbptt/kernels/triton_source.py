@@ -210,6 +210,8 @@ class _Printer(TilePrinter):
         """Raises Unsupported if the tiles of all weights do not fit into shared memory."""
         size = 0
         for op in self.products.values():
+            if op.vectors > 1:
+                raise Unsupported("GPU kernels do not support products of several vectors of a row")
             n = sum(columns(length) for _, length in self.tiles.pieces[op.value])
             pieces = self.tiles.row_pieces(op)
             k = sum(columns(value.size) for value, _ in pieces) if pieces else columns(op.k)
