@@ -71,6 +71,19 @@ def test_history_of_some_carries() -> None:
         Scan(gated, *data_for(4, (5,), 3), history=history).check()
 
 
+def test_units_are_no_rows_of_a_product() -> None:
+    """Units that all carries share could be rows, but for what reads all of them."""
+
+    def traced(given: Tensors, x: Tensors, carried: Tensors) -> Any:
+        h, trace = carried
+        h = torch.tanh(x[0] + h @ given[0])
+        return [h, 0.9 * trace + h[..., None]], [trace.sum(-1)]
+
+    for rows in (1, 2):
+        carried = [random(rows, 5, seed=3), random(rows, 5, 3, seed=4)]
+        Scan(traced, [random(5, 5, seed=1)], [random(4, rows, 5, seed=2)], carried).check()
+
+
 @pytest.mark.parametrize("units", slow_but([3], [3, 4]))
 def test_as_many_rows_as_units(units: int) -> None:
     """Whatever mixes rows has the shape of what does not: it must be seen by its strides."""

@@ -30,6 +30,7 @@ from .graphs import (
     nbytes,
     needed_for,
     reachable_from,
+    skip_identities,
     value_of,
 )
 from .time_batching import for_any_length
@@ -119,6 +120,7 @@ def distribute(loop: Loop, fusion: Fusion | None = None) -> DistributedLoop:
     A 3-layer LSTM becomes three scan blocks, with the input GEMM of each layer in a map between.
     May add transposes to the loop's graph, see :func:`time_sum`.
     """
+    skip_identities(loop.graph)
     inputs = [*loop.invariants, *loop.sequences, *loop.carries]
     random = [n for n in loop.graph.nodes if n.op == "call_function" and is_random(n)]
     varying = reachable_from([*loop.sequences, *loop.carries, *random], loop.graph.nodes)

@@ -202,3 +202,23 @@ def matrix_product(a: Tensor, b: Tensor) -> Tensor:
         product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1))
         return product.unflatten(0, (a.shape[0], a.shape[1]))
     return torch.matmul(a, b)
+
+
+def skip_identities(graph: fx.Graph) -> None:
+    """Has every reader of a view that shows a tensor as it is, such as einsum's, read the tensor.
+
+    A recurrence would write the tensor once more for each of them.
+    """
+    for node in graph.nodes:
+        if node.target in _RESHAPING and _is_unchanged(node):
+            node.replace_all_uses_with(node.args[0])
+
+
+_RESHAPING = {aten.reshape.default, aten.expand.default, aten.permute.default}
+
+
+def _is_unchanged(node: fx.Node) -> bool:
+    if node.target is aten.permute.default:
+        return list(node.args[1]) == list(range(len(node.args[1])))
+    before, after = (n.meta["val"].shape for n in (node.args[0], node))
+    return all(isinstance(size, int) for size in (*before, *after)) and before == after

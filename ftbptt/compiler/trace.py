@@ -104,7 +104,6 @@ def trace_function(
             pure = torch.func.functionalize(module)
             module = make_fx(pure, decomposition_table=table)(*examples)
     _make_batchable(module.graph)
-    _remove_identities(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
@@ -132,24 +131,6 @@ def _make_batchable(graph: fx.Graph) -> None:
             node.target = torch.numel
         elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
             _normalize_slice_bounds(node)
-
-
-def _remove_identities(graph: fx.Graph) -> None:
-    """Removes views that show a tensor as it is, such as einsum's, for each of which a recurrence
-    would write the tensor once more."""
-    for node in graph.nodes:
-        if node.target in _RESHAPING and _is_unchanged(node):
-            node.replace_all_uses_with(node.args[0])
-
-
-_RESHAPING = {aten.reshape.default, aten.expand.default, aten.permute.default}
-
-
-def _is_unchanged(node: fx.Node) -> bool:
-    if node.target is aten.permute.default:
-        return list(node.args[1]) == list(range(len(node.args[1])))
-    before, after = (n.meta["val"].shape for n in (node.args[0], node))
-    return all(isinstance(size, int) for size in (*before, *after)) and before == after
 
 
 def _normalize_slice_bounds(node: fx.Node) -> None:

@@ -216,6 +216,8 @@ class _Builder:
         if not value.dtype.is_floating_point:
             raise refuse(node, "a product of numbers that are not floating point")
         shape, rank = list(value_of(a).shape), self.rows.rank(a)
+        if rank == len(shape):
+            raise refuse(node, "a product over the rows of the batch")
         vectors, k, n = math.prod(shape[rank:-1]), shape[-1], value.shape[-1]
         # A batch of weights is one for each of the leading row axes, or for each vector of a row.
         is_batch = node.target is aten.bmm.default and value_of(weight).stride(0) != 0
