@@ -9,6 +9,7 @@ import logging
 import os
 import shlex
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,12 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+# What torch.func.vjp makes of an autograd Function: one that acts on the tensors of one transform.
+from torch._functorch.autograd_function import (
+    enable_single_level_autograd_function as functions_at_one_level,
+)
+
 # FakeTensorMode: shapes and dtypes without data; public only through torch.compile and export.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.autograd.function import _SingleLevelFunction as FunctionAtLevel
 from torch.distributions import Distribution
 
 # make_fx: the ATen graph of a Python function, through vmap and vjp. "Experimental" since 1.11.
@@ -53,9 +60,11 @@ __all__ = [
     "COMPILED_PREFIX",
     "UNTRACEABLE",
     "FakeTensorMode",
+    "FunctionAtLevel",
     "TorchDispatchMode",
     "TreeSpec",
     "any_global_module_hook",
+    "applying_functions_by",
     "calling_compiled_as_written",
     "calls_in_cpp",
     "clear_cublas_workspaces",
@@ -65,6 +74,7 @@ __all__ = [
     "end_recording",
     "forget_compile_paths",
     "forget_unscaled",
+    "functions_at_one_level",
     "has_hooks",
     "has_module_hooks",
     "has_workers",
@@ -312,6 +322,40 @@ def without_log(logger: str, words: str) -> Iterator[None]:
         yield
     finally:
         logging.getLogger(logger).removeFilter(wanted)
+
+
+@contextmanager
+def applying_functions_by(run: Callable[[Any, Sequence[Any]], Any]) -> Iterator[None]:
+    """Within it, ``F.apply(*args)`` of an autograd Function is ``run(F, args)`` in this thread.
+
+    Where functionalize is the innermost transform, for which torch has no rule (2.11 to 2.13): its
+    ``Function.apply`` takes the way that it takes outside of all transforms, and that ends here.
+    """
+    from torch._functorch.pyfunctorch import TransformType, retrieve_current_functorch_interpreter
+    from torch.nn.modules._functions import BackwardHookFunction
+
+    thread = threading.get_ident()
+    active = torch._C._are_functorch_transforms_active
+
+    def is_transformed() -> bool:
+        if not active() or threading.get_ident() != thread:
+            return active()
+        return retrieve_current_functorch_interpreter().key() != TransformType.Functionalize
+
+    def applied(function: Any, *args: Any) -> Any:
+        if threading.get_ident() != thread or not issubclass(function, torch.autograd.Function):
+            return super(FunctionAtLevel, function).apply(*args)
+        if function is BackwardHookFunction:  # whose hooks read a graph that is not there
+            raise RuntimeError("autograd.Function of a full backward hook")
+        return run(function, args)
+
+    torch._C._are_functorch_transforms_active = is_transformed
+    FunctionAtLevel.apply = classmethod(applied)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._are_functorch_transforms_active = active
+        del FunctionAtLevel.apply  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -55,59 +55,6 @@ def test_stopped(name: str) -> None:
     check_both(problem_with(STOPPED[name]))
 
 
-class Spike(torch.autograd.Function):
-    """The surrogate gradient of spiking networks, in the old style."""
-
-    @staticmethod
-    def forward(ctx: Any, v: Tensor) -> Tensor:
-        ctx.save_for_backward(v)
-        return (v > 0).to(v.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (v,) = ctx.saved_tensors
-        return grad / (1 + v.abs()) ** 2
-
-
-class NewSpike(torch.autograd.Function):
-    """The same in the style that torch.func asks for."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(v: Tensor) -> Tensor:
-        return (v > 0).to(v.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (v,) = ctx.saved_tensors
-        return grad / (1 + v.abs()) ** 2
-
-
-@pytest.mark.parametrize("kind", [Spike, NewSpike])
-def test_a_custom_gradient(kind: Any) -> None:
-    """Exact, or an error that names autograd.Function: never the derivative of the forward."""
-
-    def after(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
-        return 0.8 * h + x @ w - kind.apply(h)
-
-    made = problem_with(after, out=lambda w, x, h: kind.apply(h) + 0.1 * h)
-    segment = make_train_segment(made.step, mse, backend="eager")
-    refusal = ""
-    try:
-        for steps in (4, 1):
-            check(segment, made, steps)
-    except RuntimeError as error:
-        refusal = str(error) + "".join(getattr(error, "__notes__", []))
-    # The workaround is soft + (hard - soft).detach(), as in the test below.
-    for word in ("step", "autograd.Function", "detach"):
-        assert not refusal or word in refusal
-
-
 def test_the_workaround_for_a_custom_gradient() -> None:
     """A surrogate gradient without autograd.Function."""
 

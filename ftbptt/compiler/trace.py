@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from .._compat import (
 from .._interrupt import uninterrupted
 from .._step import Step
 from .._trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from .custom_gradient import custom_gradients_as_nodes
 from .decompositions import BEFORE_AUTOGRAD, past_autograd
 from .effects import without_effects
 from .function_overrides import Composed
@@ -82,6 +84,7 @@ def trace_function(
         **(BEFORE_AUTOGRAD if before_autograd else past_autograd()),
         **REWRITES,
     }
+    custom_gradients = custom_gradients_as_nodes() if before_autograd else nullcontext()
     # Attention as products and a softmax: its fused operation has no vmap rule.
     plain_attention = sdpa_kernel(SDPBackend.MATH)
     with (
@@ -93,6 +96,7 @@ def trace_function(
         unvalidated_distributions(),
         plain_attention,
         without_log_of_failures(),
+        custom_gradients as put_custom_gradients_into,
     ):
         if differentiated is not None and _has_fourier_transform(differentiated.graph):
             # functionalize mistakes a size in autograd's formula of one, but not in its graph.
@@ -103,6 +107,8 @@ def trace_function(
         if _writes_in_place(module.graph):  # as some decompositions do
             pure = torch.func.functionalize(module)
             module = make_fx(pure, decomposition_table=table)(*examples)
+        if put_custom_gradients_into is not None:
+            put_custom_gradients_into(module.graph)
     _make_batchable(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()

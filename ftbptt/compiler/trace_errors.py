@@ -76,8 +76,8 @@ _CAUSES = [
     _Cause(
         # torch/_functorch/autograd_function.py
         _says("autograd.Function", "custom_function_call"),
-        "{function} uses a torch.autograd.Function, as full backward hooks and samples of Beta and "
-        "Dirichlet do, whose backward cannot be traced\n  {line}\n"
+        "{function} uses a torch.autograd.Function inside another gradient or vmap, or a full "
+        "backward hook, which cannot be traced\n  {line}\n"
         "To choose the gradient yourself write soft + (hard - soft).detach(): the value of `hard` "
         "with the gradient of `soft`.",
     ),
