@@ -108,6 +108,13 @@ STEPS = {
     "matrix_exp": lambda w, x, h: torch.tanh(h @ torch.linalg.matrix_exp(w - w.T) + x),
     "solve": lambda w, x, h: torch.linalg.solve(w @ w.T + torch.eye(H).to(w), (h + x).T).T / H,
     "triangles": lambda w, x, h: torch.tanh(h @ (w.tril() + torch.diag(w[0])) + x),
+    "diagonals": lambda w, x, h: (
+        torch.tanh(
+            (h[:, :, None] * x[:, None] + torch.diag(w[0]).diagonal_scatter(w[1, 1:], 1)) @ w
+        ).diagonal(1, 1, 2)
+        @ w[1:]
+        + (h[:, :, None] * w).diagonal(0, 1, 2)
+    ),
     "normalised": lambda w, x, h: torch.tanh(h @ F.normalize(w, dim=0) + x),
     "an inner loop": lambda w, x, h: torch.tanh(torch.tanh(torch.tanh(h @ w + x) @ w + x) @ w),
     "complex exponential": lambda w, x, h: torch.tanh(torch.complex(h @ w, x).exp().real / 2),
@@ -156,6 +163,7 @@ def test_in_the_step(name: str) -> None:
         "convolutions",
         "prod and cumsum",
         "cat and linear",
+        "diagonals",
     ],
 )
 def test_in_the_step_compiled(name: str) -> None:

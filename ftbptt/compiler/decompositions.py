@@ -55,6 +55,19 @@ def _select_scatter(x: Tensor, part: Tensor, dim: int, index: Any) -> Any:
     return torch.view_as_complex(torch.select_scatter(x, part, dim if dim >= 0 else dim - 1, index))
 
 
+def _diagonal_scatter(
+    x: Tensor, part: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Tensor:
+    """By a mask: Inductor (2.13) writes a diagonal of all steps in place, and fails."""
+    matrices = x.movedim((dim1, dim2), (-2, -1))
+    rows, columns = (torch.arange(n, device=x.device) for n in matrices.shape[-2:])
+    by_column = _pad(part, (max(offset, 0), 0))
+    by_column = _pad(by_column, (0, matrices.shape[-1] - by_column.shape[-1]))
+    on_diagonal = columns - rows.unsqueeze(1) == offset
+    result = torch.where(on_diagonal, by_column.unsqueeze(-2), matrices)
+    return result.movedim((-2, -1), (dim1, dim2))
+
+
 def _roll(x: Tensor, shifts: Any, dims: Sequence[int] = ()) -> Tensor:
     if not dims:
         return _roll(x.flatten(), shifts, (0,)).reshape(x.shape)
@@ -102,7 +115,7 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
     Without the decompositions of operations that should stay one node of the reverse loop, and
     those into operations that vmap has no rule for (``flip`` becomes a prim). Biases are added
     after products; ``split`` and ``unbind`` become single slices, ``roll`` and padding slices that
-    are joined.
+    are joined, a diagonal that is written a mask.
     """
     table = inductor_decompositions()
     for op in (
@@ -135,6 +148,7 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
     table[aten.split_with_sizes.default] = lambda x, sizes, dim=0: _slices(x, sizes, dim)
     table[aten.roll.default] = _roll
     table[aten.constant_pad_nd.default] = _pad
+    table[aten.diagonal_scatter.default] = _diagonal_scatter
     table[aten.unbind.int] = lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])]
     return table
 
