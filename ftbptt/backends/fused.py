@@ -26,6 +26,7 @@ from ..kernels.cpp import print_cpp
 from ..kernels.expressions import Unsupported, is_elementwise
 from ..kernels.lower import make_row_loop
 from ..kernels.normalize import is_small_product
+from ..kernels.row_order import inverse
 from ..kernels.rowloop import RowLoop
 from ..kernels.toolchain import INCLUDE
 from ..kernels.triton_module import launch, write
@@ -93,7 +94,8 @@ class Kernel:
     """A kernel's library, and which of its block's tensors it takes.
 
     ``invariants``, ``weights`` (the invariants that products multiply with) and ``sequences`` are
-    indices into the block's. ``row_axes``: the sizes of the axes that are rows.
+    indices into the block's. ``row_axes``: the sizes of the axes that are rows. ``emit_orders``:
+    see :class:`RowLoop`.
     """
 
     library: str
@@ -101,6 +103,7 @@ class Kernel:
     weights: list[int]
     sequences: list[int]
     row_axes: tuple[int, ...]
+    emit_orders: list[list[int] | None]
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,7 @@ def _kernel_for(block: ScanBlock, reverse: bool) -> Kernel:
         list(loop.weight_dtypes),
         sorted(loop.sequences),
         loop.rows.dims,
+        loop.emit_orders,
     )
 
 
@@ -180,6 +184,10 @@ def run_scan(
     finals, emits, totals = (
         [value_of(node) for node in nodes] for nodes in (block.carries, block.emits, block.totals)
     )
+    emits = [
+        value if order is None else value.permute(order)
+        for value, order in zip(emits, kernel.emit_orders, strict=True)
+    ]
     with_history = [value for value, flag in zip(finals, block.history, strict=True) if flag]
     shapes = [
         *(tuple(value.shape) for value in finals),
@@ -197,7 +205,11 @@ def run_scan(
     )
     first_history, first_emit = len(finals), len(finals) + len(with_history)
     histories = histories_by_carry(block, result[first_history:first_emit])
-    return result[:first_history], histories, result[first_emit:]
+    written = [
+        emit if order is None else emit.permute(0, *(1 + axis for axis in inverse(order)))
+        for emit, order in zip(result[first_emit:], kernel.emit_orders, strict=False)
+    ]
+    return result[:first_history], histories, [*written, *result[first_emit + len(emits) :]]
 
 
 def _fallback(block: ScanBlock) -> Backend:

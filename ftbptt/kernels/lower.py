@@ -59,7 +59,8 @@ class _Builder:
 
     def __init__(self, block: ScanBlock, rows: RowView) -> None:
         self.block, self.rows = block, rows
-        self.graph = normalize(block, rows)
+        normal = normalize(block, rows)
+        self.graph = normal.graph
         self.values: dict[Node, Value] = {}  # of the nodes
         self.all_values: list[Value] = []  # also copies, pieces of a cat, ...
         self.memories: dict[Node, Memory] = {}  # of the carries
@@ -69,7 +70,7 @@ class _Builder:
         self.invariants = {node: i for i, node in enumerate(placeholders[:n_inv])}
         self.sequences = {node: i for i, node in enumerate(placeholders[n_inv : n_inv + n_seq])}
         self.carries = placeholders[n_inv + n_seq :]
-        self.loop = RowLoop(rows, self.operations, {}, {}, [], [], [])
+        self.loop = RowLoop(rows, self.operations, {}, {}, [], [], [], normal.emit_orders)
         for i, node in enumerate(self.carries):
             self.memories[node] = self._memory("carry", i, node)
             self.loop.carries.append(self.memories[node])

@@ -13,54 +13,68 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from .._compat import is_view_of
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import VIEWS, Node, aten, value_of
 from .accesses import RowView
 from .expressions import is_constant, is_elementwise, refuse
+from .row_order import RowOrder, new_node
 
 # What a product of two matrices of a row can have at most of rows, of columns or of terms: kernels
 # compute it without the blocking of a GEMM.
 _MOST_VECTORS = 16
 
 
-def normalize(block: ScanBlock, rows: RowView) -> fx.Graph:
-    """normalize : a block x its rows -> a new graph of the block's step"""
+class NormalForm(NamedTuple):
+    """A block's step with fewer kinds of nodes.
+
+    ``emit_orders``: where the rows of an emit are not its first axes, the order of its axes in
+    which the graph returns it, with the rows first.
+    """
+
+    graph: fx.Graph
+    emit_orders: list[list[int] | None]
+
+
+def normalize(block: ScanBlock, rows: RowView) -> NormalForm:
+    """normalize : a block x its rows -> NormalForm, of a copy of the block's graph"""
     graph = copy.deepcopy(block.module.graph)
-    weights = graph.find_nodes(op="placeholder")[: len(block.invariants)]
     for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        with graph.inserting_before(node):
-            if node.target in _REPLACEMENTS:
+        if node.target in _REPLACEMENTS:
+            with graph.inserting_before(node):
                 _REPLACEMENTS[node.target](node)
-            elif node.target in _PRODUCTS and node.args[1] in weights:
-                _put_rows_first(node, rows)
+    graph.eliminate_dead_code()
+    weights = graph.find_nodes(op="placeholder")[: len(block.invariants)]
+    order = RowOrder(RowView(rows.shape), weights)
+    output = graph.output_node()
+    totals = output.args[0][len(output.args[0]) - len(block.totals) :]
+    for node in list(graph.nodes):
+        with graph.inserting_before(node):
+            if node.target in _PRODUCTS and node.args[1] in weights:
+                _put_rows_first(node, order.rows)
             elif node.target in _PRODUCTS:
                 _replace_product(node, rows)
+            elif node.op == "call_function" and node not in totals:
+                order.put_first(node)
+    results, first_emit = list(output.args[0]), len(block.carries)
+    emits = results[first_emit : first_emit + len(block.emits)]
+    emit_orders = [order.order_of(node) for node in emits]
+    with graph.inserting_before(output):
+        for i, emit_order in enumerate(emit_orders, first_emit):
+            if emit_order is not None:
+                results[i] = new_node(graph, aten.permute.default, results[i], emit_order)
+    output.args = (results,)
     graph.eliminate_dead_code()
     for node in reversed(list(graph.nodes)):
         if is_elementwise(node) and not is_constant(node):
-            _push_views(node, rows.has_rows(node))
+            _push_views(node, rows, weights)
     graph.eliminate_dead_code()
-    return graph
-
-
-def _new(graph: fx.Graph, target: Any, *args: Any) -> Node:
-    """A new node, with the shape and dtype of its value."""
-    node = graph.call_function(target, args)
-
-    def empty(arg: Node) -> Tensor:
-        value = value_of(arg)
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-    node.meta["val"] = target(*fx.node.map_arg(args, empty))
-    return node
+    return NormalForm(graph, emit_orders)
 
 
 def _reduced(node: Node, dims: Sequence[int] | None) -> tuple[list[int], int]:
@@ -71,8 +85,8 @@ def _reduced(node: Node, dims: Sequence[int] | None) -> tuple[list[int], int]:
 
 
 def _mean_of(x: Node, axes: list[int], count: int, keep: bool) -> Node:
-    total = _new(x.graph, aten.sum.dim_IntList, x, axes, keep)
-    return _new(x.graph, aten.mul.Tensor, total, 1.0 / count)
+    total = new_node(x.graph, aten.sum.dim_IntList, x, axes, keep)
+    return new_node(x.graph, aten.mul.Tensor, total, 1.0 / count)
 
 
 def _replace_mean(node: Node) -> None:
@@ -93,11 +107,11 @@ def _variance(node: Node) -> tuple[Node, Node]:
     if count <= correction:
         raise refuse(node, "a variance of too few elements")
     broadcast_mean = _mean_of(x, axes, count, True)
-    deviation = _new(graph, aten.sub.Tensor, x, broadcast_mean)
-    square = _new(graph, aten.mul.Tensor, deviation, deviation)
-    total = _new(graph, aten.sum.dim_IntList, square, axes, keep)
-    variance = _new(graph, aten.mul.Tensor, total, 1.0 / (count - correction))
-    mean = broadcast_mean if keep else _new(graph, aten.squeeze.dims, broadcast_mean, axes)
+    deviation = new_node(graph, aten.sub.Tensor, x, broadcast_mean)
+    square = new_node(graph, aten.mul.Tensor, deviation, deviation)
+    total = new_node(graph, aten.sum.dim_IntList, square, axes, keep)
+    variance = new_node(graph, aten.mul.Tensor, total, 1.0 / (count - correction))
+    mean = broadcast_mean if keep else new_node(graph, aten.squeeze.dims, broadcast_mean, axes)
     return variance, mean
 
 
@@ -113,7 +127,7 @@ def _replace_var_mean(node: Node) -> None:
 
 def _replace_stack(node: Node) -> None:
     dim = (node.args[1] if len(node.args) > 1 else 0) % value_of(node).dim()
-    parts = [_new(node.graph, aten.unsqueeze.default, part, dim) for part in node.args[0]]
+    parts = [new_node(node.graph, aten.unsqueeze.default, part, dim) for part in node.args[0]]
     _replace_by_cat(node, parts, dim)
 
 
@@ -132,7 +146,7 @@ def _replace_select_scatter(node: Node) -> None:
     base, src, dim, index = node.args
     dim = dim % value_of(base).dim()
     index %= value_of(base).shape[dim]
-    src = _new(node.graph, aten.unsqueeze.default, src, dim)
+    src = new_node(node.graph, aten.unsqueeze.default, src, dim)
     _replace_slice(node, base, src, dim, index, index + 1)
 
 
@@ -147,9 +161,9 @@ def _replace_slice(node: Node, base: Node, src: Node, dim: int, start: int, end:
     size = value_of(base).shape[dim]
     parts = [src]
     if start > 0:
-        parts.insert(0, _new(node.graph, aten.slice.Tensor, base, dim, 0, start))
+        parts.insert(0, new_node(node.graph, aten.slice.Tensor, base, dim, 0, start))
     if end < size:
-        parts.append(_new(node.graph, aten.slice.Tensor, base, dim, end, size))
+        parts.append(new_node(node.graph, aten.slice.Tensor, base, dim, end, size))
     _replace_by_cat(node, parts, dim)
 
 
@@ -186,15 +200,15 @@ def _put_rows_first(node: Node, rows: RowView) -> None:
         strides = rows.strided(a).strides
         is_by_vector = strides[0] < strides[1]
     if is_by_vector:
-        a = _new(graph, aten.permute.default, a, [1, 0, 2])
+        a = new_node(graph, aten.permute.default, a, [1, 0, 2])
     else:
-        a = _new(graph, aten.view.default, a, [rows.total, vectors, shape[-1]])
+        a = new_node(graph, aten.view.default, a, [rows.total, vectors, shape[-1]])
     product = graph.call_function(node.target, (a, weight))
     product.meta["val"] = value_of(node).new_empty(rows.total, vectors, n, device="meta")
     if is_by_vector:
-        result = _new(graph, aten.permute.default, product, [1, 0, 2])
+        result = new_node(graph, aten.permute.default, product, [1, 0, 2])
     else:
-        result = _new(graph, aten.view.default, product, [*shape[:-1], n])
+        result = new_node(graph, aten.view.default, product, [*shape[:-1], n])
     node.replace_all_uses_with(result)
 
 
@@ -208,14 +222,14 @@ def _replace_product(node: Node, rows: RowView) -> None:
     lead = [rows.total, count // rows.total]
 
     def of_rows(matrix: Node) -> Node:
-        return _new(graph, aten.view.default, matrix, [*lead, *value_of(matrix).shape[-2:]])
+        return new_node(graph, aten.view.default, matrix, [*lead, *value_of(matrix).shape[-2:]])
 
-    a = _new(graph, aten.unsqueeze.default, of_rows(node.args[0]), 3)
-    b = _new(graph, aten.transpose.int, of_rows(node.args[1]), 2, 3)
-    b = _new(graph, aten.unsqueeze.default, b, 2)
-    products = _new(graph, aten.mul.Tensor, a, b)
-    result = _new(graph, aten.sum.dim_IntList, products, [4])
-    node.replace_all_uses_with(_new(graph, aten.view.default, result, list(value.shape)))
+    a = new_node(graph, aten.unsqueeze.default, of_rows(node.args[0]), 3)
+    b = new_node(graph, aten.transpose.int, of_rows(node.args[1]), 2, 3)
+    b = new_node(graph, aten.unsqueeze.default, b, 2)
+    products = new_node(graph, aten.mul.Tensor, a, b)
+    result = new_node(graph, aten.sum.dim_IntList, products, [4])
+    node.replace_all_uses_with(new_node(graph, aten.view.default, result, list(value.shape)))
 
 
 _REPLACEMENTS: dict[Any, Callable[[Node], None]] = {
@@ -229,17 +243,22 @@ _REPLACEMENTS: dict[Any, Callable[[Node], None]] = {
 }
 
 
-def _push_views(node: Node, has_rows: bool) -> None:
+def _push_views(node: Node, rows: RowView, weights: Sequence[Node]) -> None:
     """Moves the views of an elementwise node from its result to its operands.
 
-    Only if nothing is computed twice, for a node with a value per row. A node that all rows share
-    (such as the negation of a shared flag) is always moved, towards the nodes that read it.
+    Only if nothing is computed twice, and the rows stay first, for a node with a value per row. A
+    node that all rows share (such as the negation of a shared flag) is always moved, towards the
+    nodes that read it.
     """
+    has_rows = rows.has_rows(node)
     views = [user for user in node.users if user.op == "call_function" and user.target in VIEWS]
     distinct = {(v.target, str(v.args[1:]), str(v.kwargs)): v for v in views}
     work_after = sum(value_of(v).numel() for v in distinct.values())
     work_before = value_of(node).numel()
     if has_rows and (len(views) < len(node.users) or work_after > work_before):
+        return
+    order = RowOrder(RowView(rows.shape), weights)
+    if has_rows and any(order.order_of(view) is not None for view in views):
         return
     for view in views:
         with node.graph.inserting_before(view):
@@ -258,8 +277,8 @@ def _on_views(node: Node, view: Node) -> Node | None:
     def view_of(arg: Node) -> Node:
         if not is_constant(arg):
             if list(value_of(arg).shape) != shape:
-                arg = _new(graph, aten.expand.default, arg, shape)
-            return _new(graph, view.target, arg, *view.args[1:])
+                arg = new_node(graph, aten.expand.default, arg, shape)
+            return new_node(graph, view.target, arg, *view.args[1:])
         return arg
 
     if view.kwargs or not all(_can_view(arg, view, shape) for arg in node.all_input_nodes):

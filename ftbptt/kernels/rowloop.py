@@ -113,8 +113,9 @@ class RowLoop:
     """A scan block, for a kernel (see the module).
 
     ``invariants`` and ``sequences``: the inputs that expressions and products read directly, by
-    their index in the block. ``nexts``: the next carries. ``weight_dtypes``: the invariants that
-    products multiply with, by index.
+    their index in the block. ``nexts``: the next carries. ``emit_orders``: the order of the axes
+    in which an emit is written, with its rows first; None if they are. ``weight_dtypes``: the
+    invariants that products multiply with, by index.
     """
 
     rows: RowView
@@ -124,6 +125,7 @@ class RowLoop:
     carries: list[Memory]
     nexts: list[Memory]
     emits: list[Memory]
+    emit_orders: list[list[int] | None]
     totals: list[Memory] = field(default_factory=list)
     weight_dtypes: dict[int, torch.dtype] = field(default_factory=dict)
 

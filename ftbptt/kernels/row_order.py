@@ -1,0 +1,146 @@
+"""Puts the rows of the batch first in values that have them elsewhere, as those of einsum have.
+
+Where the rows are in a value shows in its strides. An operation on values that have them at other
+axes becomes the operation on permuted views; what reads its result reads a permuted view of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..compiler.graphs import Node, aten, value_of
+from .accesses import RowView
+from .expressions import Unsupported, is_constant, is_elementwise
+
+
+def new_node(graph: fx.Graph, target: Any, *args: Any) -> Node:
+    """A new node, with the shape, strides and dtype of its value."""
+    node = graph.call_function(target, args)
+
+    def empty(arg: Node) -> Tensor:
+        value = value_of(arg)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    node.meta["val"] = target(*fx.node.map_arg(args, empty))
+    return node
+
+
+class RowOrder:
+    """Where the rows are in the nodes of a graph. ``shared``: inputs that all rows share."""
+
+    def __init__(self, rows: RowView, shared: Container[Node]) -> None:
+        self.rows, self.shared = rows, shared
+
+    def put_first(self, node: Node) -> None:
+        """Rewrites an elementwise operation, a reduction or a join, if its rows are elsewhere."""
+        indexed = node  # what has the axes that the operation goes over
+        if node.target is aten.cat.default:
+            operands, rewrite = node.args[0], _permute_join
+        elif node.target in _REDUCTIONS and len(node.args) > 1:
+            operands, rewrite, indexed = [node.args[0]], _permute_reduction, node.args[0]
+        elif is_elementwise(node) and not is_constant(node):
+            operands = [arg for arg in node.all_input_nodes if not is_constant(arg)]
+            rewrite = _permute_elementwise
+        else:
+            return
+        shape = list(value_of(indexed).shape)
+        if (axes := self._moved_axes(operands, shape)) is not None:
+            rewrite(node, shape, axes)
+
+    def order_of(self, node: Node) -> list[int] | None:
+        """The order of its axes that puts the rows of a value first; None if they are."""
+        shape = value_of(node).shape
+        axes = self._moved_axes([node], shape)
+        return None if axes is None else _rows_first(axes, len(shape))
+
+    def _moved_axes(self, operands: Sequence[Node], shape: Sequence[int]) -> range | None:
+        """The axes of ``shape`` that are the rows of the operands, broadcast to it.
+
+        None if these are the first axes, or if the operands do not agree, or do not show it.
+        """
+        found = {self._axes(node, len(shape)) for node in operands} - {None}
+        axes = found.pop() if len(found) == 1 else None
+        if axes is None or math.prod(shape[: axes.start]) == 1:
+            return None
+        return axes
+
+    def _axes(self, node: Node, dims: int) -> range | None:
+        """The neighbouring axes that are the node's rows, counted as in ``dims`` axes."""
+        try:
+            strided = self.rows.strided(node)
+            expected_unit = self.rows.size(strided.base)
+        except Unsupported:
+            return None
+        if strided.base in self.shared:
+            return None
+        shape = value_of(node).shape
+        for start in range(len(shape)):
+            for stop in range(start + 1, len(shape) + 1):
+                expected, is_even = expected_unit, shape[start] != 1
+                for axis in reversed(range(start, stop)):
+                    is_even &= shape[axis] == 1 or strided.strides[axis] == expected
+                    expected *= shape[axis]
+                if is_even and expected == expected_unit * self.rows.total:
+                    added = dims - len(shape)
+                    return range(start + added, stop + added)
+        return None
+
+
+def _rows_first(axes: range, dims: int) -> list[int]:
+    return [*axes, *(axis for axis in range(dims) if axis not in axes)]
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The order that undoes a permutation; of some of the axes, the one that sorts them."""
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _permute_elementwise(node: Node, shape: list[int], axes: range) -> None:
+    graph, order = node.graph, _rows_first(axes, len(shape))
+
+    def permuted(arg: Node) -> Node:
+        if is_constant(arg):
+            return arg
+        if list(value_of(arg).shape) != shape:
+            arg = new_node(graph, aten.expand.default, arg, shape)
+        return new_node(graph, aten.permute.default, arg, order)
+
+    args = fx.node.map_arg(node.args, permuted)
+    _replace(node, args, [shape[axis] for axis in order], inverse(order))
+
+
+def _permute_join(node: Node, shape: list[int], axes: range) -> None:
+    order = _rows_first(axes, len(shape))
+    dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape)
+    parts = [new_node(node.graph, aten.permute.default, part, order) for part in node.args[0]]
+    result_shape = [shape[axis] for axis in order]
+    _replace(node, (parts, order.index(dim)), result_shape, inverse(order))
+
+
+def _permute_reduction(node: Node, shape: list[int], axes: range) -> None:
+    (source, dims, *others), order = node.args, _rows_first(axes, len(shape))
+    keep, is_list = bool(others and others[0]), not isinstance(dims, int)
+    reduced = [dim % len(shape) for dim in (dims if is_list else [dims])] or list(order)
+    if not set(reduced).isdisjoint(axes):
+        return
+    permuted = new_node(node.graph, aten.permute.default, source, order)
+    new_dims = [order.index(dim) for dim in reduced]
+    left = [axis for axis in order if keep or axis not in reduced]
+    result_shape = [1 if axis in reduced else shape[axis] for axis in left]
+    args = (permuted, new_dims if is_list else new_dims[0], *others)
+    _replace(node, args, result_shape, inverse(left))
+
+
+def _replace(node: Node, args: Any, shape: list[int], back: list[int]) -> None:
+    """Replaces the node by its operation on ``args``, whose result has this shape, permuted."""
+    result = node.graph.call_function(node.target, args, node.kwargs)
+    result.meta["val"] = value_of(node).new_empty(shape, device="meta")
+    node.replace_all_uses_with(new_node(node.graph, aten.permute.default, result, back))
+
+
+_REDUCTIONS = {aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.prod.dim_int}
