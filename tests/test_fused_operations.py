@@ -55,6 +55,7 @@ REDUCTIONS: dict[str, Operation] = {
     "logsumexp": lambda h: torch.logsumexp(h, -1),
     "layer_norm": lambda h: F.layer_norm(h, h.shape[-1:]),
     "layer_norm_of_two": lambda h: F.layer_norm(h, h.shape[-2:]),
+    "group_norm": lambda h: F.group_norm(h, h.shape[1]) + F.group_norm(h, 1),
     "of_a_transpose": lambda h: h.transpose(-1, -3).sum(-1),
     "of_a_slice": lambda h: h[..., 1:].sum(-1) + h[..., 0],
     "of_a_broadcast": lambda h: (h[..., :1] + h[..., :1, :]).sum(-2),
@@ -78,6 +79,8 @@ JOINS: dict[str, Operation] = {
     "slice_scatter": lambda h: torch.slice_scatter(h, h[..., 1:3].sin(), -1, 1, 3),
     "slice_scatter_ends": lambda h: torch.slice_scatter(h, h[..., -2:].sin(), -1, -2),
     "slice_scatter_all": lambda h: torch.slice_scatter(h, h.sin(), -2),
+    "slice_scatter_odd": lambda h: torch.cat([h, h], -1).slice_scatter(h.sin(), -1, 1, None, 2),
+    "slice_scatter_even": lambda h: torch.cat([h, h], -2).slice_scatter(h.sin(), -2, 0, None, 2),
     "select_scatter": lambda h: torch.select_scatter(h, h[..., 0].sin(), -1, -1),
     "roll": lambda h: h.roll(1, -1) + h.sin().roll((-2, 1), (-2, -1)) + h.roll(4, -2) + h.roll(7),
     "pad": lambda h: F.pad(h.sin(), (1, 2)),
@@ -204,6 +207,10 @@ REFUSED: dict[str, tuple[str, Operation]] = {
     "cumsum": ("cumsum", lambda h: h.cumsum(-1)),
     "sort": ("sort", lambda h: h.sort(-1).values),
     "sum of flags": ("sum", lambda h: h * (h > 0).sum(-1, keepdim=True)),
+    "every other of an odd number": (
+        "slice_scatter",
+        lambda h: h.slice_scatter(h[..., ::2].sin(), -1, 0, None, 2),
+    ),
     "product of large matrices": ("bmm", lambda h: h @ h.mT),
 }
 
@@ -231,6 +238,9 @@ UNARY: list[Operation] = [
     lambda a: torch.where(a > 0, a, 0.1 * a), lambda a: a[:, :1].expand_as(a).exp().clamp(max=3.0),
     lambda a: torch.slice_scatter(a, a[..., :2].cos(), -1, 1, 3),
     lambda a: a.flatten(1).sin().reshape(a.shape),
+    lambda a: a.movedim(0, 1).contiguous().sin().movedim(0, 1),
+    lambda a: a.mT.contiguous().mT.exp(),
+    lambda a: torch.softmax(a.movedim(0, -1).contiguous(), 0).movedim(-1, 0),
     lambda a: torch.stack([a, a.sin()], -1).sum(-1), lambda a: a.to(torch.float32).to(a.dtype),
     lambda a: a.sum((1, 2), keepdim=True).tanh() + a, lambda a: a.mT.cos().mT,
 ]  # fmt: skip

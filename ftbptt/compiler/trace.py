@@ -135,8 +135,19 @@ def _make_batchable(graph: fx.Graph) -> None:
             node.target = _size
         elif node.target is aten.sym_numel.default:
             node.target = torch.numel
+        elif node.target is aten.as_strided.default and _is_reshape(node):
+            node.target, node.args = aten.reshape.default, node.args[:2]
         elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
             _normalize_slice_bounds(node)
+
+
+def _is_reshape(as_strided: fx.Node) -> bool:
+    """Whether it reads all of a contiguous tensor in order, as torch's group norm does."""
+    source, result = as_strided.args[0].meta["val"], as_strided.meta["val"]
+    is_static = all(isinstance(size, int) for size in (*source.shape, *result.shape))
+    if not is_static or source.numel() != result.numel() or len(as_strided.args) > 3:
+        return False
+    return source.is_contiguous() and result.is_contiguous()
 
 
 def _normalize_slice_bounds(node: fx.Node) -> None:

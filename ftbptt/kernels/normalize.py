@@ -128,18 +128,28 @@ def _replace_var_mean(node: Node) -> None:
 def _replace_stack(node: Node) -> None:
     dim = (node.args[1] if len(node.args) > 1 else 0) % value_of(node).dim()
     parts = [new_node(node.graph, aten.unsqueeze.default, part, dim) for part in node.args[0]]
-    _replace_by_cat(node, parts, dim)
+    node.replace_all_uses_with(_joined(parts, dim, value_of(node).shape))
 
 
 def _replace_slice_scatter(node: Node) -> None:
     args = dict(zip(("input", "src", "dim", "start", "end", "step"), node.args, strict=False))
-    if args.get("step", 1) != 1:
-        raise refuse(node, "a slice with a step")
-    base = args["input"]
-    dim = args.get("dim", 0) % value_of(base).dim()
-    size = value_of(base).shape[dim]
+    base, src, step = args["input"], args["src"], args.get("step", 1)
+    shape = list(value_of(base).shape)
+    dim = args.get("dim", 0) % len(shape)
+    size = shape[dim]
     start, end = _index(args.get("start"), size, 0), _index(args.get("end"), size, size)
-    _replace_slice(node, base, args["src"], dim, start, end)
+    if step == 1:
+        node.replace_all_uses_with(_with_slice(base, src, dim, start, end))
+        return
+    groups = size // step
+    if size % step or len(range(start, end, step)) != groups:
+        raise refuse(node, "a slice with a step that does not divide the axis")
+    # One element of each group of neighbours, along an axis of its own.
+    grouped = [*shape[:dim], groups, step, *shape[dim + 1 :]]
+    base = new_node(node.graph, aten.view.default, base, grouped)
+    src = new_node(node.graph, aten.unsqueeze.default, src, dim + 1)
+    result = _with_slice(base, src, dim + 1, start, start + 1)
+    node.replace_all_uses_with(new_node(node.graph, aten.view.default, result, shape))
 
 
 def _replace_select_scatter(node: Node) -> None:
@@ -147,7 +157,7 @@ def _replace_select_scatter(node: Node) -> None:
     dim = dim % value_of(base).dim()
     index %= value_of(base).shape[dim]
     src = new_node(node.graph, aten.unsqueeze.default, src, dim)
-    _replace_slice(node, base, src, dim, index, index + 1)
+    node.replace_all_uses_with(_with_slice(base, src, dim, index, index + 1))
 
 
 def _index(index: int | None, size: int, default: int) -> int:
@@ -156,21 +166,21 @@ def _index(index: int | None, size: int, default: int) -> int:
     return min(max(index + size if index < 0 else index, 0), size)
 
 
-def _replace_slice(node: Node, base: Node, src: Node, dim: int, start: int, end: int) -> None:
-    """Replaces the node by ``base`` with ``src`` in place of its slice ``start:end``."""
+def _with_slice(base: Node, src: Node, dim: int, start: int, end: int) -> Node:
+    """``base`` with ``src`` in place of its slice ``start:end``."""
     size = value_of(base).shape[dim]
     parts = [src]
     if start > 0:
-        parts.insert(0, new_node(node.graph, aten.slice.Tensor, base, dim, 0, start))
+        parts.insert(0, new_node(src.graph, aten.slice.Tensor, base, dim, 0, start))
     if end < size:
-        parts.append(new_node(node.graph, aten.slice.Tensor, base, dim, end, size))
-    _replace_by_cat(node, parts, dim)
+        parts.append(new_node(src.graph, aten.slice.Tensor, base, dim, end, size))
+    return _joined(parts, dim, value_of(base).shape)
 
 
-def _replace_by_cat(node: Node, parts: list[Node], dim: int) -> None:
-    cat = node.graph.call_function(aten.cat.default, (parts, dim))
-    cat.meta["val"] = value_of(node)
-    node.replace_all_uses_with(cat)
+def _joined(parts: list[Node], dim: int, shape: Sequence[int]) -> Node:
+    cat = parts[0].graph.call_function(aten.cat.default, (parts, dim))
+    cat.meta["val"] = value_of(parts[0]).new_empty(shape, device="meta")
+    return cat
 
 
 _PRODUCTS = (aten.mm.default, aten.bmm.default)
