@@ -6,4 +6,4 @@ import torch
 
 # Without a GPU, its kernels are interpreted; Triton reads this when ftbptt imports it.
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
