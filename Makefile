@@ -19,9 +19,10 @@ test-all: lint
 test-gpu:
 	$(PYTHON) -m pytest tests/test_gpu.py $(ARGS)
 
-# Two thousand random cells, others at each call; takes hours.
+# Two thousand random cells, and scan blocks, others at each call; takes hours.
 fuzz: $(VENV)/ready
-	CELLS=2000 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal tests/test_random_cells.py $(ARGS)
+	CELLS=2000 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal tests/test_random_cells.py \
+	  tests/test_random_scans.py $(ARGS)
 
 lint: $(VENV)/ready
 	$(PY) -m ruff check .

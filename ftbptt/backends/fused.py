@@ -21,6 +21,7 @@ from .._compat import calls_in_cpp, not_traced
 from ..compiler.distribute import ScanBlock
 from ..compiler.fusion import Fusion
 from ..compiler.graphs import VIEWS, Node, aten, value_of
+from ..kernels.argmax import expand_argmax
 from ..kernels.build import abandon, finish, load, start
 from ..kernels.cpp import print_cpp
 from ..kernels.expressions import Unsupported, is_elementwise
@@ -261,6 +262,5 @@ def _rows_of(block: ScanBlock, reverse: bool) -> tuple[int, ...] | None:
     return loop.rows.shape if language.takes_in else None
 
 
-FUSED = Backend(
-    "fused", _describe, run_scan, _build, captured=True, fusion=Fusion(_takes_in, _rows_of)
-)
+_FUSION = Fusion(expand_argmax, _takes_in, _rows_of)
+FUSED = Backend("fused", _describe, run_scan, _build, captured=True, fusion=_FUSION)

@@ -121,6 +121,8 @@ def distribute(loop: Loop, fusion: Fusion | None = None) -> DistributedLoop:
     May add transposes to the loop's graph, see :func:`time_sum`.
     """
     skip_identities(loop.graph)
+    if fusion is not None:
+        fusion.expand(loop.graph)
     inputs = [*loop.invariants, *loop.sequences, *loop.carries]
     random = [n for n in loop.graph.nodes if n.op == "call_function" and is_random(n)]
     varying = reachable_from([*loop.sequences, *loop.carries, *random], loop.graph.nodes)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import networkx as nx
+from torch import fx
 
 from .graphs import Node, aten, inputs_of, nbytes, value_of
 
@@ -23,10 +24,12 @@ from .graphs import Node, aten, inputs_of, nbytes, value_of
 class Fusion:
     """What a backend's loops can take in.
 
-    ``operation(node)``: whether a kernel can compute it, given its operands; ``rows(scan block,
-    reverse)``: the leading axes that its kernel computes in parallel, None if it has no kernel.
+    ``expand(graph)`` replaces operations by others that kernels have. ``operation(node)``: whether
+    a kernel can compute it, given its operands; ``rows(scan block, reverse)``: the leading axes
+    that its kernel computes in parallel, None if it has no kernel.
     """
 
+    expand: Callable[[fx.Graph], None]
     operation: Callable[[Node], bool]
     rows: Callable[[Any, bool], tuple[int, ...] | None]
 

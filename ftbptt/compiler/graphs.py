@@ -138,10 +138,10 @@ def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
     return a.code == b.code and all(map(operator.is_, *constants))
 
 
-def new_node(graph: fx.Graph, target: Any, *args: Any) -> Node:
+def new_node(graph: fx.Graph, target: Any, *args: Any, **options: Any) -> Node:
     """A call at the graph's insertion point, with the fake value of its result."""
-    node = graph.call_function(target, args)
-    node.meta["val"] = target(*fx.node.map_arg(args, lambda arg: arg.meta["val"]))
+    node = graph.call_function(target, args, options)
+    node.meta["val"] = target(*fx.node.map_arg(args, lambda arg: arg.meta["val"]), **options)
     return node
 
 
