@@ -120,6 +120,12 @@ def marked(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
     return flags * x + squashed + 0.1 * (both + other) + 0.01 * largest.unsqueeze(-1)
 
 
+def without_grad(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = Weighed.apply(h, w)
+    return torch.tanh(gate * (h @ w) + x)
+
+
 bound = Spike.apply  # as it is often kept: the method, looked up beforehand
 STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "old style": lambda w, x, h: 0.8 * h + x @ w - Spike.apply(h, 5.0),
@@ -130,6 +136,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "reversed": lambda w, x, h: torch.tanh(Reversed.apply(h @ w) + x),
     "with a weight": lambda w, x, h: torch.tanh(Weighed.apply(h, w) + x),
     "twice": lambda w, x, h: torch.tanh(Weighed.apply(Weighed.apply(h, w) + x, w)),
+    "under no_grad": without_grad,
     "of a vmapped row": lambda w, x, h: torch.tanh(vmap(NewSpike.apply)(h @ w) + x + h),
 }
 

@@ -166,9 +166,27 @@ class _Context:
         )
 
 
+class _SavedContext:
+    """The attributes of a context after forward: its ``tensors``, and what else it holds."""
+
+    def __init__(self, context: _Context) -> None:
+        leaves, self.spec = tree_flatten(vars(context))
+        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.tensors = [leaves[i] for i in self.places]
+        self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def restored(self, tensors: Sequence[Tensor], needs_input_grad: tuple[bool, ...]) -> _Context:
+        """The context for backward, with these tensors in their places."""
+        leaves, context = list(self.others), _Context(needs_input_grad)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        vars(context).update(tree_unflatten(leaves, self.spec))
+        context.needs_input_grad = needs_input_grad
+        return context
+
+
 def _apply(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
     """``function.apply(*args)`` while a graph is traced that will be differentiated."""
-    is_input = [isinstance(arg, Tensor) for arg in args]
     context = _Context(tuple(isinstance(arg, Tensor) and differentiable(arg) for arg in args))
     with torch.no_grad():
         if function.setup_context is torch.autograd.Function.setup_context:
@@ -176,44 +194,47 @@ def _apply(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
         else:
             returned = function.forward(*args)
             function.setup_context(context, tuple(args), returned)
-    results = list(returned) if isinstance(returned, tuple) else [returned]
-    is_result = [isinstance(result, Tensor) for result in results]
+    if not torch.is_grad_enabled():
+        return returned
+    results = returned if isinstance(returned, tuple) else (returned,)
     tensors = [result for result in results if isinstance(result, Tensor)]
     marked = {id(tensor) for tensor in context.non_differentiable}
     context.non_differentiable = ()
-    leaves, spec = tree_flatten(vars(context))
-    in_context = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    context_tensors = [leaves[i] for i in in_context]
-    for i in in_context:
-        leaves[i] = None
+    saved = _SavedContext(context)
+    gradient = CustomGradient(
+        function.__name__,
+        _backward_of(function, args, saved, results),
+        len(tensors),
+        [i for i, tensor in enumerate(tensors) if id(tensor) in marked],
+        context.materialize_grads,
+    )
+    inputs = [arg for arg in args if isinstance(arg, Tensor)]
+    passed_on = iter(gradient(*inputs, *saved.tensors, *tensors))
+    results = tuple(next(passed_on) if isinstance(r, Tensor) else r for r in results)
+    return results if isinstance(returned, tuple) else results[0]
+
+
+def _backward_of(
+    function: type[torch.autograd.Function],
+    args: Sequence[Any],
+    saved: _SavedContext,
+    results: Sequence[Any],
+) -> Backward:
+    """The Function's backward, by all tensors: of the arguments, the context and the results."""
+    is_input = [isinstance(arg, Tensor) for arg in args]
+    is_result = [isinstance(result, Tensor) for result in results]
+    inputs, before_results = sum(is_input), sum(is_input) + len(saved.tensors)
 
     def backward(
         tensors: Sequence[Tensor], needs_grad: Sequence[bool], grads: Sequence[Any]
     ) -> list[Tensor | None]:
-        context_leaves = list(leaves)
-        after_inputs = tensors[sum(is_input) :]
-        for i, tensor in zip(in_context, after_inputs, strict=False):
-            context_leaves[i] = tensor
-        needed = iter(needs_grad)
+        needed, of_tensors = iter(needs_grad), iter(grads)
         needs_input_grad = tuple(is_tensor and next(needed) for is_tensor in is_input)
-        context = _Context(needs_input_grad)
-        attributes = tree_unflatten(context_leaves, spec)
-        vars(context).update(attributes | {"needs_input_grad": needs_input_grad})
-        of_tensors = iter(grads)
+        context = saved.restored(tensors[inputs:before_results], needs_input_grad)
         of_results = [next(of_tensors) if is_tensor else None for is_tensor in is_result]
         returned = function.backward(context, *of_results)
         returned = returned if isinstance(returned, tuple) else (returned,)
         of_inputs = [g for g, is_tensor in zip(returned, is_input, strict=False) if is_tensor]
         return [*of_inputs, *([None] * (len(tensors) - len(of_inputs)))]
 
-    gradient = CustomGradient(
-        function.__name__,
-        backward,
-        len(tensors),
-        [i for i, tensor in enumerate(tensors) if id(tensor) in marked],
-        context.materialize_grads,
-    )
-    inputs = [arg for arg in args if isinstance(arg, Tensor)]
-    passed_on = iter(gradient(*inputs, *context_tensors, *tensors))
-    results = [next(passed_on) if isinstance(r, Tensor) else r for r in results]
-    return tuple(results) if isinstance(returned, tuple) else results[0]
+    return backward
