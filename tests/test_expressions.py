@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ftbptt.backends import EAGER, FUSED
+from ftbptt.compiler.decompositions import past_autograd
 from ftbptt.compiler.graphs import Node
 from ftbptt.kernels import expressions
 
@@ -224,7 +225,7 @@ def test_casts_to_half_precision_round(dtype: torch.dtype, width: int) -> None:
     """Also where what they round is not put into memory."""
     x, y = values(dtype, width)
     check(ROUNDED, x, y)
-    assert is_in_vectors(ROUNDED, x, y) == (width == 33 and dtype == torch.float32)
+    assert is_in_vectors(ROUNDED, x, y) == (width == 33)  # of float64 all but the casts
 
 
 @pytest.mark.parametrize("width", [33, 3])
@@ -238,6 +239,33 @@ def test_composed_ones(width: int) -> None:
 
 def is_in_vectors(operations: dict[str, Operation], x: Tensor, y: Tensor) -> bool:
     return "using V = Vec<" in source_of(scan_over(operations, x, y).block)
+
+
+BESIDE_INTEGERS: dict[str, Operation] = {
+    "a choice": lambda x, y: torch.where(x > y, 1, 2) + (x > 0),
+    "a number of it": lambda x, y: torch.where(x > 0, 1, 3) * y,
+    "smooth": lambda x, y: torch.tanh(x) * y,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_numbers_beside_integers(dtype: torch.dtype) -> None:
+    """They stay in vectors, in loops of their own."""
+    x, y = values(dtype, 33)
+    check(BESIDE_INTEGERS, x, y)
+    assert is_in_vectors(BESIDE_INTEGERS, x, y)
+
+
+def test_the_gradient_of_logsigmoid() -> None:
+    """Without the integers of torch's formula; infinities included."""
+    x, grad = values(torch.float64, 33)
+    _, buffer = torch.ops.aten.log_sigmoid_forward(x)
+    formula = past_autograd()[torch.ops.aten.log_sigmoid_backward.default]
+    wanted = torch.ops.aten.log_sigmoid_backward(grad, x, buffer)
+    assert_same([formula(grad, x, buffer)], [wanted], 1e-15)
+    operations = {"gradient": lambda x, y: torch.ops.aten.log_sigmoid_backward(y, x, y)}
+    source = source_of(scan_over(operations, x, grad, as_written=False).block)
+    assert "int64_t(1)" not in source
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint8])

@@ -68,6 +68,13 @@ def _diagonal_scatter(
     return result.movedim((-2, -1), (dim1, dim2))
 
 
+def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
+    """``grad * sigmoid(-x)``; torch's has integers in it, of which kernels have no vectors."""
+    z = torch.exp(-x.abs())
+    share = z / (1 + z)
+    return grad * torch.where(x < 0, 1 - share, share)
+
+
 def _roll(x: Tensor, shifts: Any, dims: Sequence[int] = ()) -> Tensor:
     if not dims:
         return _roll(x.flatten(), shifts, (0,)).reshape(x.shape)
@@ -149,6 +156,7 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
     table[aten.roll.default] = _roll
     table[aten.constant_pad_nd.default] = _pad
     table[aten.diagonal_scatter.default] = _diagonal_scatter
+    table[aten.log_sigmoid_backward.default] = _log_sigmoid_backward
     table[aten.unbind.int] = lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])]
     return table
 

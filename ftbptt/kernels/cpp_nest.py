@@ -90,11 +90,7 @@ class NestPrinter:
 
     def _vector_type(self) -> torch.dtype | None:
         """The common compute dtype of all values, if there are vectors of it."""
-        dtypes: set[torch.dtype] = set()
-        for op in self.nest.operations:
-            dtypes |= {compute_dtype(d) for d in _dtypes(op.expression)}
-            dtypes.add(compute_dtype(op.value.dtype))
-        dtypes.discard(torch.bool)  # a mask of vectors of any type
+        dtypes = self.nest.dtypes()
         if len(dtypes) != 1:
             return None
         dtype = dtypes.pop()
@@ -233,13 +229,6 @@ class NestPrinter:
 def _dtype(expr: Expression) -> torch.dtype:
     dtype: torch.dtype = expr.dtype
     return dtype
-
-
-def _dtypes(expr: Expression) -> Iterator[torch.dtype]:
-    yield expr.dtype
-    if isinstance(expr, Apply):
-        for arg in expr.args:
-            yield from _dtypes(arg)
 
 
 def _names(expr: Expression) -> Iterator[str]:

@@ -7,7 +7,7 @@ all languages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,14 @@ def refuse(node: Node, why: str) -> Unsupported:
     """The error to raise: ``operation (node): why``."""
     name = getattr(node.target, "__name__", node.target) if node.op == "call_function" else node.op
     return Unsupported(f"{name} ({node.name}): {why}")
+
+
+def dtypes(expr: Expression) -> Iterator[torch.dtype]:
+    """Those of the expression and of all its parts."""
+    yield expr.dtype
+    if isinstance(expr, Apply):
+        for arg in expr.args:
+            yield from dtypes(arg)
 
 
 def is_elementwise(node: Node) -> bool:

@@ -9,8 +9,22 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
+import torch
+
 from .accesses import RowPattern, contiguous
-from .rowloop import Map, Memory, Operation, Product, Read, Reduce, RowLoop, Value, reads
+from .expressions import dtypes
+from .rowloop import (
+    Map,
+    Memory,
+    Operation,
+    Product,
+    Read,
+    Reduce,
+    RowLoop,
+    Value,
+    compute_dtype,
+    reads,
+)
 
 # Shorter axes are not worth a vector.
 _LEAST_ELEMENTS = 4
@@ -30,15 +44,25 @@ class Nest:
     def accepts(self, op: Map | Reduce, *, reads_registers: bool) -> bool:
         """Whether an operation over the same indices can join.
 
-        A reduction must keep the same axes. An operation whose vectors would be along another axis
-        stays out, unless it reads what the nest has in registers.
+        A reduction must keep the same axes, and a dtype that is not that of the others stays out:
+        there are vectors of one dtype. So does an operation whose vectors would be along another
+        axis, unless it reads what the nest has in registers.
         """
         outer = op.outer if isinstance(op, Reduce) else None
         if outer is not None and self.outer not in (None, outer):
             return False
         alone = Nest(self.shape, outer, [op])
         joined = Nest(self.shape, self.outer if outer is None else outer, [*self.operations, op])
+        if len(joined.dtypes()) > 1 and not (len(self.dtypes()) > 1 and len(alone.dtypes()) > 1):
+            return False
         return reads_registers or alone.vector_axis() == self.vector_axis() == joined.vector_axis()
+
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes that it computes in, but for bool: a mask of vectors is of any dtype."""
+        found = {compute_dtype(op.value.dtype) for op in self.operations}
+        for op in self.operations:
+            found |= {compute_dtype(dtype) for dtype in dtypes(op.expression)}
+        return found - {torch.bool}
 
     def vector_axis(self, stored: Container[Value] = ()) -> int | None:
         """The axis along which all that is read and ``stored`` lies in contiguous memory.
