@@ -74,6 +74,17 @@ def test_rows_last() -> None:
         Scan(step, [], [random(4, units, rows, seed=1)], [random(rows, units, seed=2)]).check()
 
 
+def test_a_join_with_nothing() -> None:
+    """``cat`` drops a vector of no elements, whatever the axes of the others."""
+
+    def step(given: Tensors, x: Tensors, carried: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+        (h,) = carried
+        joined = torch.cat([torch.tanh(h.T.contiguous()), x[0][0, :0]], 0)
+        return [joined.T + x[0]], [joined]
+
+    Scan(step, [], [random(4, 5, 3, seed=1)], [random(5, 3, seed=2)]).check()
+
+
 def test_what_mixes_as_many_rows_as_units() -> None:
     """A square that is added to its transpose: no axis is that of the rows."""
 
