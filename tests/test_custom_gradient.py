@@ -114,6 +114,20 @@ class Weighed(torch.autograd.Function):
         return grad @ w.T, (x.T @ grad).clamp(-0.01, 0.01) if ctx.needs_input_grad[1] else None
 
 
+class Rounded(torch.autograd.Function):
+    """Of weights of few bits. Each step's gradient is clipped, and not their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return (4 * w).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (w,) = ctx.saved_tensors
+        return torch.where(w.abs() < 1, grad.clamp(-0.05, 0.05), 0.0)
+
+
 def marked(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
     flags, _, squashed, largest = Marked.apply(h @ w + x)
     _, both, other, _ = Marked.apply(h)
@@ -136,6 +150,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "reversed": lambda w, x, h: torch.tanh(Reversed.apply(h @ w) + x),
     "with a weight": lambda w, x, h: torch.tanh(Weighed.apply(h, w) + x),
     "twice": lambda w, x, h: torch.tanh(Weighed.apply(Weighed.apply(h, w) + x, w)),
+    "of a parameter alone": lambda w, x, h: torch.tanh(h @ Rounded.apply(2 * w) + x),
     "under no_grad": without_grad,
     "of a vmapped row": lambda w, x, h: torch.tanh(vmap(NewSpike.apply)(h @ w) + x + h),
 }
@@ -159,7 +174,9 @@ def test_resets_and_a_start_that_is_learned(name: str) -> None:
         check(segment, made, 4, reset=reset, initial_state=start)
 
 
-@pytest.mark.parametrize("name", ["old style", "new style", "several", "marked", "twice"])
+@pytest.mark.parametrize(
+    "name", ["old style", "new style", "several", "marked", "twice", "of a parameter alone"]
+)
 def test_vmapped(name: str) -> None:
     """Sequences that share parameters, and models of their own; torch refuses the old style."""
     made = problem_with(STEPS[name])

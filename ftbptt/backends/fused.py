@@ -206,11 +206,12 @@ def run_scan(
     )
     first_history, first_emit = len(finals), len(finals) + len(with_history)
     histories = histories_by_carry(block, result[first_history:first_emit])
+    first_total = first_emit + len(emits)
     written = [
         emit if order is None else emit.permute(0, *(1 + axis for axis in inverse(order)))
-        for emit, order in zip(result[first_emit:], kernel.emit_orders, strict=False)
+        for emit, order in zip(result[first_emit:first_total], kernel.emit_orders, strict=True)
     ]
-    return result[:first_history], histories, [*written, *result[first_emit + len(emits) :]]
+    return result[:first_history], histories, [*written, *result[first_total:]]
 
 
 def _fallback(block: ScanBlock) -> Backend:

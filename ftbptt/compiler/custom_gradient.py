@@ -56,7 +56,8 @@ class _WithGradient(FunctionAtLevel):
         ctx.gradient = gradient
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(gradient.materialize_grads)
-        results = [torch.ops.aten.alias(tensor) for tensor in tensors[-gradient.results :]]
+        first = len(tensors) - gradient.results
+        results = [torch.ops.aten.alias(tensor) for tensor in tensors[first:]]
         ctx.mark_non_differentiable(*(results[i] for i in gradient.non_differentiable))
         return tuple(results)
 
@@ -177,7 +178,7 @@ class _SavedContext:
 
     def restored(self, tensors: Sequence[Tensor], needs_input_grad: tuple[bool, ...]) -> _Context:
         """The context for backward, with these tensors in their places."""
-        leaves, context = list(self.others), _Context(needs_input_grad)
+        leaves, context = list(self.others), _Context(())
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
         vars(context).update(tree_unflatten(leaves, self.spec))

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from .._compat import FakeTensorMode
 from .._trees import differentiable
+from .custom_gradient import CustomGradient
 from .graphs import (
     SPLITS,
     VIEWS,
@@ -57,6 +58,8 @@ def split_invariants(
     placeholders = graph.find_nodes(op="placeholder")
     varying = set(placeholders[invariants:])
     varying |= {n for n in graph.nodes if n.op == "call_function" and is_random(n)}
+    # A backward that someone wrote need not be linear: that of each step's gradient, not the sum's.
+    varying |= {n for n in graph.nodes if isinstance(n.target, CustomGradient)}
     varying = reachable_from(varying, graph.nodes)
     output = graph.output_node()
 
