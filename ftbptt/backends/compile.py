@@ -21,6 +21,7 @@ from .._compat import inductor_compile, inductor_decompositions, make_fx, while_
 from .._interrupt import uninterrupted
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import gemm_flops
+from ..kernels.build import abandon, finish
 from .base import Backend, Function, histories_by_carry
 from .inductor_workarounds import work_around_defects
 from .parallel_matmul import products_in_cpp, share_products
@@ -244,17 +245,23 @@ def _keep_freed_memory() -> None:
 def build(
     function: Function, examples: Sequence[Tensor], mode: Any, calls_python: bool = False
 ) -> Function:
-    """The function compiled as one Inductor graph.
+    """The function compiled as one Inductor graph, with the libraries that it calls.
 
     ``calls_python``: the graph has custom operators that are implemented in Python.
     """
     _keep_freed_memory()
-    with uninterrupted(), mode:  # Ctrl-C would leave torch's modes in a broken state
-        program = make_fx(function, decomposition_table=inductor_decompositions())(*examples)
-    work_around_defects(program)
-    share_products(program)
-    with products_in_cpp():
-        return inductor_compile(program, examples, mode, calls_python)
+    try:
+        with uninterrupted(), mode:  # Ctrl-C would leave torch's modes in a broken state
+            program = make_fx(function, decomposition_table=inductor_decompositions())(*examples)
+        work_around_defects(program)
+        share_products(program)
+        with products_in_cpp():
+            compiled = inductor_compile(program, examples, mode, calls_python)
+    except Exception:
+        abandon()
+        raise
+    finish()
+    return compiled
 
 
 def _describe(block: ScanBlock) -> str:

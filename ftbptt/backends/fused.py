@@ -22,7 +22,7 @@ from ..compiler.distribute import ScanBlock
 from ..compiler.fusion import Fusion
 from ..compiler.graphs import VIEWS, Node, aten, value_of
 from ..kernels.argmax import expand_argmax
-from ..kernels.build import abandon, finish, load, start
+from ..kernels.build import load, start
 from ..kernels.cpp import print_cpp
 from ..kernels.expressions import Unsupported, is_elementwise
 from ..kernels.lower import make_row_loop
@@ -73,7 +73,7 @@ def _outputs(
 
 
 def _scan(inputs: Sequence[Tensor], library: str, numbers: Sequence[int], *spec: Any) -> Any:
-    """The operator's implementation outside of compiled programs, which use ``shim.h``."""
+    """The operator's implementation outside of compiled programs, which use ``scan.h``."""
     outputs = _outputs(inputs, library, numbers, *spec)
     if library.endswith(".py"):
         launch(library, inputs, outputs, numbers)
@@ -87,7 +87,7 @@ def _scan(inputs: Sequence[Tensor], library: str, numbers: Sequence[int], *spec:
 for _device in ("CPU", "CUDA"):
     _library.impl("scan", _scan, _device)
 torch.library.register_fake("ftbptt::scan", _outputs, lib=_library)
-_SHIM = (INCLUDE / "shim.h").read_text()
+_SHIM = "\n".join((INCLUDE / name).read_text() for name in ("load.h", "scan.h"))
 
 
 @dataclass(frozen=True)
@@ -238,14 +238,8 @@ def _describe(block: ScanBlock) -> str:
 
 
 def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
-    try:
-        with calls_in_cpp(torch.ops.ftbptt.scan.default, _SHIM):
-            program = build_program(function, examples, mode)
-    except Exception:
-        abandon()
-        raise
-    finish()
-    return program
+    with calls_in_cpp(torch.ops.ftbptt.scan.default, _SHIM):
+        return build_program(function, examples, mode)
 
 
 def _takes_in(node: Node) -> bool:

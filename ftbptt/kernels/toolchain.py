@@ -45,11 +45,23 @@ def key_of(source: str) -> str:
 @cache
 def _instructions() -> str:
     """What ``-march=native`` means here: other machines may share the cache folder."""
+    return _cpuinfo("flags", "Features") or platform.processor()
+
+
+@cache
+def is_intel() -> bool:
+    """Whether the processor is one of Intel's, or unknown."""
+    vendor = _cpuinfo("vendor_id")
+    return not vendor or "GenuineIntel" in vendor
+
+
+def _cpuinfo(*names: str) -> str:
+    """The first line of Linux's description of the processor that begins so, or nothing."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
+            if line.startswith(names):
                 return line
-    return platform.processor()
+    return ""
 
 
 def commands(source: Path, library: Path, folder: Path) -> list[list[str]]:

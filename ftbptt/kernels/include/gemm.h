@@ -1,6 +1,6 @@
-// Single-thread GEMM for the K-step loops: c[rows, n] = a[rows, k] @ b[k, n], where b is packed once and then
-// multiplied at every step. a and c are row-major and may be unaligned; packed must be 64-byte aligned. n > 0; rows and
-// k may be 0. NaN and inf propagate as in a plain loop.
+// Single-thread GEMM: c[rows, n] = a[rows, k] @ b[k, n], or added to c, where b is packed once and then multiplied many
+// times, as at every step of a loop. a and c are row-major and may be unaligned; packed must be 64-byte aligned. n > 0;
+// rows and k may be 0. NaN and inf propagate as in a plain loop.
 //
 // Packed layout: b is cut into panels of at most `width(k, n)` vectors of columns (balanced, so the widths of one
 // matrix differ by at most one vector; only the last vector is padded, with zeros), each stored row after row. The
@@ -32,7 +32,13 @@ struct __attribute__((visibility("hidden"))) Gemm {
       const int64_t real = std::min(columns, n - begin);
       const S* in = b + begin * stride_n;
       T* out = packed + begin * k;
-      // 16 rows at a time: the lines in use stay in L1 whichever of the two strides is 1
+      if (stride_n == 1) {
+        for (int64_t i = 0; i < k; ++i)
+          for (int64_t j = 0; j < columns; ++j)
+            out[i * columns + j] = j < real ? static_cast<T>(in[i * stride_k + j]) : T(0);
+        continue;
+      }
+      // 16 rows at a time: the lines in use stay in L1
       for (int64_t first_row = 0; first_row < k; first_row += 16) {
         const int64_t last_row = std::min(k, first_row + 16);
         for (int64_t j = 0; j < columns; ++j)
@@ -42,7 +48,8 @@ struct __attribute__((visibility("hidden"))) Gemm {
     }
   }
 
-  static void run(int64_t rows, int64_t k, int64_t n, const T* a, int64_t lda, const T* packed, T* c, int64_t ldc) {
+  static void run(int64_t rows, int64_t k, int64_t n, const T* a, int64_t lda, const T* packed, T* c, int64_t ldc,
+                  bool add = false) {
     const int64_t count = panels(k, n), base = vectors(n) / count, wider = vectors(n) % count;
     Ahead ahead = kLines;
     if (bytes(k, n) <= kSmall) ahead = kNothing;
@@ -53,7 +60,7 @@ struct __attribute__((visibility("hidden"))) Gemm {
       const int64_t size = base + (p < wider), tail = last ? n - (vectors(n) - 1) * kLanes : kLanes;
       const T* end = b + size * kLanes * k;
       panel(std::make_integer_sequence<int, kMaxWidth>(), size, rows, k, a, lda, b, last ? packed : end, ahead, c, ldc,
-            tail);
+            tail, add);
       b = end;
       c += size * kLanes;
     }

@@ -25,8 +25,8 @@ struct Lanes {
 // The width, in vectors, of a panel that is prefetched. A panel that is not may be wider.
 constexpr int kPrefetchedWidth = 3;
 
-// c[rows, W vectors] = a[rows, k] @ b[k, W vectors]. Hidden: a process loads many kernels, possibly built for different
-// instruction sets, and must not share this code between them.
+// c[rows, W vectors] = a[rows, k] @ b[k, W vectors], or added to c. Hidden: a process loads many kernels, possibly built
+// for different instruction sets, and must not share this code between them.
 template <typename T, int W>
 struct __attribute__((visibility("hidden"))) Panel {
   static constexpr int64_t kLanes = Lanes<T>::kCount;
@@ -38,11 +38,11 @@ struct __attribute__((visibility("hidden"))) Panel {
 
   // `tail` columns of the last vector are stored; `next` is the panel after b.
   static void run(int64_t rows, int64_t k, const T* a, int64_t lda, const T* b, const T* next, Ahead ahead, T* c,
-                  int64_t ldc, int64_t tail);
+                  int64_t ldc, int64_t tail, bool add);
 
  private:
   using Vec = at::vec::Vectorized<T>;
-  using Block = void (*)(int64_t, const T*, int64_t, const T*, const T*, int64_t, T*, int64_t, int64_t);
+  using Block = void (*)(int64_t, const T*, int64_t, const T*, const T*, int64_t, T*, int64_t, int64_t, bool);
 
   // Prefetching pays from 3 rows on: below, the loads of b take all the load slots.
   template <Ahead A, int... R>
@@ -62,7 +62,7 @@ struct __attribute__((visibility("hidden"))) Panel {
   // turns the arrays into registers. The last bits of an element depend on U, hence on the block that it falls in.
   template <int R, Ahead A>
   static void block(int64_t k, const T* a, int64_t lda, const T* b, const T* next, int64_t next_stride, T* c,
-                    int64_t ldc, int64_t tail) {
+                    int64_t ldc, int64_t tail, bool add) {
     constexpr int U = partial_sums(R * W);
     Vec sum[U][R][W];
     int64_t i = 0;
@@ -86,7 +86,10 @@ struct __attribute__((visibility("hidden"))) Panel {
       for (int w = 0; w < W; ++w) {
 #pragma GCC unroll 8
         for (int u = 1; u < U; ++u) sum[0][r][w] = sum[0][r][w] + sum[u][r][w];
-        sum[0][r][w].store(c + r * ldc + w * kLanes, w + 1 < W ? kLanes : tail);
+        T* const out = c + r * ldc + w * kLanes;
+        const int64_t columns = w + 1 < W ? kLanes : tail;
+        if (add) sum[0][r][w] = sum[0][r][w] + Vec::loadu(out, columns);
+        sum[0][r][w].store(out, columns);
       }
   }
 
@@ -112,7 +115,7 @@ struct __attribute__((visibility("hidden"))) Panel {
 // Not defined within the class, where it would be inline, and so compiled with each kernel.
 template <typename T, int W>
 void Panel<T, W>::run(int64_t rows, int64_t k, const T* a, int64_t lda, const T* b, const T* next, Ahead ahead, T* c,
-                      int64_t ldc, int64_t tail) {
+                      int64_t ldc, int64_t tail, bool add) {
   using Rows = std::make_integer_sequence<int, kMaxRows>;
   static constexpr std::array<Block, kMaxRows> blocks[] = {table<kNothing>(Rows()), table<kLines>(Rows()),
                                                            table<kNextPanel>(Rows())};
@@ -121,7 +124,7 @@ void Panel<T, W>::run(int64_t rows, int64_t k, const T* a, int64_t lda, const T*
   const int64_t next_stride = left > 0 ? (W * kLanes + left - 1) / left : 0;
   for (; left > 0; --left) {
     const int size = (static_cast<int>(rows) + left - 1) / left;
-    blocks[ahead][size - 1](k, a, lda, b, next, next_stride, c, ldc, tail);
+    blocks[ahead][size - 1](k, a, lda, b, next, next_stride, c, ldc, tail, add);
     next += next_stride * k;
     a += size * lda;
     c += size * ldc;

@@ -15,12 +15,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <new>
 #include <type_traits>
 
+#include "buffer.h"
 #include "gemm.h"
 #include "math.h"
 
@@ -35,22 +34,6 @@ template <typename T>
 struct is_vec<Vec<T>> : std::true_type {};
 
 // -- memory ---------------------------------------------------------------------------------------
-
-template <typename T>
-class Buffer {
- public:
-  explicit Buffer(int64_t count)
-      : data_(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) / 64 + 1) * 64))) {
-    if (data_ == nullptr) throw std::bad_alloc();
-  }
-  ~Buffer() { std::free(data_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  T* data() const { return data_; }
-
- private:
-  T* data_;
-};
 
 template <typename T>
 void copy(const T* from, int64_t count, T* to) {

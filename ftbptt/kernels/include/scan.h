@@ -1,27 +1,4 @@
-// Copied into compiled programs: the operator ftbptt::scan, which calls a kernel without Python.
-#include <dlfcn.h>
-
-#include <map>
-#include <mutex>
-#include <string>
-
-namespace ftbptt {
-using Run = void (*)(void* const*, const int64_t*);
-
-inline Run load(const char* library) {
-  static std::mutex mutex;
-  static std::map<std::string, Run> loaded;
-  const std::lock_guard<std::mutex> lock(mutex);
-  Run& run = loaded[library];
-  if (run == nullptr) {
-    void* const handle = dlopen(library, RTLD_NOW);
-    if (handle != nullptr) run = reinterpret_cast<Run>(dlsym(handle, "run"));
-    if (run == nullptr) throw std::runtime_error(std::string("cannot load the kernel ") + library);
-  }
-  return run;
-}
-}  // namespace ftbptt
-
+// Copied into compiled programs, behind load.h: the operator ftbptt::scan, which calls a kernel without Python.
 template <typename... Outputs>
 AOTITorchError aoti_torch_cpu_scan(
     const AtenTensorHandle* inputs, int64_t n_inputs, const char* library, const int64_t* numbers,
