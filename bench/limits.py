@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
+import torch.nn.functional as F
 
 from .cases import Case
 from .cells import KINDS
@@ -126,6 +127,9 @@ def _gemm_seconds(gemm: Gemm) -> float:
         c = torch.empty(gemm.rows, gemm.columns)
         ways.append(seconds(lambda: torch.mm(a, b, out=c)))
         ways.append(seconds(lambda: torch.mm(a, b_turned, out=c)))
+        # oneDNN, which nn.LSTM uses and torch.mm does not: faster where MKL has no AVX-512
+        rows, weight = a.to_mkldnn(), b.t().contiguous().to_mkldnn()
+        ways.append(seconds(lambda: F.linear(rows, weight)))
     return gemm.count * min(ways)
 
 
