@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-_IN_NUMPY: dict[str, Callable[..., Any]] = {
+IN_NUMPY: dict[str, Callable[..., Any]] = {
     "rint": np.rint, "pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "atan": np.arctan,
     "atan2": np.arctan2, "acos": np.arccos, "asin": np.arcsin, "fmod": np.fmod,
+    "erf": np.vectorize(math.erf, otypes=[float]),
     "erfc": np.vectorize(math.erfc, otypes=[float]),
     **{name: getattr(np, name) for name in
        ("log1p", "expm1", "tan", "sinh", "cosh", "tanh", "trunc")},
@@ -41,7 +42,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load_for_numpy(path: str) -> Any:
         module = load(path)
-        functions = {name: _on_tensors(function) for name, function in _IN_NUMPY.items()}
+        functions = {name: on_tensors(function) for name, function in IN_NUMPY.items()}
         module.libdevice = SimpleNamespace(**functions)
         return module
 
@@ -75,7 +76,7 @@ def _wide(handle: Any) -> Any:
     return TensorHandle(data, tl.float32)
 
 
-def _on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+def on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of numpy's as one of the interpreter's tensors."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle

@@ -28,7 +28,8 @@ def expand_argmax(graph: fx.Graph) -> None:
 
 
 def _first_place(node: fx.Node, x: Any, dim: int, keep: bool = False) -> fx.Node:
-    graph, value = node.graph, value_of(x)
+    graph = node.graph
+    value: Any = value_of(x)  # a fake tensor
     dim %= value.dim()
     count, after = value.shape[dim], [1] * (value.dim() - 1 - dim)
     # In a dtype that has these numbers exactly.
@@ -37,8 +38,9 @@ def _first_place(node: fx.Node, x: Any, dim: int, keep: bool = False) -> fx.Node
     is_extreme = new_node(graph, aten.eq.Tensor, x, extreme)
     is_nan = new_node(graph, aten.ne.Tensor, x, x)
     found = new_node(graph, aten.logical_or.default, is_extreme, is_nan)
-    places = new_node(graph, aten.arange.default, count, **options)
+    with value.fake_mode:
+        places = new_node(graph, aten.arange.default, count, **options)
+        none = new_node(graph, aten.scalar_tensor.default, float(count), **options)
     places = new_node(graph, aten.reshape.default, places, [count, *after])
-    none = new_node(graph, aten.scalar_tensor.default, float(count), **options)
     candidates = new_node(graph, aten.where.self, found, places, none)
     return new_node(graph, aten.amin.default, candidates, [dim], keep)

@@ -1,0 +1,62 @@
+"""Whole programs of a GPU, against the oracle. Run by ``test_gpu_programs``, on an emulated GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ftbptt import _capture, make_train_segment
+
+from . import emulated_gpu
+from .cells import CELLS, NOT_BFLOAT16, WITH_ROWS, problem
+from .oracle import check, check_low_precision
+from .test_capture import Captures
+from .test_parity import flags
+
+BACKENDS = ("fused", "cudagraph")
+
+
+@pytest.fixture(autouse=True)
+def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captures]:
+    """An emulated GPU, with the stand-in for CUDA graphs."""
+    found = Captures()
+    monkeypatch.setattr(_capture, "_capture", found.capture)
+    with emulated_gpu.emulated(monkeypatch):
+        yield found
+
+
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cells(name: str, backend: str, captures: Captures) -> None:
+    given = problem(name)
+    segment = make_train_segment(
+        given.step, given.loss, backend=backend, time_dim=given.time_dim or None
+    )
+    for steps in (3, 1, 3, 3):
+        check(segment, given, steps)
+    assert (captures.made, captures.replayed) == (1, 2)
+
+
+@pytest.mark.parametrize("name", WITH_ROWS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reset_and_recompute(name: str, backend: str) -> None:
+    given = problem(name)
+    segment = make_train_segment(
+        given.step, given.loss, backend=backend, time_dim=given.time_dim or None, recompute=True
+    )
+    reset = flags(5, given.rows, seed=1).movedim(0, given.time_dim)
+    check(segment, given, 5, reset=reset)
+
+
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_low_precision(name: str, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and name in NOT_BFLOAT16:
+        pytest.skip("torch has no such complex numbers")
+    given = problem(name, dtype)
+    segment = make_train_segment(
+        given.step, given.loss, backend="fused", time_dim=given.time_dim or None
+    )
+    check_low_precision(segment, given, 5)
