@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
-from ftbptt import _capture, make_train_segment
+from ftbptt import _capture, make_train_segment, reference_segment
 
 from . import emulated_gpu
 from .cells import CELLS, NOT_BFLOAT16, WITH_ROWS, problem
-from .oracle import check, check_low_precision
+from .oracle import assert_close, check, check_low_precision
 from .test_capture import Captures
 from .test_parity import flags
 
@@ -60,3 +61,31 @@ def test_low_precision(name: str, dtype: torch.dtype) -> None:
         given.step, given.loss, backend="fused", time_dim=given.time_dim or None
     )
     check_low_precision(segment, given, 5)
+
+
+@pytest.mark.parametrize("models", [False, True], ids=["sequences", "models"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vmap(backend: str, models: bool) -> None:
+    given = problem("elman_one_sequence")
+    own = [tree_map(lambda leaf, s=s: s * leaf, given.data(5)) for s in (1.0, 0.5, -1.0)]
+    if not models:
+        own = [(given.params, *others) for _, *others in own]
+    expected = [reference_segment(given.step, given.loss, *arguments) for arguments in own]
+    params, *others = tree_map(lambda *leaves: torch.stack(leaves), *own)
+    in_dims = (0 if models else None, 0, 0, 0)
+    segment = make_train_segment(given.step, given.loss, backend=backend)
+    found = torch.func.vmap(segment, in_dims)(params if models else given.params, *others)
+    assert_close(tuple(found), tree_map(lambda *leaves: torch.stack(leaves), *map(tuple, expected)))
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 3}, {"taps": True}, {"context": 2}], ids=["window", "taps", "context"]
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_options(backend: str, options: dict[str, object]) -> None:
+    given = problem("lstm_readout")
+    made, wanted = (
+        make_train_segment(given.step, given.loss, backend=name, **options)
+        for name in (backend, "eager")
+    )
+    assert_close(tuple(made(*given.data(7))), tuple(wanted(*given.data(7))))
