@@ -109,6 +109,7 @@ def _interpret_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _compile_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from ftbptt._programs import Programs
+    from ftbptt.backends import cudagraph
     from ftbptt.compiler.signature import Leaf
 
     init, built = Leaf.__init__, Programs._built
@@ -122,5 +123,15 @@ def _compile_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
         examples = [SimpleNamespace(shape=a.shape, dtype=a.dtype, device=GPU) for a in args]
         return built(self, name, function, examples, first, last)
 
+    compiled_step = cudagraph._compiled_step
+
+    def step_on_cpu(block: Any) -> Any:  # within an operator no mode is active
+        def step(*args: Tensor) -> Any:
+            with _OnCpu():
+                return compiled_step(block)(*args)
+
+        return step
+
+    monkeypatch.setattr(cudagraph, "_compiled_step", step_on_cpu)
     monkeypatch.setattr(Leaf, "__init__", on_gpu)
     monkeypatch.setattr(Programs, "_built", built_for_gpu)

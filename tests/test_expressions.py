@@ -86,8 +86,6 @@ FLOAT: dict[str, Operation] = {
 COMPOSED: dict[str, Operation] = {
     "add_alpha": lambda x, y: torch.add(x, y, alpha=-0.5),
     "sub_alpha": lambda x, y: torch.sub(x, y, alpha=3),
-    "addcmul": lambda x, y: torch.addcmul(x, x, y, value=-2),
-    "addcdiv": lambda x, y: torch.addcdiv(x, y, 1.5 + x * x, value=0.5),
     "sigmoid_backward": aten.sigmoid_backward,
     "tanh_backward": aten.tanh_backward,
 }

@@ -326,6 +326,9 @@ READOUTS = {
     "attention": lambda o: F.scaled_dot_product_attention(o, o + 1, o - 1),
     "layer norm": lambda o: F.layer_norm(o, o.shape[-1:]),
     "gelu": F.gelu,
+    "lerp by unit": lambda o: torch.lerp(o, o.sin(), o[0, 0]),
+    "addcmul by unit": lambda o: torch.addcmul(o[0, 0], o, o[0, 0], value=0.5),
+    "addcdiv by unit": lambda o: torch.addcdiv(o, o[0, 0], 2 + o.sin(), value=0.5),
 }
 
 

@@ -147,6 +147,9 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
     table[torch.ops.prims.convert_element_type.default] = lambda x, dtype: x.to(dtype)
     if hasattr(torch.ops.prims, "fma"):
         table[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c
+    # torch has no shapes for them where they broadcast over a symbolic K (2.13).
+    table[aten.addcmul.default] = lambda x, a, b, *, value=1: x + value * a * b
+    table[aten.addcdiv.default] = lambda x, a, b, *, value=1: x + value * a / b
     table[aten.addmm.default] = _plus_product(torch.mm)
     table[aten.baddbmm.default] = _plus_product(torch.bmm)
     table[aten.split.Tensor] = lambda x, size, dim=0: _slices(

@@ -1,7 +1,7 @@
 """Elementwise operations of a graph -> expressions in a few primitives, for any target language.
 
 A printer (``cpp_nest``, ``triton_expressions``) needs one spelling per primitive. Operations that
-are compositions of primitives (``sigmoid_backward``, ``addcmul``, ...) are expanded here, once for
+are compositions of primitives (``sigmoid_backward``, ``rsub``, ...) are expanded here, once for
 all languages.
 """
 
@@ -242,14 +242,6 @@ def _threshold_backward(
     return Apply("where", (below, Literal(0, out), grad), out)
 
 
-def _add_product(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    a, b, c = (cast(x, out) for x in args)
-    if kwargs.get("value", 1) != 1:
-        b = Apply("mul", (b, Literal(kwargs["value"], out)), out)
-    name = "mul" if _overload_name(node) == "addcmul" else "div"
-    return Apply("add", (a, Apply(name, (b, c), out)), out)
-
-
 def _reversed_sub(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if len(args) > 2 or kwargs:
         raise refuse(node, "alpha is not 1")
@@ -309,6 +301,4 @@ _TABLE: dict[str, Callable[[Node, torch.dtype, list[Any], dict[str, Any]], Any]]
     "threshold_backward": _threshold_backward,
     "rsub": _reversed_sub,
     "remainder": _remainder,
-    "addcmul": _add_product,
-    "addcdiv": _add_product,
 }
