@@ -1,7 +1,7 @@
 """Kernels compiled for an H200 (sm_90), on any machine.
 
-``python -m tests.compile_triton [CELL[:DTYPE[:resets]]...]`` prints, as JSON, the shared memory,
-registers and spilled bytes of each.
+``python -m tests.compile_triton [CELL[:DTYPE][:resets][:split]...]`` prints, as JSON, the shared
+memory, registers and spilled bytes of each.
 
 Triton brings its own assembler and needs no GPU to compile. It is a process of its own because a
 kernel is either interpreted or compiled.
@@ -23,11 +23,12 @@ from torch import nn
 
 from ftbptt import make_train_segment
 from ftbptt.compiler.distribute import ScanBlock
+from ftbptt.kernels import triton_kernel
 from ftbptt.kernels.expressions import Unsupported
 from ftbptt.kernels.lower import make_row_loop
 from ftbptt.kernels.rowloop import RowLoop
+from ftbptt.kernels.triton_kernel import print_triton
 from ftbptt.kernels.triton_module import load, options_for, steps_at_once, write
-from ftbptt.kernels.triton_source import print_triton
 
 from .cells import problem
 
@@ -35,12 +36,17 @@ TYPES = {
     torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16",
     torch.bool: "i1", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8",
 }  # fmt: skip
+HELD = triton_kernel._SHARED_BYTES_OF_ROWS
 CASES = {
     "lstm-64-fp32": (64, torch.float32, "ieee"),
     "lstm-64-tf32": (64, torch.float32, "tf32"),
     "lstm-50-fp32": (50, torch.float32, "ieee"),
     "lstm-128-bf16": (128, torch.bfloat16, "ieee"),
     "lstm-31-fp64": (31, torch.float64, "ieee"),
+    # Their weights are split over multiprocessors.
+    "lstm-256-fp32": (256, torch.float32, "ieee"),
+    "lstm-256-tf32": (256, torch.float32, "tf32"),
+    "lstm-500-bf16": (500, torch.bfloat16, "ieee"),
 }
 
 
@@ -77,8 +83,11 @@ def compiled(block: ScanBlock, reverse: bool, precision: str) -> dict[str, dict[
     """The kernels of a block by their names, with the tiles that they would be called with."""
     loop = make_row_loop(block, least_features=0)
     module = load(str(write(print_triton(loop, block.history, reverse=reverse))))
-    exact = module.EXACT and precision == "ieee"
-    rows, warps = options_for(1 << 20, 1, module.ROW_BYTES, 132, exact)
+    if module.PARTS > 1:
+        rows, warps = module.TILE_ROWS, module.WARPS
+    else:
+        exact = module.EXACT and precision == "ieee"
+        rows, warps = options_for(1 << 20, 1, module.ROW_BYTES, 132, exact)
     options = {"ROWS": rows, "PRECISION": precision}
     found = {"run": compiled_function(module, "run", loop, options, warps, reverse)}
     if hasattr(module, "run_composed"):
@@ -117,6 +126,8 @@ def compiled_function(
         if name in memory:
             signature[name] = f"*{TYPES[memory[name]]}"
             multiples[(i,)] = [["tt.divisibility", 16]]
+        elif name == "arrivals":
+            signature[name] = "*i32"
         elif name in options:
             signature[name] = "constexpr"
             constants[(i,)] = options[name]
@@ -152,17 +163,20 @@ def usage(ptx: str) -> dict[str, int]:
 
 
 def main(names: list[str]) -> None:
-    """Of these cells of the table, ``name``, ``name:dtype`` or ``name:dtype:resets``; without any,
-    of the LSTMs."""
+    """Of these cells of the table, their weights split or not; without any, of the LSTMs."""
     found = {}
     for name in names or CASES:
         if name in CASES:
             hidden, dtype, precision = CASES[name]
             own = of_lstm(hidden, dtype)
         else:
-            cell, kind, resets = [*name.split(":"), "", ""][:3]
-            precision, dtype = "tf32", getattr(torch, kind or "float32")
-            own = of_cell(cell, dtype, bool(resets))
+            cell, *options = name.split(":")
+            (kind,) = {"float64", "bfloat16"} & {*options} or ["float32"]
+            precision, dtype = "tf32", getattr(torch, kind)
+            own = of_cell(cell, dtype, "resets" in options)
+            # That no weights fit into one program, though they would.
+            held = triton_kernel._SHARED_BYTES if "split" in options else HELD
+            triton_kernel._SHARED_BYTES_OF_ROWS = held
         for i, (phase, block) in enumerate(own):
             with contextlib.suppress(Unsupported):
                 for function, kernel in compiled(block, phase == "reverse", precision).items():

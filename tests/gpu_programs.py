@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ftbptt import _capture, make_train_segment, reference_segment
+from ftbptt.kernels import tiles, triton_kernel
 
 from . import emulated_gpu
 from .cells import CELLS, NOT_BFLOAT16, WITH_ROWS, problem
@@ -89,3 +90,15 @@ def test_options(backend: str, options: dict[str, object]) -> None:
         for name in (backend, "eager")
     )
     assert_close(tuple(made(*given.data(7))), tuple(wanted(*given.data(7))))
+
+
+@pytest.mark.parametrize("name", ["lstm_readout", "layer_norm_lstm"])
+def test_split_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no multiprocessor could hold the weights of these small cells."""
+    monkeypatch.setattr(triton_kernel, "_SHARED_BYTES_OF_ROWS", triton_kernel._SHARED_BYTES)
+    monkeypatch.setattr(tiles, "_LEAST_COLUMNS", 2)
+    given = problem(name)
+    segment = make_train_segment(given.step, given.loss, backend="fused")
+    assert "programs for each 16 rows" in str(segment.explain(*given.data(3)))
+    for steps in (3, 1, 3, 3):
+        check(segment, given, steps)

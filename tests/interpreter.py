@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from . import programs_at_once
+
 IN_NUMPY: dict[str, Callable[..., Any]] = {
     "rint": np.rint, "pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "atan": np.arctan,
     "atan2": np.arctan2, "acos": np.arccos, "asin": np.arcsin, "fmod": np.fmod,
@@ -62,6 +64,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", wide_dot)
     monkeypatch.setattr(InterpreterBuilder, "create_fp_trunc", rounded)
     monkeypatch.setattr(triton_module, "load", load_for_numpy)
+    programs_at_once.use(monkeypatch)
     monkeypatch.setitem(fused.LANGUAGES, "cpu", fused.LANGUAGES["cuda"])
 
 

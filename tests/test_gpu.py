@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ftbptt import make_train_segment
+from ftbptt import as_step, make_train_segment
 
 from .cells import CELLS, NOT_BFLOAT16, WITH_ROWS, problem
 from .oracle import assert_close, check, check_low_precision, reference
-from .problem import Problem
+from .problem import D, Draw, Problem, mse
 from .test_parity import flags
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -33,6 +33,16 @@ Segments = Callable[..., Any]
 
 def on_gpu(name: str, dtype: torch.dtype = torch.float64) -> Problem:
     return problem(name, dtype).on("cuda")
+
+
+def large_lstm(rows: int, dtype: torch.dtype) -> Problem:
+    """One whose weights no multiprocessor can hold."""
+    draw, units = Draw(0), 200
+    module = draw.module(lambda: torch.nn.LSTMCell(D, units))
+    state = draw(rows, units), draw(rows, units)
+    x, y = draw.sequence(rows, D), draw.sequence(rows, units)
+    params = dict(module.named_parameters())
+    return Problem(as_step(module), params, state, x, y, mse, rows).to(dtype).on("cuda")
 
 
 def make(given: Problem, backend: str, **options: Any) -> Any:
@@ -60,6 +70,17 @@ def test_low_precision(name: str, dtype: torch.dtype) -> None:
     segment = make(given, "fused")
     for _ in range(3):
         check_low_precision(segment, given, 7)
+
+
+@pytest.mark.parametrize("rows", [5, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_split_weights(dtype: torch.dtype, rows: int) -> None:
+    """Programs that wait for each other: many times, in turns with others, and replayed."""
+    given = large_lstm(rows, dtype)
+    segment = make(given, "fused")
+    assert "programs for each" in str(segment.explain(*given.data(63)))
+    for steps in (63, 63, 63, 1, 200, 63):
+        check_low_precision(segment, given, steps)
 
 
 @pytest.mark.parametrize("name", WITH_ROWS)

@@ -94,7 +94,7 @@ def test_models_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
             return lambda *memory, **options: None
 
     module = SimpleNamespace(
-        AXES=2, GROUPED=1, WORKSPACE=[], ROW_BYTES=64, EXACT=False, run=Function()
+        AXES=2, GROUPED=1, PARTS=1, WORKSPACE=[], ROW_BYTES=64, EXACT=False, run=Function()
     )
     monkeypatch.setattr(triton_module, "load", lambda path: module)
     triton_module.launch("", [], [torch.empty(0)], [1, 70_000, 65])
@@ -197,21 +197,30 @@ def test_elements_of_an_elementwise_loop_are_rows() -> None:
     scan.check()
 
 
-def test_weights_that_are_too_large_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_too_large_are_split_or_left_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def step(given: Any, x: Any, carried: Any) -> Any:
         return [torch.tanh(x[0] + carried[0] @ given[0])], []
 
-    def runs(units: int) -> str:
+    def runs(units: int, rows: int) -> str:
         given = [torch.zeros(units, units)]
-        scan = Scan(step, given, [torch.zeros(2, 1, units)], [torch.zeros(1, units)])
+        scan = Scan(step, given, [torch.zeros(2, rows, units)], [torch.zeros(rows, units)])
         return FUSED.describe(scan.block)
 
-    assert runs(128) == "one generated Triton kernel for all steps"
-    needs = "its weights need {} KB of a multiprocessor's shared memory, which has {} KB for them"
-    assert needs.format(256, 192) in runs(129)
+    assert runs(128, 4096) == "one generated Triton kernel for all steps"
+    split = "one generated Triton kernel for all steps, {} programs for each {} rows"
+    assert runs(129, 1) == split.format(16, 16)
+    assert runs(256, 200) == split.format(8, 16)
+    assert runs(256, 2112) == split.format(2, 32)  # 66 tiles, 132 programs
+    needs = "its weights need {} KB of a multiprocessor's shared memory, which has {} KB for them; "
+    needs += "split, with {} rows, they need more than 132 multiprocessors"
+    assert needs.format(256, 192, 2113) in runs(256, 2113)
+    assert needs.format(1 << 16, 192, 1) in runs(4096, 1)
     # A GPU with less of it.
-    monkeypatch.setattr("ftbptt.kernels.triton_source._SHARED_BYTES", 48 << 10)
-    assert needs.format(64, 13) in runs(128)
+    monkeypatch.setattr("ftbptt.kernels.triton_kernel._SHARED_BYTES", 48 << 10)
+    assert runs(128, 1) == split.format(8, 16)
+    assert needs.format(64, 13, 2000) in runs(128, 2000)
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ from ..kernels.normalize import is_small_product
 from ..kernels.row_order import inverse
 from ..kernels.rowloop import RowLoop
 from ..kernels.toolchain import INCLUDE
+from ..kernels.triton_kernel import describe_triton, print_triton
 from ..kernels.triton_module import launch, write
-from ..kernels.triton_source import print_triton
 from .base import Backend, Function, histories_by_carry
 from .compile import COMPILE
 from .compile import build as build_program
@@ -111,23 +111,28 @@ class Kernel:
 class Language:
     """A language in which kernels are written.
 
-    ``print_source(loop, history, reverse=...)`` is the source of a kernel; ``make_ready(source)``
-    compiles or stores it, and returns the path of its library.
+    ``print_source(loop, history, reverse=...)`` is the source of a kernel, ``describe(loop,
+    history)`` says what it is; ``make_ready(source)`` compiles or stores it, and returns the path
+    of its library.
     ``least_features``: how many trailing axes are never rows. A CPU vectorizes along the last
     axis; on a GPU each element of an elementwise loop can be a row, with one thread.
     ``takes_in``: whether kernels absorb operations after the loop; a GPU lacks the registers.
     """
 
-    name: str
     print_source: Callable[..., str]
+    describe: Callable[[RowLoop, list[bool]], str]
     make_ready: Callable[[str], Path]
     least_features: int
     takes_in: bool
 
 
+def _describe_cpp(loop: RowLoop, history: list[bool]) -> str:
+    return "one generated C++ kernel for all steps"
+
+
 LANGUAGES = {  # device type -> language
-    "cpu": Language("C++", print_cpp, start, least_features=1, takes_in=True),
-    "cuda": Language("Triton", print_triton, write, least_features=0, takes_in=False),
+    "cpu": Language(print_cpp, _describe_cpp, start, least_features=1, takes_in=True),
+    "cuda": Language(print_triton, describe_triton, write, least_features=0, takes_in=False),
 }
 
 
@@ -231,10 +236,10 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 def _describe(block: ScanBlock) -> str:
     try:
-        language, _, _ = _source_for(block, reverse=False)
+        language, loop, _ = _source_for(block, reverse=False)
     except Unsupported as reason:
         return f"{_fallback(block).describe(block)}; not fused: {reason}"
-    return f"one generated {language.name} kernel for all steps"
+    return language.describe(loop, block.history)
 
 
 def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:

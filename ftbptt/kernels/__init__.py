@@ -6,8 +6,9 @@ seen by one row) and ``expressions`` (operations as arithmetic). From the row lo
 
 - for a CPU, ``schedule`` decides which operations share a loop, ``cpp`` prints C++, and ``build``
   compiles and loads it;
-- for a GPU, ``tiles`` decides what stays in registers, ``triton_source`` prints Triton, and
-  ``triton_module`` stores and launches it.
+- for a GPU, ``tiles`` decides what stays in registers, ``triton_kernel`` prints Triton (by
+  ``triton_loop``, ``triton_split`` or ``triton_scan``), and ``triton_module`` stores and launches
+  it.
 
 Nothing up to the row loop depends on the target language.
 """

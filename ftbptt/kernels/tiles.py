@@ -4,19 +4,24 @@ A program on a GPU works on a tile of rows: a value is ``[rows, columns]`` in re
 columns padded to a power of two, and Triton cannot slice it. So a product is computed in pieces,
 one for each range of columns that is read (each gate of an LSTM is a separate product). A product
 with concatenated values is a sum of products. What is read in another order goes through memory.
+
+Several programs may share a tile of rows (``parts``). Each then has a part of the columns of every
+wide value. Products and reductions read all columns, through memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .accesses import RowPattern, contiguous
-from .rowloop import Memory, Operation, Product, Read, Reduce, RowLoop, Value, reads
+from .rowloop import Map, Memory, Operation, Product, Read, Reduce, RowLoop, Value, reads
 
 # The fewest columns that a matrix unit (tensor core) takes.
 _LEAST_COLUMNS = 16
+# The most columns of a row that a product reads from memory at once.
+MOST_COLUMNS = 256
 
 
 def columns(count: int) -> int:
@@ -29,11 +34,12 @@ class Space:
     """The indices that an operation runs over, as the columns of a tile.
 
     ``outer``: the number of leading axes that a reduction keeps. They are padded separately from
-    the axes that it reduces.
+    the axes that it reduces. ``parts``: the number of programs that share the columns.
     """
 
     shape: tuple[int, ...]
     outer: int = 0
+    parts: int = 1
 
     @property
     def outer_size(self) -> int:
@@ -45,21 +51,24 @@ class Space:
 
     @property
     def width(self) -> int:
-        """Columns, with padding."""
-        return columns(self.inner_size) * (columns(self.outer_size) if self.outer else 1)
+        """Columns of a program, with padding."""
+        outer = columns(self.outer_size) if self.outer else 1
+        return columns(self.inner_size) * outer // self.parts
 
     @property
     def is_padded(self) -> bool:
-        return self.width != math.prod(self.shape)
+        return self.width * self.parts != math.prod(self.shape)
 
 
 @dataclass
 class Tiles:
     """Where each value lies.
 
+    - ``parts``: the number of programs that share a tile of rows.
     - ``history``: which carries are stored at every step.
     - ``computed``: the values that some operation computes, as tiles. The others are results of
       ``cat``, of which only the pieces are computed.
+    - ``reduced``: the values of reductions, of which each program has all columns.
     - ``pieces``: for each product, the (offset, length) of the column ranges that are computed
       separately, as an ordered set.
     - ``next_carries``: the next value of each carry that stays in registers, by index.
@@ -68,12 +77,39 @@ class Tiles:
     """
 
     every_row: RowPattern
+    parts: int
     history: list[bool]
     computed: set[Value] = field(default_factory=set)
+    reduced: set[Value] = field(default_factory=set)
     pieces: dict[Value, dict[tuple[int, int], None]] = field(default_factory=dict)
     next_carries: dict[int, Value] = field(default_factory=dict)
     read_back: list[Memory] = field(default_factory=list)
     writers: dict[Memory, list[Operation]] = field(default_factory=dict)
+
+    def space(self, shape: tuple[int, ...]) -> Space:
+        """The indices of a value, of which a program has a part if there are enough of them."""
+        is_wide = columns(math.prod(shape)) >= self.parts * _LEAST_COLUMNS
+        return Space(shape, parts=self.parts if is_wide else 1)
+
+    def flat(self, size: int) -> Space:
+        """The same of ``size`` contiguous columns."""
+        return self.space(flat(size).shape)
+
+    def space_of_value(self, value: Value) -> Space:
+        return Space(value.shape) if value in self.reduced else self.space(value.shape)
+
+    def space_of(self, op: Map | Reduce) -> Space:
+        """The indices that an operation runs over."""
+        return Space(op.shape, op.outer) if isinstance(op, Reduce) else self.space(op.value.shape)
+
+    def rows_of(self, op: Product) -> list[tuple[Read, Space, int]]:
+        """What a product reads of its row, each with its indices and its offset in the row."""
+        length, found = op.k if self.parts == 1 else MOST_COLUMNS, []
+        for first in range(0, op.k, length):
+            space = flat(min(length, op.k - first))
+            offset, strides = op.row.offset + first, contiguous(space.shape)
+            found.append((replace(op.row, offset=offset, strides=strides), space, first))
+        return found
 
     def in_register(self, read: Read, space: Space) -> bool:
         """Whether the columns of ``read`` over ``space`` are those of a tile in registers."""
@@ -85,6 +121,9 @@ class Tiles:
             return False
         if source.size == 1:
             return True
+        length = size if source in self.pieces else source.size
+        if space.parts != (1 if source in self.reduced else self.flat(length).parts):
+            return False
         if space.outer or read.strides != contiguous(space.shape):
             return False
         return (read.offset == 0 and size == source.size) or source in self.pieces
@@ -111,6 +150,8 @@ class Tiles:
         None if the row is no concatenation, or not of complete and contiguous values.
         """
         source = op.row.source
+        if self.parts > 1:
+            return None
         if isinstance(source, Memory) or source in self.computed or source.memory is None:
             return None
         first = source.offset + op.row.offset
@@ -128,19 +169,23 @@ class Tiles:
         return pieces if end == op.k else None
 
 
-def make_tiles(loop: RowLoop, history: list[bool]) -> Tiles:
-    """make_tiles : RowLoop x which carries have a history -> Tiles"""
-    tiles = Tiles(RowPattern((0, len(loop.rows.dims)), 0), list(history))
+def make_tiles(loop: RowLoop, history: list[bool], parts: int) -> Tiles:
+    """make_tiles : RowLoop x which carries have a history x programs of a tile -> Tiles"""
+    tiles = Tiles(RowPattern((0, len(loop.rows.dims)), 0), parts, list(history))
     for op in loop.operations:
         tiles.computed.add(op.value)
+        if isinstance(op, Reduce):
+            tiles.reduced.add(op.value)
         if isinstance(op, Product):
             tiles.pieces[op.value] = {}
         if op.value.memory is not None:
             tiles.writers.setdefault(op.value.memory, []).append(op)
     for i, memory in enumerate(loop.nexts):
         writers = tiles.writers[memory]
-        if len(writers) == 1 and writers[0].value.size == memory.size:
-            tiles.next_carries[i] = writers[0].value
+        value = writers[0].value
+        is_whole = len(writers) == 1 and value.size == memory.size
+        if is_whole and tiles.space_of_value(value).parts == tiles.flat(memory.size).parts:
+            tiles.next_carries[i] = value
         else:  # written in parts
             tiles.history[i] = True
     for read, space in _reads(loop, tiles):
@@ -160,11 +205,9 @@ def make_tiles(loop: RowLoop, history: list[bool]) -> Tiles:
     return tiles
 
 
-def space_of(op: Operation) -> Space:
-    """The indices that an operation runs over; for a product, those of its row."""
-    if isinstance(op, Product):
-        return Space((op.k,) if op.k != 1 else ())
-    return Space(op.shape, op.outer) if isinstance(op, Reduce) else Space(op.value.shape)
+def flat(size: int) -> Space:
+    """All indices of ``size`` contiguous columns."""
+    return Space((size,) if size != 1 else ())
 
 
 def _reads(loop: RowLoop, tiles: Tiles) -> Iterator[tuple[Read, Space]]:
@@ -172,9 +215,10 @@ def _reads(loop: RowLoop, tiles: Tiles) -> Iterator[tuple[Read, Space]]:
     for op in loop.operations:
         if not isinstance(op, Product):
             for read in reads(op.expression):
-                yield read, space_of(op)
+                yield read, tiles.space_of(op)
         elif tiles.row_pieces(op) is None:
-            yield op.row, space_of(op)
+            for read, space, _ in tiles.rows_of(op):
+                yield read, space
 
 
 def _put_in_memory(tiles: Tiles, source: Value | Memory) -> None:

@@ -34,6 +34,8 @@ _ELEMENTWISE_ROWS, _ELEMENTWISE_WARPS = 128, 4
 # bytes, so a tile has several neighbouring rows.
 _ROWS_TO_FILL_A_PROCESSOR, _NUMBERS_OF_A_TILE = 512, 2048
 _LEAST_ROWS_AT_ONCE, _MOST_ROWS_AT_ONCE = 8, 32
+# Integers of a counter at which the programs of a tile meet: a line of the cache for each.
+_COUNTER = 32
 
 
 def write(source: str) -> Path:
@@ -75,28 +77,39 @@ def launch(
                     dtype=getattr(torch, dtype), device=device)
         for dtype, size, each_step in module.WORKSPACE
     ]  # fmt: skip
-    processors = 1
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-    exact = module.EXACT and precision == "ieee"
-    rows, warps = options_for(total // groups, groups, module.ROW_BYTES, processors, exact)
-    function = module.run
-    options: dict[str, Any] = {"PRECISION": precision}
-    tile = steps_at_once(steps, total, processors)
-    if tile is not None and hasattr(module, "run_composed"):
-        function = module.run_composed
-        tile_steps, rows = tile
-        options = {"STEPS": tile_steps}
+    function, rows, options = _choose(module, steps, total, groups, device)
+    tiles = -(-total // groups // rows) * groups
+    if module.PARTS > 1:
+        arrivals = torch.zeros(tiles * _COUNTER, dtype=torch.int32, device=device)
+        workspace.append(arrivals)
     with torch.cuda.device_of(outputs[0]):
         # A grid of one axis: the second and third axes are limited to 65,535 programs.
-        function[(-(-total // groups // rows) * groups,)](
+        function[(tiles * module.PARTS,)](
             *inputs, *outputs, *workspace, *numbers,
             ROWS=rows,
-            num_warps=warps,
             num_stages=1,  # pipelining would read values of later steps before they are written
             **options,
         )  # fmt: skip
+
+
+def _choose(
+    module: Any, steps: int, total: int, groups: int, device: torch.device
+) -> tuple[Any, int, dict[str, Any]]:
+    """The module's function to launch, the rows of a tile, and further options."""
+    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    if module.PARTS > 1:
+        options = {"PRECISION": precision, "num_warps": module.WARPS}
+        # The programs wait for each other, so all must run at once.
+        return module.run, module.TILE_ROWS, options | {"launch_cooperative_grid": True}
+    processors = 1
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    exact = module.EXACT and precision == "ieee"
+    rows, warps = options_for(total // groups, groups, module.ROW_BYTES, processors, exact)
+    tile = steps_at_once(steps, total, processors)
+    if tile is not None and hasattr(module, "run_composed"):
+        return module.run_composed, tile[1], {"STEPS": tile[0], "num_warps": warps}
+    return module.run, rows, {"PRECISION": precision, "num_warps": warps}
 
 
 def options_for(

@@ -4,7 +4,7 @@ A program processes a few rows, in tiles of [STEPS, ROWS]. For each tile it firs
 before every step: by an associative scan over the affine maps of the steps (``affine``), in
 logarithmic depth; or step by step, where the numbers are so large that a product of scales might
 overflow. Then it computes all operations for the full tile at once, as the loop in
-``triton_source`` does for one step.
+``triton_loop`` does for one step.
 """
 
 from __future__ import annotations

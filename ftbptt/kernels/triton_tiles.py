@@ -25,15 +25,15 @@ class TilePrinter:
 
     ``shape``: of a tile, to be formatted with its number of columns. ``element_mask`` and
     ``step_mask``: the variables that mask, inside the loop, the elements that exist, and the steps
-    that exist where a tile has several.
+    that exist where a tile has several. ``load_option``: of loads of what the kernel itself stored.
     """
 
-    shape, element_mask, step_mask = "(ROWS, {})", "inside", ""
+    shape, element_mask, step_mask, load_option = "(ROWS, {})", "inside", "", ""
 
-    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool) -> None:
+    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool, parts: int = 1) -> None:
         # A kernel may store more histories (``tiles.history``) than its caller wants.
         self.loop, self.reverse, self.wanted_history = loop, reverse, history
-        self.tiles = make_tiles(loop, history)
+        self.tiles = make_tiles(loop, history, parts)
         self.products = {op.weight: op for op in loop.operations if isinstance(op, Product)}
         self.prologue: list[str] = []
         self.body: list[str] = []
@@ -68,10 +68,6 @@ class TilePrinter:
             yield from (f"group_stride{i}", f"k_stride{i}", f"n_stride{i}")
 
     # -- tiles ------------------------------------------------------------------------------------
-
-    def _flat(self, size: int) -> Space:
-        """The space of ``size`` contiguous columns."""
-        return Space((size,) if size != 1 else ())
 
     def _space(self, space: Space) -> str:
         """The variable with the column indices of the space; ``<name>_in`` masks its padding."""
@@ -141,33 +137,41 @@ class TilePrinter:
         if key in self.loaded:
             return self.loaded[key]
         if source in self.dirty:
-            self.body.append("tl.debug_barrier()")
-            self.dirty.clear()
+            self._barrier(self.body)
         is_input = source.kind in ("invariant", "sequence")
         unit = source.pattern.unit if is_input else source.size
         row = self._row_offset(source.pattern, unit)
         index = self._index(space, offset, read.strides)
         name = self.loaded[key] = next(self.names)
-        lines, by_row, by_step = self.body, self.element_mask, self.step_mask
+        by_row, by_step = self.element_mask, self.step_mask
         if source.kind == "invariant":
-            lines, by_row, by_step = self.prologue, "inside", ""
-        lines.append(
-            f"{name} = tl.load({self._step_pointer(source)} + {row}{index}"
-            f"{with_zeros(self._mask(space, by_row if row else by_step))})"
-        )
-        self._convert(lines, name, source.dtype)
+            by_row, by_step = "inside", ""
+        mask = with_zeros(self._mask(space, by_row if row else by_step))
+        option = "" if is_input else self.load_option
+        loaded = f"tl.load({self._step_pointer(source)} + {row}{index}{mask}{option})"
+        self._define_loaded(source, name, self._converted(loaded, source.dtype))
         return name
 
-    def _convert(self, lines: list[str], name: str, dtype: torch.dtype) -> None:
-        """Converts a variable that was loaded to its compute dtype."""
-        if compute_dtype(dtype) != dtype:
-            lines.append(f"{name} = {name}.to({TYPES[compute_dtype(dtype)]})")
+    def _define_loaded(self, source: Memory, name: str, loaded: str) -> None:
+        lines = self.prologue if source.kind == "invariant" else self.body
+        lines.append(f"{name} = {loaded}")
+
+    def _converted(self, loaded: str, dtype: torch.dtype) -> str:
+        """What was loaded, in its compute dtype."""
+        if compute_dtype(dtype) == dtype:
+            return loaded
+        return f"{loaded}.to({TYPES[compute_dtype(dtype)]})"
+
+    def _barrier(self, lines: list[str]) -> None:
+        """Waits until all stores so far are visible to those that load them."""
+        lines.append("tl.debug_barrier()")
+        self.dirty.clear()
 
     def _store(self, value: Value) -> None:
         memory = value.memory
         if memory is None or not self.tiles.is_stored(value):
             return
-        space, name = Space(value.shape), name_of(value)
+        space, name = self.tiles.space_of_value(value), name_of(value)
         index = self._index(space, value.offset, value.strides)
         self.body.append(
             f"tl.store({self._step_pointer(memory)} + row * {memory.size} + {index}, "
@@ -182,9 +186,13 @@ class TilePrinter:
         value = self._expression(op.expression, space)
         return self._cast(value, op.expression.dtype, op.value.dtype)
 
+    def _tile(self, value: str, space: Space) -> str:
+        """All rows of what may be the same for all, and so is one row."""
+        return f"tl.broadcast_to({value}, {self.shape.format(space.width)})"
+
     def _map(self, op: Map) -> None:
-        space = Space(op.value.shape)
-        value = f"tl.broadcast_to({self._operand(op, space)}, {self.shape.format(space.width)})"
+        space = self.tiles.space_of(op)
+        value = self._tile(self._operand(op, space), space)
         self.body.append(f"{name_of(op.value)} = {value}")
         self._store(op.value)
 

@@ -13,19 +13,13 @@ from typing import Any
 
 import torch
 
-from .affine import affine_next
 from .expressions import Unsupported
 from .rowloop import Product, Reduce, RowLoop, Value, compute_dtype
-from .tiles import columns, space_of
+from .tiles import columns, flat
 from .triton_expressions import TYPES, literal, type_of
-from .triton_scan import print_scan
 from .triton_tiles import TilePrinter, name_of, with_zeros
 
 _NEUTRAL = {"sum": 0.0, "product": 1.0, "maximum": -math.inf, "minimum": math.inf}
-
-# Shared memory that a program can have on an H100, and the part that Triton needs for layout
-# conversions of the rows.
-_SHARED_BYTES, _SHARED_BYTES_OF_ROWS = 227 << 10, 35 << 10
 
 _HEAD = """\
 import triton
@@ -40,48 +34,35 @@ def multiplied(a, b):
 """
 
 
-def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
-    """print_triton : RowLoop x which carries have a history -> source of a module with the kernel
+class LoopPrinter(TilePrinter):
+    """``head``: how the module begins. ``scratch_slots``: of scratch memory, used in turn."""
 
-    The kernel is ``run(*memory, *workspace, *numbers, ROWS, PRECISION)``, with ``memory`` and
-    ``numbers`` as in ``cpp``. Constants of the module:
+    head, scratch_slots = _HEAD, 1
 
-    - ``WORKSPACE``: the tensors to allocate for a launch, as (dtype, elements per row, whether it
-      has K + 1 slots, as a history).
-    - ``AXES``: the number of row axes. ``GROUPED``: the leading ones along which a weight varies; a
-      program has rows of one group only.
-    - ``ROW_BYTES``: size of a row of the widest tile.
-    - ``EXACT``: whether, without TF32, some products cannot use a matrix unit.
-
-    If the steps compose there is also ``run_composed``. Raises Unsupported.
-    """
-    text, affine = _Printer(loop, history, reverse).text(), affine_next(loop)
-    return text if affine is None else text + print_scan(loop, history, affine, reverse=reverse)
-
-
-class _Printer(TilePrinter):
-    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool) -> None:
-        super().__init__(loop, history, reverse)
+    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool, parts: int = 1) -> None:
+        super().__init__(loop, history, reverse, parts)
         for dtype in _dtypes(loop):
             type_of(dtype)  # raises Unsupported
+        if any(op.vectors > 1 for op in self.products.values()):
+            raise Unsupported("GPU kernels do not support products of several vectors of a row")
         self.grouped = max((op.grouped for op in self.products.values()), default=0)
         self.weights: dict[Any, str] = {}
-        self._check_weights()
 
     # -- the module -------------------------------------------------------------------------------
 
     def text(self) -> str:
         self._load_carries()
         self._step()
-        epilogue = list(self._store_finals())
+        epilogue = self._store_finals()
         itemsize = max(compute_dtype(memory.dtype).itemsize for memory in self.loop.carries)
         row_bytes = itemsize * max((space.width for space in self.spaces), default=1)
         unspecialized = ", ".join(f'"{name}"' for name in ("steps", *self._axis_names()))
         lines = [
-            _HEAD,
+            self.head,
             f"WORKSPACE = {self._workspace()!r}",
             f"AXES, GROUPED, ROW_BYTES = {len(self.loop.rows.dims)}, {self.grouped}, {row_bytes}",
             f"EXACT = {any(t.itemsize > 2 for t in self.loop.weight_dtypes.values())}",
+            *self._constants(),
             "",
             "",
             f"@triton.jit(do_not_specialize=[{unspecialized}])",
@@ -95,8 +76,15 @@ class _Printer(TilePrinter):
         ]
         return "\n".join(lines) + "\n"
 
+    def _constants(self) -> Iterator[str]:
+        """Further constants of the module."""
+        yield "PARTS = 1"
+
     def _workspace(self) -> list[tuple[str, int, bool]]:
-        scratch = [(compute_dtype(memory.dtype), memory.size, False) for memory in self.scratch]
+        scratch = [
+            (compute_dtype(memory.dtype), self.scratch_slots * memory.size, False)
+            for memory in self.scratch
+        ]
         histories = [
             (memory.dtype, memory.size, True)
             for i, memory in enumerate(self.loop.carries)
@@ -110,19 +98,25 @@ class _Printer(TilePrinter):
     def _rows(self) -> Iterator[str]:
         axes = self._axis_names()
         groups = " * ".join(axes[: self.grouped]) or "1"
+        yield from self._program()
         yield "last = tl.cast(steps, tl.int64)  # 64 bits, like all offsets computed from it"
         yield f"total = {' * '.join(axes) or '1'}"
         yield f"rows = total // ({groups})"
         yield "tiles = tl.cdiv(rows, ROWS)"
-        yield "group = (tl.program_id(0) // tiles).to(tl.int64)"
-        yield "tile = (tl.program_id(0) % tiles).to(tl.int64)"
+        yield "group = (program // tiles).to(tl.int64)"
+        yield "tile = (program % tiles).to(tl.int64)"
         yield "row_in_group = tile * ROWS + tl.arange(0, ROWS)[:, None]"
         yield "inside = row_in_group < rows"
         yield "row = group * rows + row_in_group"
 
+    def _program(self) -> Iterator[str]:
+        """Which tile the program has."""
+        yield "program = tl.program_id(0)"
+
     def _indices(self) -> Iterator[str]:
         for space, name in self.spaces.items():
-            yield f"{name} = tl.arange(0, {space.width})[None, :]"
+            first = f"part * {space.width} + " if space.parts > 1 else ""
+            yield f"{name} = {first}tl.arange(0, {space.width})[None, :]"
             if space.outer:
                 inner = columns(space.inner_size)
                 yield f"{name}_outer, {name}_inner = {name} // {inner}, {name} % {inner}"
@@ -137,7 +131,7 @@ class _Printer(TilePrinter):
 
     def _load_carries(self) -> None:
         for i, memory in enumerate(self.loop.carries):
-            space = self._flat(memory.size)
+            space = self.tiles.flat(memory.size)
             index = f"row * {memory.size} + {self._space(space)}"
             mask = self._mask(space, "inside")
             self.prologue.append(f"carry{i} = tl.load(start{i} + {index}{with_zeros(mask)})")
@@ -146,12 +140,14 @@ class _Printer(TilePrinter):
                 first = self._slot(f"history{i}", slot, memory)
                 self.prologue.append(f"tl.store({first} + {index}, carry{i}{mask})")
             if i in self.tiles.next_carries:
-                self._convert(self.prologue, f"carry{i}", memory.dtype)
+                carry = self._converted(f"carry{i}", memory.dtype)
+                self.prologue.append(f"carry{i} = {carry}")
 
     def _step(self) -> None:
         # What the previous step stored must be visible, and what it read may be overwritten.
-        if any(memory.kind in ("carry", "scratch") for memory in self.tiles.read_back):
-            self.body.append("tl.debug_barrier()")
+        awaited = ("carry", "scratch") if self.scratch_slots == 1 else ("carry",)
+        if any(memory.kind in awaited for memory in self.tiles.read_back):
+            self._barrier(self.body)
         for op in self.loop.operations:
             if isinstance(op, Product):
                 self._product(op)
@@ -163,28 +159,32 @@ class _Printer(TilePrinter):
             self.body.append(f"carry{i} = {self._all_columns(value)}")
             memory = self.loop.carries[i]
             if memory.dtype != compute_dtype(memory.dtype):  # round it, as memory would
-                self.body.append(f"carry{i} = carry{i}.to({TYPES[memory.dtype]})")
-                self._convert(self.body, f"carry{i}", memory.dtype)
+                rounded = f"carry{i}.to({TYPES[memory.dtype]})"
+                self.body.append(f"carry{i} = {self._converted(rounded, memory.dtype)}")
 
-    def _store_finals(self) -> Iterator[str]:
+    def _store_finals(self) -> list[str]:
+        lines: list[str] = []
         if len(self.tiles.next_carries) < len(self.loop.carries):
-            yield "tl.debug_barrier()"
+            self._barrier(lines)
         for i, memory in enumerate(self.loop.carries):
-            space = self._flat(memory.size)
+            space = self.tiles.flat(memory.size)
             index = f"row * {memory.size} + {self._space(space)}"
             mask = self._mask(space, "inside")
             if i not in self.tiles.next_carries:
                 slot = "0" if self.reverse else "last"
                 last = self._slot(f"history{i}", slot, memory)
-                yield f"carry{i} = tl.load({last} + {index}{with_zeros(mask)})"
-            yield f"tl.store(final{i} + {index}, carry{i}{mask})"
+                lines.append(
+                    f"carry{i} = tl.load({last} + {index}{with_zeros(mask)}{self.load_option})"
+                )
+            lines.append(f"tl.store(final{i} + {index}, carry{i}{mask})")
+        return lines
 
     # -- operations -------------------------------------------------------------------------------
 
     def _reduce(self, op: Reduce) -> None:
-        space = space_of(op)
+        space = self.tiles.space_of(op)
         neutral = literal(_NEUTRAL[op.kind], compute_dtype(op.value.dtype))
-        x = f"tl.broadcast_to({self._operand(op, space)}, {self.shape.format(space.width)})"
+        x = self._tile(self._operand(op, space), space)
         if space.is_padded:
             x = f"tl.where({self._space(space)}_in, {x}, {neutral})"
         axis, name = "1", name_of(op.value)
@@ -206,27 +206,13 @@ class _Printer(TilePrinter):
 
     # -- products ---------------------------------------------------------------------------------
 
-    def _check_weights(self) -> None:
-        """Raises Unsupported if the tiles of all weights do not fit into shared memory."""
-        size = 0
-        for op in self.products.values():
-            if op.vectors > 1:
-                raise Unsupported("GPU kernels do not support products of several vectors of a row")
-            n = sum(columns(length) for _, length in self.tiles.pieces[op.value])
-            pieces = self.tiles.row_pieces(op)
-            k = sum(columns(value.size) for value, _ in pieces) if pieces else columns(op.k)
-            size += k * n * self.loop.weight_dtypes[op.weight].itemsize
-        available = _shared_bytes_for_weights()
-        if size > available:
-            raise Unsupported(
-                f"its weights need {size >> 10} KB of a multiprocessor's shared memory, which has "
-                f"{available >> 10} KB for them"
-            )
-
     def _product(self, op: Product) -> None:
         pieces = self.tiles.row_pieces(op)
         if pieces is None:
-            row = [(self._read(op.row, space_of(op)), 0, op.k)]
+            row = [
+                (self._tile(self._read(read, space), space), first, space.inner_size)
+                for read, space, first in self.tiles.rows_of(op)
+            ]
         else:
             row = [(self._all_columns(value), first, value.size) for value, first in pieces]
         for offset, length in self.tiles.pieces[op.value]:
@@ -246,7 +232,7 @@ class _Printer(TilePrinter):
         weight_dtype = self.loop.weight_dtypes[op.weight]
         kind = type_of(compute_dtype(op.value.dtype))
         if columns(k) != k:
-            a = f"tl.where({self._space(self._flat(k))}_in, {a}, 0)"
+            a = f"tl.where({self._space(flat(k))}_in, {a}, 0)"
         if k == 1 or n == 1:
             product = f"{a} * {weight}.to({kind})"
             if k != 1:
@@ -272,7 +258,7 @@ class _Printer(TilePrinter):
         if key in self.weights:
             return self.weights[key]
         name = self.weights[key] = f"w{len(self.weights)}"
-        w, space = op.weight, self._flat(k if n == 1 else n)
+        w, space = op.weight, flat(k) if n == 1 else self.tiles.flat(n)
         column = self._space(space)
         masks = [f"{column}_in"] if space.is_padded else []
         if n == 1:
@@ -288,17 +274,6 @@ class _Printer(TilePrinter):
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
         self.prologue.append(f"{name} = tl.load(weight{w} + {offset}{mask})")
         return name
-
-
-def _shared_bytes_for_weights() -> int:
-    """Bytes of shared memory that the weights of a program can take."""
-    available = _SHARED_BYTES
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_properties()
-        # The attribute is missing in torch's type stubs, and on AMD devices.
-        default = device.shared_memory_per_block
-        available = getattr(device, "shared_memory_per_block_optin", default)
-    return available - _SHARED_BYTES_OF_ROWS
 
 
 def _dtypes(loop: RowLoop) -> Iterator[torch.dtype]:

@@ -1,0 +1,177 @@
+"""A row loop -> Triton, where several programs share a tile of rows: the weights are split.
+
+Each program has a part of the columns of every wide value, and of the weights only what these
+columns need. So weights that one multiprocessor cannot hold stay in the shared memory of several.
+What a product or a reduction reads, all columns of a row, the programs exchange through memory: at
+least once a step they wait for each other. For that all of them must run at the same time.
+
+The method is that of persistent RNNs (Diamos et al., "Persistent RNNs", ICML 2016).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .expressions import Unsupported
+from .rowloop import Memory, Product, RowLoop, compute_dtype
+from .tiles import MOST_COLUMNS, Tiles, columns, make_tiles
+from .triton_expressions import TYPES, type_of
+from .triton_loop import LoopPrinter
+
+WARPS = 8
+_PARTS, _ROWS = (2, 4, 8, 16, 32, 64), (16, 32, 64)
+# The fewest elements of a row for which each warp multiplies some of them with all columns.
+_LEAST_OF_A_WARP = 16
+
+_MEET = """
+
+@triton.jit
+def meet(arrivals, expected, PARTS: tl.constexpr):
+    tl.debug_barrier()  # the stores of all threads of this program come first
+    expected += PARTS
+    tl.atomic_add(arrivals, 1, sem="release")
+    while tl.atomic_add(arrivals, 0, sem="acquire") < expected:
+        pass
+    tl.debug_barrier()
+    return expected
+
+"""
+
+
+@dataclass(frozen=True)
+class Split:
+    """``parts``: the programs that share a tile of ``rows`` rows."""
+
+    rows: int
+    parts: int
+
+
+def choose_split(loop: RowLoop, history: list[bool], processors: int, shared_bytes: int) -> Split:
+    """choose_split : RowLoop x which carries have a history x a GPU's sizes -> Split
+
+    ``processors``: the multiprocessors, each of which runs one program, with ``shared_bytes`` of
+    shared memory. Of the splits for which all programs run at once, the one with the least work
+    for a program. Raises Unsupported if there is none.
+    """
+    products = [op for op in loop.operations if isinstance(op, Product)]
+    grouped = max((op.grouped for op in products), default=0)
+    groups, rows = math.prod(loop.rows.dims[:grouped]), math.prod(loop.rows.dims[grouped:])
+    itemsize = max((dtype.itemsize for dtype in loop.weight_dtypes.values()), default=0)
+    best: tuple[int, int, int] | None = None
+    for parts in _PARTS:
+        tiles = make_tiles(loop, history, parts)
+        elements = sum(weight_elements(tiles, op) for op in products)
+        for tile_rows in _ROWS:
+            row_bytes = 2 * tile_rows * min(MOST_COLUMNS, max(op.k for op in products)) * itemsize
+            programs = groups * -(-rows // tile_rows) * parts
+            fits = weight_bytes(loop, tiles) + row_bytes <= shared_bytes
+            if programs <= processors and fits:
+                found = (elements * tile_rows, parts, tile_rows)
+                best = found if best is None else min(best, found)
+    if best is None:
+        raise Unsupported(
+            f"split, with {rows * groups} rows, they need more than {processors} multiprocessors"
+        )
+    return Split(rows=best[2], parts=best[1])
+
+
+def weight_elements(tiles: Tiles, op: Product) -> int:
+    """The elements of a product's weight that a program holds."""
+    pieces = tiles.row_pieces(op)
+    row = (
+        [value.size for value, _ in pieces]
+        if pieces
+        else [space.inner_size for _, space, _ in tiles.rows_of(op)]
+    )
+    return sum(map(columns, row)) * sum(tiles.flat(n).width for _, n in tiles.pieces[op.value])
+
+
+def weight_bytes(loop: RowLoop, tiles: Tiles) -> int:
+    """The bytes of all weights that a program holds."""
+    products = [op for op in loop.operations if isinstance(op, Product)]
+    return sum(
+        weight_elements(tiles, op) * loop.weight_dtypes[op.weight].itemsize for op in products
+    )
+
+
+class SplitPrinter(LoopPrinter):
+    head = LoopPrinter.head + _MEET
+    # A slot of scratch memory is written again only after the next step's barrier.
+    scratch_slots = 2
+    load_option = ', cache_modifier=".cg"'  # not from the cache of this multiprocessor
+
+    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool, split: Split) -> None:
+        super().__init__(loop, history, reverse, split.parts)
+        self.split, self.reshaped = split, set[str]()
+        self.inputs: dict[str, str] = {}  # variables, loaded for a step
+
+    def _constants(self) -> Iterator[str]:
+        yield f"PARTS, TILE_ROWS, WARPS = {self.split.parts}, {self.split.rows}, {WARPS}"
+
+    def _arguments(self) -> Iterator[str]:
+        for name in super()._arguments():
+            if name == "steps":
+                yield "arrivals"
+            yield name
+
+    def _program(self) -> Iterator[str]:
+        yield f"part = tl.program_id(0) % {self.split.parts}"
+        yield f"program = tl.program_id(0) // {self.split.parts}"
+        yield "arrivals += program * 32"
+        yield "expected = tl.full((), 0, tl.int32)"
+
+    def _step(self) -> None:
+        super()._step()
+        # The inputs of the next step are loaded while the programs wait for each other.
+        before, after = "steps - 1", "tl.maximum(t - 1, 0)"
+        if not self.reverse:
+            before, after = "0", "tl.minimum(t + 1, last - 1)"
+        inputs = self.inputs.items()
+        self.prologue += [
+            f"ahead = tl.cast({before}, tl.int64)",
+            *(f"{name} = {loaded}" for name, loaded in inputs),
+        ]
+        self.body = [
+            f"ahead = {after}",
+            *(f"next_{name} = {loaded}" for name, loaded in inputs),
+            *self.body,
+            *(f"{name} = next_{name}" for name in self.inputs),
+        ]
+
+    def _define_loaded(self, source: Memory, name: str, loaded: str) -> None:
+        if source.kind == "sequence":
+            self.inputs[name] = loaded
+        else:
+            super()._define_loaded(source, name, loaded)
+
+    def _barrier(self, lines: list[str]) -> None:
+        lines.append(f"expected = meet(arrivals, expected, {self.split.parts})")
+        self.dirty.clear()
+
+    def _step_pointer(self, memory: Memory) -> str:
+        if memory.kind == "scratch":
+            return self._slot(f"scratch{memory.index}", "(t % 2)", memory)
+        if memory.kind == "sequence":
+            return f"sequence{memory.index} + ahead * step{memory.index}"
+        return super()._step_pointer(memory)
+
+    def _dot(self, op: Product, a: str, k: int, n: int, weight: str, name: str, first: bool) -> str:
+        dtype, kind = self.loop.weight_dtypes[op.weight], type_of(compute_dtype(op.value.dtype))
+        length = columns(k) // WARPS
+        if length < _LEAST_OF_A_WARP or n == 1 or dtype is torch.float64:
+            return super()._dot(op, a, k, n, weight, name, first)
+        rows = f"tl.permute(tl.reshape({a}, (ROWS, {WARPS}, {length})), (1, 0, 2))"
+        by_warp = f"{weight}_by_warp"
+        if by_warp not in self.reshaped:
+            self.reshaped.add(by_warp)
+            shape = f"({WARPS}, {length}, {self.tiles.flat(n).width})"
+            self.prologue.append(f"{by_warp} = tl.reshape({weight}, {shape})")
+        product = (
+            f"tl.sum(tl.dot({rows}.to({TYPES[dtype]}), {by_warp}, input_precision=PRECISION, "
+            f"out_dtype={kind}), 0)"
+        )
+        return product if first else f"{name} + {product}"
