@@ -147,6 +147,7 @@ def peak_memory(steps: int) -> int:
         if not receiver.poll(MEMORY_TIMEOUT):
             raise RuntimeError(f"{what} has not answered within {MEMORY_TIMEOUT:.0f} seconds.")
         peak: int = receiver.recv()
+        process.join(MEMORY_TIMEOUT)  # it cleans up
     except EOFError as error:
         process.join()
         raise RuntimeError(
