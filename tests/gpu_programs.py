@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
+from torch.cuda.amp import common
 from torch.utils._pytree import tree_map
 
 from ftbptt import _capture, make_train_segment, reference_segment
@@ -102,3 +104,50 @@ def test_split_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "programs for each 16 rows" in str(segment.explain(*given.data(3)))
     for steps in (3, 1, 3, 3):
         check(segment, given, steps)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mask(backend: str) -> None:
+    """Replayed with other masks than were captured."""
+    given = problem("gru_batch_first")
+    segment = make_train_segment(
+        given.step, given.loss, backend=backend, time_dim=given.time_dim or None
+    )
+    for seed in (1, 2, 3):
+        mask = flags(5, given.rows, seed=seed, true=0.7).movedim(0, given.time_dim)
+        check(segment, given, 5, mask=mask)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_evaluate(backend: str) -> None:
+    given = problem("lstm_readout")
+    segment = make_train_segment(given.step, given.loss, backend=backend)
+    wanted = reference_segment(given.step, given.loss, *given.data(5)).loss
+    for _ in range(3):
+        assert_close(segment.evaluate(*given.data(5)).loss, wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_noise_differs_from_call_to_call(backend: str) -> None:
+    def step(params: dict[str, Tensor], x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.nn.functional.dropout(torch.tanh(x_t + params["w"] * h))
+        return h, h
+
+    segment = make_train_segment(step, lambda out, y: (out - y).square().mean(), backend=backend)
+    x = torch.ones(5, 4, 8)
+    outs = [segment({"w": torch.ones(())}, x[0], x, x).out for _ in range(4)]
+    kept = torch.stack([out != 0 for out in outs]).flatten(1).double()
+    assert len({tuple(one) for one in kept.tolist()}) == 4
+    assert 0.4 < kept.mean() < 0.6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "amp_definitely_not_available", lambda: False)
+    given = problem("lstm_readout", torch.float32)
+    segment = make_train_segment(given.step, given.loss, backend=backend)
+    with torch.autocast("cuda", torch.bfloat16):
+        for _ in range(3):
+            found = segment(*given.data(7))
+    exact = reference_segment(given.step, given.loss, *problem("lstm_readout").data(7))
+    assert 0 < (found.loss - exact.loss).abs() < 0.02
