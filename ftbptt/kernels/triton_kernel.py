@@ -30,8 +30,8 @@ def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
     - ``ROW_BYTES``: size of a row of the widest tile.
     - ``EXACT``: whether, without TF32, some products cannot use a matrix unit.
     - ``PARTS``: the programs that share a tile of rows. If there are several, the kernel has an
-      argument ``arrivals`` after the workspace, counters that are zero, and the module has
-      constants ``TILE_ROWS`` and ``WARPS``.
+      argument ``arrivals`` after the workspace, for each tile ``COUNTER`` integers that are zero,
+      and the module has constants ``TILE_ROWS`` and ``WARPS``.
 
     If the steps compose there is also ``run_composed``. Raises Unsupported.
     """

@@ -218,6 +218,8 @@ class LoopPrinter(TilePrinter):
         for offset, length in self.tiles.pieces[op.value]:
             name = name_of(op.value, offset, length)
             for i, (a, k_first, k) in enumerate(row):
+                if columns(k) != k:
+                    a = f"tl.where({self._space(flat(k))}_in, {a}, 0)"
                 weight = self._weight(op, k_first, k, offset, length)
                 self.body.append(f"{name} = {self._dot(op, a, k, length, weight, name, i == 0)}")
         if self.tiles.is_stored(op.value):
@@ -231,8 +233,6 @@ class LoopPrinter(TilePrinter):
         """``a`` [rows, k] @ ``weight`` [k, n], added to ``name`` if it is not the ``first``."""
         weight_dtype = self.loop.weight_dtypes[op.weight]
         kind = type_of(compute_dtype(op.value.dtype))
-        if columns(k) != k:
-            a = f"tl.where({self._space(flat(k))}_in, {a}, 0)"
         if k == 1 or n == 1:
             product = f"{a} * {weight}.to({kind})"
             if k != 1:

@@ -34,8 +34,6 @@ _ELEMENTWISE_ROWS, _ELEMENTWISE_WARPS = 128, 4
 # bytes, so a tile has several neighbouring rows.
 _ROWS_TO_FILL_A_PROCESSOR, _NUMBERS_OF_A_TILE = 512, 2048
 _LEAST_ROWS_AT_ONCE, _MOST_ROWS_AT_ONCE = 8, 32
-# Integers of a counter at which the programs of a tile meet: a line of the cache for each.
-_COUNTER = 32
 
 
 def write(source: str) -> Path:
@@ -80,7 +78,7 @@ def launch(
     function, rows, options = _choose(module, steps, total, groups, device)
     tiles = -(-total // groups // rows) * groups
     if module.PARTS > 1:
-        arrivals = torch.zeros(tiles * _COUNTER, dtype=torch.int32, device=device)
+        arrivals = torch.zeros(tiles * module.COUNTER, dtype=torch.int32, device=device)
         workspace.append(arrivals)
     with torch.cuda.device_of(outputs[0]):
         # A grid of one axis: the second and third axes are limited to 65,535 programs.

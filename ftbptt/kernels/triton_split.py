@@ -22,7 +22,9 @@ from .tiles import MOST_COLUMNS, Tiles, columns, make_tiles
 from .triton_expressions import TYPES, type_of
 from .triton_loop import LoopPrinter
 
-WARPS = 8
+_WARPS = 8
+# Integers of a counter at which the programs of a tile meet: a line of the cache for each.
+_COUNTER = 32
 _PARTS, _ROWS = (2, 4, 8, 16, 32, 64), (16, 32, 64)
 # The fewest elements of a row for which each warp multiplies some of them with all columns.
 _LEAST_OF_A_WARP = 16
@@ -110,7 +112,8 @@ class SplitPrinter(LoopPrinter):
         self.inputs: dict[str, str] = {}  # variables, loaded for a step
 
     def _constants(self) -> Iterator[str]:
-        yield f"PARTS, TILE_ROWS, WARPS = {self.split.parts}, {self.split.rows}, {WARPS}"
+        yield f"PARTS, TILE_ROWS, WARPS = {self.split.parts}, {self.split.rows}, {_WARPS}"
+        yield f"COUNTER = {_COUNTER}"
 
     def _arguments(self) -> Iterator[str]:
         for name in super()._arguments():
@@ -121,7 +124,7 @@ class SplitPrinter(LoopPrinter):
     def _program(self) -> Iterator[str]:
         yield f"part = tl.program_id(0) % {self.split.parts}"
         yield f"program = tl.program_id(0) // {self.split.parts}"
-        yield "arrivals += program * 32"
+        yield f"arrivals += program * {_COUNTER}"
         yield "expected = tl.full((), 0, tl.int32)"
 
     def _step(self) -> None:
@@ -161,14 +164,14 @@ class SplitPrinter(LoopPrinter):
 
     def _dot(self, op: Product, a: str, k: int, n: int, weight: str, name: str, first: bool) -> str:
         dtype, kind = self.loop.weight_dtypes[op.weight], type_of(compute_dtype(op.value.dtype))
-        length = columns(k) // WARPS
+        length = columns(k) // _WARPS
         if length < _LEAST_OF_A_WARP or n == 1 or dtype is torch.float64:
             return super()._dot(op, a, k, n, weight, name, first)
-        rows = f"tl.permute(tl.reshape({a}, (ROWS, {WARPS}, {length})), (1, 0, 2))"
+        rows = f"tl.permute(tl.reshape({a}, (ROWS, {_WARPS}, {length})), (1, 0, 2))"
         by_warp = f"{weight}_by_warp"
         if by_warp not in self.reshaped:
             self.reshaped.add(by_warp)
-            shape = f"({WARPS}, {length}, {self.tiles.flat(n).width})"
+            shape = f"({_WARPS}, {length}, {self.tiles.flat(n).width})"
             self.prologue.append(f"{by_warp} = tl.reshape({weight}, {shape})")
         product = (
             f"tl.sum(tl.dot({rows}.to({TYPES[dtype]}), {by_warp}, input_precision=PRECISION, "
