@@ -47,14 +47,20 @@ CASES = {
     "lstm-256-fp32": (256, torch.float32, "ieee"),
     "lstm-256-tf32": (256, torch.float32, "tf32"),
     "lstm-500-bf16": (500, torch.bfloat16, "ieee"),
+    # As wide and as many rows as a program of theirs takes.
+    "lstm-256-fp32-256-rows": (256, torch.float32, "ieee"),
+    "lstm-256-tf32-256-rows": (256, torch.float32, "tf32"),
+    "lstm-512-bf16-128-rows": (512, torch.bfloat16, "ieee"),
+    "lstm-128-tf32-512-rows": (128, torch.float32, "tf32"),
+    "lstm-256-bf16-250-rows": (256, torch.bfloat16, "ieee"),
 }
 
 
-def of_lstm(hidden: int, dtype: torch.dtype) -> list[tuple[str, ScanBlock]]:
+def of_lstm(hidden: int, dtype: torch.dtype, rows: int = 32) -> list[tuple[str, ScanBlock]]:
     """The loops of a segment, forward and reverse."""
     cell = nn.LSTMCell(24, hidden, dtype=dtype)
-    state = (torch.zeros(32, hidden, dtype=dtype),) * 2
-    x, y = torch.zeros(3, 32, 24, dtype=dtype), torch.zeros(3, 32, hidden, dtype=dtype)
+    state = (torch.zeros(rows, hidden, dtype=dtype),) * 2
+    x, y = torch.zeros(3, rows, 24, dtype=dtype), torch.zeros(3, rows, hidden, dtype=dtype)
     segment = make_train_segment(cell, lambda out, y: (out - y).square().mean(), backend="eager")
     return loops(segment.plan(dict(cell.named_parameters()), state, x, y)[0])
 
@@ -168,7 +174,7 @@ def main(names: list[str]) -> None:
     for name in names or CASES:
         if name in CASES:
             hidden, dtype, precision = CASES[name]
-            own = of_lstm(hidden, dtype)
+            own = of_lstm(hidden, dtype, int(name.split("-")[3]) if name.endswith("rows") else 32)
         else:
             cell, *options = name.split(":")
             (kind,) = {"float64", "bfloat16"} & {*options} or ["float32"]

@@ -28,6 +28,7 @@ def split(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever can be split is, between up to four programs, with at least two columns each."""
     monkeypatch.setattr(triton_kernel, "_SHARED_BYTES_OF_ROWS", triton_kernel._SHARED_BYTES)
     monkeypatch.setattr(tiles, "_LEAST_COLUMNS", 2)
+    monkeypatch.setattr(tiles, "_MOST_COLUMNS", 16)
     monkeypatch.setattr(triton_split, "_LEAST_OF_A_WARP", 1)
     monkeypatch.setattr(triton_split, "_PARTS", (2, 4))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -138,11 +139,13 @@ LANGUAGES = {  # device type -> language
 
 def _source_for(block: ScanBlock, reverse: bool) -> tuple[Language, RowLoop, str]:
     """The block's language, row loop and kernel source; raises Unsupported."""
-    device_type = value_of(block.carries[0]).device.type
-    if device_type not in LANGUAGES:
-        raise Unsupported(f"there are no kernels for {device_type}")
-    language = LANGUAGES[device_type]
-    with not_traced():
+    device = value_of(block.carries[0]).device
+    if device.type not in LANGUAGES:
+        raise Unsupported(f"there are no kernels for {device.type}")
+    language = LANGUAGES[device.type]
+    # A kernel's tiles follow from the sizes of its GPU, which may not be the current one.
+    has_gpu = device.type == "cuda" and torch.cuda.is_available()
+    with not_traced(), torch.cuda.device(device) if has_gpu else nullcontext():
         loop = make_row_loop(block, least_features=language.least_features)
         return language, loop, language.print_source(loop, block.history, reverse=reverse)
 

@@ -21,7 +21,7 @@ from .rowloop import Map, Memory, Operation, Product, Read, Reduce, RowLoop, Val
 # The fewest columns that a matrix unit (tensor core) takes.
 _LEAST_COLUMNS = 16
 # The most columns of a row that a product reads from memory at once.
-MOST_COLUMNS = 256
+_MOST_COLUMNS = 256
 
 
 def columns(count: int) -> int:
@@ -104,7 +104,7 @@ class Tiles:
 
     def rows_of(self, op: Product) -> list[tuple[Read, Space, int]]:
         """What a product reads of its row, each with its indices and its offset in the row."""
-        length, found = op.k if self.parts == 1 else MOST_COLUMNS, []
+        length, found = op.k if self.parts == 1 else _MOST_COLUMNS, []
         for first in range(0, op.k, length):
             space = flat(min(length, op.k - first))
             offset, strides = op.row.offset + first, contiguous(space.shape)

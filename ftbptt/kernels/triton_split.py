@@ -18,7 +18,7 @@ import torch
 
 from .expressions import Unsupported
 from .rowloop import Memory, Product, RowLoop, compute_dtype
-from .tiles import MOST_COLUMNS, Tiles, columns, make_tiles
+from .tiles import Tiles, columns, make_tiles
 from .triton_expressions import TYPES, type_of
 from .triton_loop import LoopPrinter
 
@@ -28,6 +28,11 @@ _COUNTER = 32
 _PARTS, _ROWS = (2, 4, 8, 16, 32, 64), (16, 32, 64)
 # The fewest elements of a row for which each warp multiplies some of them with all columns.
 _LEAST_OF_A_WARP = 16
+# Results of a product, for all rows of a tile. Each warp holds its part of all of them, and more
+# would not stay in registers.
+_MOST_RESULTS = 2048
+# Shared memory besides weights and products: rows as operands, reductions.
+_OTHER_SHARED_BYTES = 35 << 10
 
 _MEET = """
 
@@ -62,21 +67,23 @@ def choose_split(loop: RowLoop, history: list[bool], processors: int, shared_byt
     products = [op for op in loop.operations if isinstance(op, Product)]
     grouped = max((op.grouped for op in products), default=0)
     groups, rows = math.prod(loop.rows.dims[:grouped]), math.prod(loop.rows.dims[grouped:])
-    itemsize = max((dtype.itemsize for dtype in loop.weight_dtypes.values()), default=0)
     best: tuple[int, int, int] | None = None
     for parts in _PARTS:
         tiles = make_tiles(loop, history, parts)
         elements = sum(weight_elements(tiles, op) for op in products)
+        widths = [[tiles.flat(n).width for _, n in tiles.pieces[op.value]] for op in products]
+        widest = max(width for of_product in widths for width in of_product)
         for tile_rows in _ROWS:
-            row_bytes = 2 * tile_rows * min(MOST_COLUMNS, max(op.k for op in products)) * itemsize
             programs = groups * -(-rows // tile_rows) * parts
-            fits = weight_bytes(loop, tiles) + row_bytes <= shared_bytes
-            if programs <= processors and fits:
+            # Triton adds the parts of a product that the warps computed in shared memory.
+            used = weight_bytes(loop, tiles) + 4 * _WARPS * tile_rows * widest + _OTHER_SHARED_BYTES
+            results = tile_rows * max(map(sum, widths))
+            if programs <= processors and used <= shared_bytes and results <= _MOST_RESULTS:
                 found = (elements * tile_rows, parts, tile_rows)
                 best = found if best is None else min(best, found)
     if best is None:
         raise Unsupported(
-            f"split, with {rows * groups} rows, they need more than {processors} multiprocessors"
+            f"split, with {rows * groups} rows, they do not fit on {processors} multiprocessors"
         )
     return Split(rows=best[2], parts=best[1])
 
