@@ -101,7 +101,7 @@ def test_split_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "_LEAST_COLUMNS", 2)
     given = problem(name)
     segment = make_train_segment(given.step, given.loss, backend="fused")
-    assert "programs for each 16 rows" in str(segment.explain(*given.data(3)))
+    assert "its weights split over" in str(segment.explain(*given.data(3)))
     for steps in (3, 1, 3, 3):
         check(segment, given, steps)
 

@@ -78,7 +78,7 @@ def test_split_weights(dtype: torch.dtype, rows: int) -> None:
     """Programs that wait for each other: many times, in turns with others, and replayed."""
     given = large_lstm(rows, dtype)
     segment = make(given, "fused")
-    assert "programs for each" in str(segment.explain(*given.data(63)))
+    assert "its weights split over" in str(segment.explain(*given.data(63)))
     for steps in (63, 63, 63, 1, 200, 63):
         check_low_precision(segment, given, steps)
 

@@ -209,17 +209,17 @@ def test_weights_that_are_too_large_are_split_or_left_to_others(
         return FUSED.describe(scan.block)
 
     assert runs(128, 4096) == "one generated Triton kernel for all steps"
-    split = "one generated Triton kernel for all steps, {} programs for each {} rows"
-    assert runs(129, 1) == split.format(16, 16)
-    assert runs(256, 200) == split.format(8, 16)
-    assert runs(256, 1056) == split.format(2, 16)  # 66 tiles, 132 programs
+    split = "one generated Triton kernel for all steps, its weights split over {} programs"
+    assert runs(129, 1) == split.format(16)
+    assert runs(256, 200) == split.format(8)
+    assert runs(256, 1056) == split.format(2)  # 66 tiles, 132 programs
     needs = "its weights need {} KB of a multiprocessor's shared memory, which has {} KB for them; "
     needs += "split, with {} rows, they do not fit on 132 multiprocessors"
     assert needs.format(256, 192, 1057) in runs(256, 1057)
     assert needs.format(1 << 16, 192, 1) in runs(4096, 1)
     # A GPU with less of it.
     monkeypatch.setattr("ftbptt.kernels.triton_kernel._SHARED_BYTES", 64 << 10)
-    assert runs(128, 1) == split.format(8, 16)
+    assert runs(128, 1) == split.format(8)
     assert needs.format(64, 29, 2000) in runs(128, 2000)
 
 

@@ -10,7 +10,7 @@ from .rowloop import RowLoop
 from .tiles import make_tiles
 from .triton_loop import LoopPrinter
 from .triton_scan import print_scan
-from .triton_split import Split, SplitPrinter, choose_split, weight_bytes
+from .triton_split import SplitPrinter, choose_parts, weight_bytes
 
 # Of an H100: multiprocessors, and the shared memory that a program can have. Triton needs a part of
 # it to change the layout of rows.
@@ -35,33 +35,28 @@ def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
 
     If the steps compose there is also ``run_composed``. Raises Unsupported.
     """
-    split = _split_of(loop, history)
-    if split is not None:
-        return SplitPrinter(loop, history, reverse, split).text()
+    parts = _parts_of(loop, history)
+    if parts > 1:
+        return SplitPrinter(loop, history, reverse, parts).text()
     text, affine = LoopPrinter(loop, history, reverse).text(), affine_next(loop)
     return text if affine is None else text + print_scan(loop, history, affine, reverse=reverse)
 
 
 def describe_triton(loop: RowLoop, history: list[bool]) -> str:
     """describe_triton : RowLoop x which carries have a history -> what its kernel is"""
-    split = _split_of(loop, history)
-    if split is None:
-        return "one generated Triton kernel for all steps"
-    return (
-        f"one generated Triton kernel for all steps, {split.parts} programs for each "
-        f"{split.rows} rows"
-    )
+    parts, kernel = _parts_of(loop, history), "one generated Triton kernel for all steps"
+    return kernel if parts == 1 else f"{kernel}, its weights split over {parts} programs"
 
 
-def _split_of(loop: RowLoop, history: list[bool]) -> Split | None:
-    """How the kernel is split; None if one program can hold all weights."""
+def _parts_of(loop: RowLoop, history: list[bool]) -> int:
+    """The programs that share a tile of rows; 1 if one can hold all weights."""
     processors, shared_bytes = _sizes()
     needed = weight_bytes(loop, make_tiles(loop, history, 1))
     available = shared_bytes - _SHARED_BYTES_OF_ROWS
     if needed <= available:
-        return None
+        return 1
     try:
-        return choose_split(loop, history, processors, shared_bytes)
+        return choose_parts(loop, history, processors, shared_bytes)
     except Unsupported as reason:
         raise Unsupported(
             f"its weights need {needed >> 10} KB of a multiprocessor's shared memory, which has "

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -25,12 +24,12 @@ from .triton_loop import LoopPrinter
 _WARPS = 8
 # Integers of a counter at which the programs of a tile meet: a line of the cache for each.
 _COUNTER = 32
-_PARTS, _ROWS = (2, 4, 8, 16, 32, 64), (16, 32, 64)
+# Rows of a tile: the least that a matrix unit takes. The results for more do not stay in registers.
+_PARTS, _ROWS = (2, 4, 8, 16, 32, 64), 16
 # The fewest elements of a row for which each warp multiplies some of them with all columns.
 _LEAST_OF_A_WARP = 16
-# Results of a product, for all rows of a tile. Each warp holds its part of all of them, and more
-# would not stay in registers.
-_MOST_RESULTS = 2048
+# Results of a product for each row. Each warp holds its part of all of them, in registers.
+_MOST_RESULTS = 128
 # Shared memory besides weights and products: rows as operands, reductions.
 _OTHER_SHARED_BYTES = 35 << 10
 
@@ -49,43 +48,31 @@ def meet(arrivals, expected, PARTS: tl.constexpr):
 """
 
 
-@dataclass(frozen=True)
-class Split:
-    """``parts``: the programs that share a tile of ``rows`` rows."""
-
-    rows: int
-    parts: int
-
-
-def choose_split(loop: RowLoop, history: list[bool], processors: int, shared_bytes: int) -> Split:
-    """choose_split : RowLoop x which carries have a history x a GPU's sizes -> Split
+def choose_parts(loop: RowLoop, history: list[bool], processors: int, shared_bytes: int) -> int:
+    """choose_parts : RowLoop x which carries have a history x a GPU's sizes -> programs of a tile
 
     ``processors``: the multiprocessors, each of which runs one program, with ``shared_bytes`` of
-    shared memory. Of the splits for which all programs run at once, the one with the least work
+    shared memory. Of the numbers for which all programs run at once, the one with the least work
     for a program. Raises Unsupported if there is none.
     """
     products = [op for op in loop.operations if isinstance(op, Product)]
     grouped = max((op.grouped for op in products), default=0)
     groups, rows = math.prod(loop.rows.dims[:grouped]), math.prod(loop.rows.dims[grouped:])
-    best: tuple[int, int, int] | None = None
+    candidates: list[tuple[int, int]] = []
     for parts in _PARTS:
         tiles = make_tiles(loop, history, parts)
-        elements = sum(weight_elements(tiles, op) for op in products)
         widths = [[tiles.flat(n).width for _, n in tiles.pieces[op.value]] for op in products]
         widest = max(width for of_product in widths for width in of_product)
-        for tile_rows in _ROWS:
-            programs = groups * -(-rows // tile_rows) * parts
-            # Triton adds the parts of a product that the warps computed in shared memory.
-            used = weight_bytes(loop, tiles) + 4 * _WARPS * tile_rows * widest + _OTHER_SHARED_BYTES
-            results = tile_rows * max(map(sum, widths))
-            if programs <= processors and used <= shared_bytes and results <= _MOST_RESULTS:
-                found = (elements * tile_rows, parts, tile_rows)
-                best = found if best is None else min(best, found)
-    if best is None:
+        # Triton adds the parts of a product that the warps computed in shared memory.
+        used = weight_bytes(loop, tiles) + 4 * _WARPS * _ROWS * widest + _OTHER_SHARED_BYTES
+        is_held = used <= shared_bytes and max(map(sum, widths)) <= _MOST_RESULTS
+        if is_held and groups * -(-rows // _ROWS) * parts <= processors:
+            candidates.append((sum(weight_elements(tiles, op) for op in products), parts))
+    if not candidates:
         raise Unsupported(
             f"split, with {rows * groups} rows, they do not fit on {processors} multiprocessors"
         )
-    return Split(rows=best[2], parts=best[1])
+    return min(candidates)[1]
 
 
 def weight_elements(tiles: Tiles, op: Product) -> int:
@@ -113,13 +100,13 @@ class SplitPrinter(LoopPrinter):
     scratch_slots = 2
     load_option = ', cache_modifier=".cg"'  # not from the cache of this multiprocessor
 
-    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool, split: Split) -> None:
-        super().__init__(loop, history, reverse, split.parts)
-        self.split, self.reshaped = split, set[str]()
+    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool, parts: int) -> None:
+        super().__init__(loop, history, reverse, parts)
+        self.parts, self.reshaped = parts, set[str]()
         self.inputs: dict[str, str] = {}  # variables, loaded for a step
 
     def _constants(self) -> Iterator[str]:
-        yield f"PARTS, TILE_ROWS, WARPS = {self.split.parts}, {self.split.rows}, {_WARPS}"
+        yield f"PARTS, TILE_ROWS, WARPS = {self.parts}, {_ROWS}, {_WARPS}"
         yield f"COUNTER = {_COUNTER}"
 
     def _arguments(self) -> Iterator[str]:
@@ -129,8 +116,8 @@ class SplitPrinter(LoopPrinter):
             yield name
 
     def _program(self) -> Iterator[str]:
-        yield f"part = tl.program_id(0) % {self.split.parts}"
-        yield f"program = tl.program_id(0) // {self.split.parts}"
+        yield f"part = tl.program_id(0) % {self.parts}"
+        yield f"program = tl.program_id(0) // {self.parts}"
         yield f"arrivals += program * {_COUNTER}"
         yield "expected = tl.full((), 0, tl.int32)"
 
@@ -159,7 +146,7 @@ class SplitPrinter(LoopPrinter):
             super()._define_loaded(source, name, loaded)
 
     def _barrier(self, lines: list[str]) -> None:
-        lines.append(f"expected = meet(arrivals, expected, {self.split.parts})")
+        lines.append(f"expected = meet(arrivals, expected, {self.parts})")
         self.dirty.clear()
 
     def _step_pointer(self, memory: Memory) -> str:
