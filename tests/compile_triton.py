@@ -37,26 +37,27 @@ TYPES = {
     torch.bool: "i1", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8",
 }  # fmt: skip
 HELD = triton_kernel._SHARED_BYTES_OF_ROWS
+# Units, dtype, precision, rows.
 CASES = {
-    "lstm-64-fp32": (64, torch.float32, "ieee"),
-    "lstm-64-tf32": (64, torch.float32, "tf32"),
-    "lstm-50-fp32": (50, torch.float32, "ieee"),
-    "lstm-128-bf16": (128, torch.bfloat16, "ieee"),
-    "lstm-31-fp64": (31, torch.float64, "ieee"),
+    "lstm-64-fp32": (64, torch.float32, "ieee", 32),
+    "lstm-64-tf32": (64, torch.float32, "tf32", 32),
+    "lstm-50-fp32": (50, torch.float32, "ieee", 32),
+    "lstm-128-bf16": (128, torch.bfloat16, "ieee", 32),
+    "lstm-31-fp64": (31, torch.float64, "ieee", 32),
     # Their weights are split over multiprocessors.
-    "lstm-256-fp32": (256, torch.float32, "ieee"),
-    "lstm-256-tf32": (256, torch.float32, "tf32"),
-    "lstm-500-bf16": (500, torch.bfloat16, "ieee"),
+    "lstm-256-fp32": (256, torch.float32, "ieee", 32),
+    "lstm-256-tf32": (256, torch.float32, "tf32", 32),
+    "lstm-500-bf16": (500, torch.bfloat16, "ieee", 32),
     # As wide and as many rows as a program of theirs takes.
-    "lstm-256-fp32-256-rows": (256, torch.float32, "ieee"),
-    "lstm-256-tf32-256-rows": (256, torch.float32, "tf32"),
-    "lstm-512-bf16-128-rows": (512, torch.bfloat16, "ieee"),
-    "lstm-128-tf32-512-rows": (128, torch.float32, "tf32"),
-    "lstm-256-bf16-250-rows": (256, torch.bfloat16, "ieee"),
+    "lstm-256-fp32-256-rows": (256, torch.float32, "ieee", 256),
+    "lstm-256-tf32-256-rows": (256, torch.float32, "tf32", 256),
+    "lstm-512-bf16-128-rows": (512, torch.bfloat16, "ieee", 128),
+    "lstm-128-tf32-512-rows": (128, torch.float32, "tf32", 512),
+    "lstm-256-bf16-250-rows": (256, torch.bfloat16, "ieee", 250),
 }
 
 
-def of_lstm(hidden: int, dtype: torch.dtype, rows: int = 32) -> list[tuple[str, ScanBlock]]:
+def of_lstm(hidden: int, dtype: torch.dtype, rows: int) -> list[tuple[str, ScanBlock]]:
     """The loops of a segment, forward and reverse."""
     cell = nn.LSTMCell(24, hidden, dtype=dtype)
     state = (torch.zeros(rows, hidden, dtype=dtype),) * 2
@@ -173,8 +174,8 @@ def main(names: list[str]) -> None:
     found = {}
     for name in names or CASES:
         if name in CASES:
-            hidden, dtype, precision = CASES[name]
-            own = of_lstm(hidden, dtype, int(name.split("-")[3]) if name.endswith("rows") else 32)
+            hidden, dtype, precision, rows = CASES[name]
+            own = of_lstm(hidden, dtype, rows)
         else:
             cell, *options = name.split(":")
             (kind,) = {"float64", "bfloat16"} & {*options} or ["float32"]
