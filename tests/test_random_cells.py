@@ -171,3 +171,14 @@ def test_a_loop_is_given_weights_and_no_views_that_change_nothing() -> None:
     calls = [made.data(3), _other(made)]
     batch = [stacked([call[i] for call in calls]) for i in range(4)]
     assert_close(vmap(segment)(*batch), looped(made, calls))
+
+
+@pytest.mark.parametrize("backend", ["compile", "fused"])
+def test_what_is_added_to_a_tensor_is_a_part_of_it(backend: str) -> None:
+    """Inductor added in place, and read the part after it had been added to."""
+    recipe = Recipe(
+        operations=(("tanh", (0,)), ("some added", (2, 2))), leaves="v", shape=0, after=(1,),
+        bounded=(False,), outs=(3,), loss=(*SQUARES, "scalar"), start="zeros", tied=False, seed=1,
+    )  # fmt: skip
+    made = problem_of(recipe)
+    check(make_train_segment(made.step, made.loss, backend=backend), made, 4)

@@ -20,15 +20,19 @@ def work_around_defects(program: fx.GraphModule) -> None:
 
 
 def _copy_before_index_put(graph: fx.Graph) -> None:
-    """Copies an expanded tensor before ``index_put`` writes to it.
+    """Copies an expanded tensor before ``index_put`` writes to it, and one that it also reads.
 
-    Inductor (2.11 to 2.13) does an index_put in place if nothing else reads its target, even if
-    the target is expanded over the steps: all steps would be written to the memory of one.
+    Inductor (2.11 to 2.13) does an index_put in place if nothing after it reads its target. If the
+    target is expanded over the steps, all steps would be written to the memory of one; if what is
+    put there is a part of the target, it would be read after it was changed.
     """
     for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
-        target = node.args[0]
+        target, put = node.args[0], node.args[2]
         value = target.meta["val"]
-        if any(s == 0 and n != 1 for s, n in zip(value.stride(), value.shape, strict=True)):
+        is_expanded = any(
+            s == 0 and n != 1 for s, n in zip(value.stride(), value.shape, strict=True)
+        )
+        if is_expanded or _base(target) is _base(put):
             with graph.inserting_before(node):
                 copy = graph.call_function(
                     aten.clone.default,
@@ -66,9 +70,7 @@ def _skip_identity_views_of_loop_inputs(graph: fx.Graph) -> None:
     """
     for loop in graph.find_nodes(op="call_function", target=torch.ops.higher_order.while_loop):
         for value in {arg for args in loop.args[2:] for arg in args if isinstance(arg, fx.Node)}:
-            source = value
-            while source.target in VIEWS:
-                source = source.args[0]
+            source = _base(value)
             if source is not value and _layout(source) == _layout(value):
                 loop.replace_input_with(value, source)
 
@@ -90,6 +92,13 @@ def _deduplicate_sums(graph: fx.Graph) -> None:
                 copy.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(copy)
             graph.erase_node(node)
+
+
+def _base(node: Node) -> Node:
+    """What it is a view of."""
+    while node.target in VIEWS:
+        node = node.args[0]
+    return node
 
 
 def _layout(node: Node) -> tuple[Any, ...]:
