@@ -6,7 +6,7 @@ tensors of the graph, and its results out of them. One graph serves one number o
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -60,15 +60,15 @@ class CapturedExecutable(Executable):
         # The least recently used first. None: seen once, to be captured the next time.
         self.graphs: OrderedDict[Any, SegmentGraph | None] = OrderedDict()
         self.failed = False  # to capture one
-        self.evicted: set[Any] = set()
+        self.evicted: deque[Any] = deque(maxlen=8 * _MOST_GRAPHS)
         self.warned = False
 
     def run(
         self, groups: Groups, *, with_grad: bool, early: EarlyGradients | None = None
     ) -> list[Tensor]:
-        if early is not None or self.failed:
-            return super().run(groups, with_grad=with_grad, early=early)
         device = groups["x"][0].device
+        if early is not None or self.failed or _is_capturing(device):
+            return super().run(groups, with_grad=with_grad, early=early)
         closed_over = tuple(_as_captured(tensor, device) for tensor in self.plan.captures)
         key = (with_grad, groups["x"][0].shape[0], *_numerics(), closed_over)
         with _one_at_a_time:
@@ -79,7 +79,7 @@ class CapturedExecutable(Executable):
                 self.graphs[key] = graph
                 if graph is not None:
                     outputs = graph(groups)
-                    return outputs if self.reuse_output else [leaf.clone() for leaf in outputs]
+                    return outputs if self.reuse_output else _copies(outputs)
             else:
                 self._make_room_for(key)
         return super().run(groups, with_grad=with_grad)
@@ -97,7 +97,7 @@ class CapturedExecutable(Executable):
                 RuntimeWarning,
             )
         if len(self.graphs) > _MOST_GRAPHS:
-            self.evicted.add(self.graphs.popitem(last=False)[0])
+            self.evicted.append(self.graphs.popitem(last=False)[0])
 
     def _captured(self, groups: Groups, with_grad: bool) -> SegmentGraph | None:
         run = super().run
@@ -146,6 +146,17 @@ class SegmentGraph:
         return list(self.outputs)
 
 
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    copy_all(copies, tensors)
+    return copies
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether the caller captures a graph, of which the segment's kernels become a part."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _as_captured(tensor: Tensor, device: torch.device) -> Any:
     """What a graph depends on of a tensor that the step closes over: it reads that in place."""
     if tensor.device.type != device.type:
@@ -179,15 +190,19 @@ def _wait_for_last(device: torch.device) -> None:
 
 
 @cache
-def _memory_pool(device: torch.device) -> tuple[Any, torch.cuda.CUDAGraph]:
-    """The memory that all graphs share whose results are copied.
+def _memory_pool(device: torch.device) -> tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]:
+    """The memory that all graphs share whose results are copied, and the stream to capture on.
 
-    With a graph that keeps it alive: a pool that no graph uses cannot be used again.
+    What was allocated for one stream is not used again for another. With a graph that keeps the
+    pool alive: one that no graph uses cannot be used again.
     """
     pool, holder = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(holder, pool=pool, stream=torch.cuda.Stream(device)):
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.graph(
+        holder, pool=pool, stream=stream, capture_error_mode="thread_local"
+    ):  # fmt: skip
         torch.zeros(1, device=device)
-    return pool, holder
+    return pool, stream, holder
 
 
 def _capture(
@@ -201,12 +216,14 @@ def _capture(
     ``separate_memory``: no other graph uses the memory of these tensors.
     """
     with torch.cuda.device(device):
-        before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        before = torch.cuda.current_stream()
+        pool, stream, _ = _memory_pool(device)
+        if separate_memory:
+            pool = torch.cuda.graph_pool_handle()
         stream.wait_stream(before)
         with torch.cuda.stream(stream):
             warm_up()
         before.wait_stream(stream)
-        pool = torch.cuda.graph_pool_handle() if separate_memory else _memory_pool(device)[0]
         graph = torch.cuda.CUDAGraph()
         clear_cublas_workspaces()
         try:
@@ -220,7 +237,10 @@ def _capture(
             torch.cuda.set_stream(before)
             with suppress(Exception):
                 end_recording(device, pool)
+            # And random numbers stay those of a graph until one is captured without an error.
             _memory_pool.cache_clear()
+            with suppress(Exception):
+                _memory_pool(device)
             raise
         finally:
             clear_cublas_workspaces()

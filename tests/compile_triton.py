@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ftbptt import make_train_segment
-from ftbptt.compiler.distribute import ScanBlock
+from ftbptt.compiler.distribute import ScanBlock, distribute
 from ftbptt.kernels import triton_kernel
 from ftbptt.kernels.expressions import Unsupported
 from ftbptt.kernels.lower import make_row_loop
@@ -81,7 +81,10 @@ def of_cell(name: str, dtype: torch.dtype, resets: bool) -> list[tuple[str, Scan
 
 
 def loops(plan: Any) -> list[tuple[str, ScanBlock]]:
-    phases = (("forward", plan.forward), ("reverse", plan.reverse))
+    phases = (
+        ("forward", distribute(plan.loops.forward)),
+        ("reverse", distribute(plan.loops.reverse)),
+    )
     blocks = [(phase, block) for phase, loop in phases for block in loop.blocks]
     return [(phase, block) for phase, block in blocks if isinstance(block, ScanBlock)]
 
@@ -138,7 +141,7 @@ def compiled_function(
         elif name in options:
             signature[name] = "constexpr"
             constants[(i,)] = options[name]
-        elif name.startswith("k_stride" if reverse else "n_stride"):
+        elif name.startswith("n_stride" if reverse else "k_stride"):  # of a Linear's weight
             signature[name] = "constexpr"
             constants[(i,)] = 1
         else:

@@ -188,6 +188,7 @@ def test_sanitizer() -> None:
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor has its own bounds
         capture_output=True,
         text=True,
+        timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:]
     assert "0 errors" in done.stdout

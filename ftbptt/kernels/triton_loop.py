@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .expressions import Unsupported
-from .rowloop import Product, Reduce, RowLoop, Value, compute_dtype
+from .rowloop import Memory, Product, Reduce, RowLoop, Value, compute_dtype
 from .tiles import columns, flat
 from .triton_expressions import TYPES, literal, type_of
 from .triton_tiles import TilePrinter, name_of, with_zeros
@@ -47,12 +47,14 @@ class LoopPrinter(TilePrinter):
             raise Unsupported("GPU kernels do not support products of several vectors of a row")
         self.grouped = max((op.grouped for op in self.products.values()), default=0)
         self.weights: dict[Any, str] = {}
+        self.inputs: dict[str, str] = {}  # variables, loaded for a step
 
     # -- the module -------------------------------------------------------------------------------
 
     def text(self) -> str:
         self._load_carries()
         self._step()
+        self._load_inputs_ahead()
         epilogue = self._store_finals()
         itemsize = max(compute_dtype(memory.dtype).itemsize for memory in self.loop.carries)
         row_bytes = itemsize * max((space.width for space in self.spaces), default=1)
@@ -161,6 +163,36 @@ class LoopPrinter(TilePrinter):
             if memory.dtype != compute_dtype(memory.dtype):  # round it, as memory would
                 rounded = f"carry{i}.to({TYPES[memory.dtype]})"
                 self.body.append(f"carry{i} = {self._converted(rounded, memory.dtype)}")
+
+    def _load_inputs_ahead(self) -> None:
+        """Loads the inputs of the next step before a step, which then waits for no memory."""
+        if not self.inputs:
+            return
+        before, after = "steps - 1", "tl.maximum(t - 1, 0)"
+        if not self.reverse:
+            before, after = "0", "tl.minimum(t + 1, last - 1)"
+        inputs = self.inputs.items()
+        self.prologue += [
+            f"ahead = tl.cast({before}, tl.int64)",
+            *(f"{name} = {loaded}" for name, loaded in inputs),
+        ]
+        self.body = [
+            f"ahead = {after}",
+            *(f"next_{name} = {loaded}" for name, loaded in inputs),
+            *self.body,
+            *(f"{name} = next_{name}" for name in self.inputs),
+        ]
+
+    def _define_loaded(self, source: Memory, name: str, loaded: str) -> None:
+        if source.kind == "sequence":
+            self.inputs[name] = loaded
+        else:
+            super()._define_loaded(source, name, loaded)
+
+    def _step_pointer(self, memory: Memory) -> str:
+        if memory.kind == "sequence":
+            return f"sequence{memory.index} + ahead * step{memory.index}"
+        return super()._step_pointer(memory)
 
     def _store_finals(self) -> list[str]:
         lines: list[str] = []

@@ -103,7 +103,6 @@ class SplitPrinter(LoopPrinter):
     def __init__(self, loop: RowLoop, history: list[bool], reverse: bool, parts: int) -> None:
         super().__init__(loop, history, reverse, parts)
         self.parts, self.reshaped = parts, set[str]()
-        self.inputs: dict[str, str] = {}  # variables, loaded for a step
 
     def _constants(self) -> Iterator[str]:
         yield f"PARTS, TILE_ROWS, WARPS = {self.parts}, {_ROWS}, {_WARPS}"
@@ -121,30 +120,6 @@ class SplitPrinter(LoopPrinter):
         yield f"arrivals += program * {_COUNTER}"
         yield "expected = tl.full((), 0, tl.int32)"
 
-    def _step(self) -> None:
-        super()._step()
-        # The inputs of the next step are loaded while the programs wait for each other.
-        before, after = "steps - 1", "tl.maximum(t - 1, 0)"
-        if not self.reverse:
-            before, after = "0", "tl.minimum(t + 1, last - 1)"
-        inputs = self.inputs.items()
-        self.prologue += [
-            f"ahead = tl.cast({before}, tl.int64)",
-            *(f"{name} = {loaded}" for name, loaded in inputs),
-        ]
-        self.body = [
-            f"ahead = {after}",
-            *(f"next_{name} = {loaded}" for name, loaded in inputs),
-            *self.body,
-            *(f"{name} = next_{name}" for name in self.inputs),
-        ]
-
-    def _define_loaded(self, source: Memory, name: str, loaded: str) -> None:
-        if source.kind == "sequence":
-            self.inputs[name] = loaded
-        else:
-            super()._define_loaded(source, name, loaded)
-
     def _barrier(self, lines: list[str]) -> None:
         lines.append(f"expected = meet(arrivals, expected, {self.parts})")
         self.dirty.clear()
@@ -152,8 +127,6 @@ class SplitPrinter(LoopPrinter):
     def _step_pointer(self, memory: Memory) -> str:
         if memory.kind == "scratch":
             return self._slot(f"scratch{memory.index}", "(t % 2)", memory)
-        if memory.kind == "sequence":
-            return f"sequence{memory.index} + ahead * step{memory.index}"
         return super()._step_pointer(memory)
 
     def _dot(self, op: Product, a: str, k: int, n: int, weight: str, name: str, first: bool) -> str:
