@@ -1,9 +1,6 @@
-"""Text for the character model: which files, which characters, and streams of codes.
+"""Text for the character model: which files, which characters, and their codes.
 
-    files ── read ──▶ text ── Vocabulary ──▶ codes [N] ── streams ──▶ x[T, B], y[T, B]
-
-A stream is a contiguous part of the text: row b of x continues where it stopped in the segment
-before, so the state can be carried from one segment to the next.
+files ── read ──▶ text ── Vocabulary ──▶ codes [N]
 """
 
 from __future__ import annotations

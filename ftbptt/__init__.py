@@ -18,8 +18,11 @@ recurrence, K dependent steps. *linear scan*: a scan that is elementwise affine 
 
 Packages, each importing only from those before it: ``compiler`` (a step and a loss to blocks),
 ``kernels`` (a scan block to C++ or Triton), ``backends`` (how blocks run), ``distributed``,
-``training`` (streams), ``debug``, ``integrations``. The modules beside them are one call of a
-segment: ``_make_segment``, ``_segment``, ``_lay_out``, ``_execute``, ``_programs``, in this order.
+``training`` (streams), ``debug``, ``integrations``. Of the modules beside them, some are what a
+call of a segment passes through: ``_make_segment``, ``_segment``, ``_lay_out``, ``_execute``,
+``_programs``, in this order. Others are what the compiler, too, is written in: ``_step`` and
+``_loss`` (what the caller gave), ``_layout`` (axes), ``_trees``, ``_taps``, ``_reach`` (what a
+function reads), ``_compat`` (what is private in torch).
 """
 
 from ._explain import Explanation

@@ -20,6 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+# enable_python_dispatcher: without it, some operations (Fourier transforms, triangular systems) ask
+# for their shapes in C++ code that takes no symbolic K. As torch.compile does (2.0 to 2.13).
+from torch._dispatch.python import enable_python_dispatcher
+
 # What torch.func.vjp makes of an autograd Function: one that acts on the tensors of one transform.
 from torch._functorch.autograd_function import (
     enable_single_level_autograd_function as functions_at_one_level,
@@ -71,6 +75,7 @@ __all__ = [
     "compile_cache_dir",
     "copy_all",
     "cpp_command",
+    "enable_python_dispatcher",
     "end_recording",
     "forget_compile_paths",
     "forget_unscaled",
@@ -84,6 +89,7 @@ __all__ = [
     "inductor_decompositions",
     "inside_derivative",
     "inside_functorch",
+    "is_fake",
     "is_pinned",
     "is_view_of",
     "keystr",
@@ -96,6 +102,7 @@ __all__ = [
     "own_parameters",
     "symbolic_steps",
     "timeout_of",
+    "torch_decompositions",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -215,12 +222,26 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
         return [version_of(tensor) for tensor in tensors]
 
 
+def is_fake(value: Tensor) -> bool:
+    """Whether a tensor has no values of its own: it was made while something was traced."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    return is_fake(value) or torch._is_functional_tensor(value)
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies each source to its target, in one kernel for those of one dtype.
 
-    What ``torch.optim`` uses for its ``foreach`` variants; torch has no public name for it.
+    What ``torch.optim`` uses for its ``foreach`` variants; torch has no public name for it. Given
+    several dtypes at once, it copies one tensor after the other.
     """
-    torch._foreach_copy_(list(targets), list(sources))
+    by_dtype: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        own = by_dtype.setdefault((target.dtype, source.dtype), ([], []))
+        own[0].append(target)
+        own[1].append(source)
+    for own_targets, own_sources in by_dtype.values():
+        torch._foreach_copy_(own_targets, own_sources)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -379,9 +400,17 @@ def unvalidated_distributions() -> Iterator[None]:
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """What Inductor takes apart before it lowers a graph, and into what."""
+    import torch._inductor.lowering  # noqa: F401  (2.13 reads it for max pooling)
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())
+
+
+def torch_decompositions(operations: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """torch's own definitions of operations by simpler ones."""
+    from torch._decomp import get_decompositions
+
+    return dict(get_decompositions(operations))
 
 
 def while_loop(

@@ -188,7 +188,9 @@ class Executable(Programs):
         out = [_joined(chunks) for chunks in zip(*outs, strict=True)]
         key, graphs = plan.loss.graphs_for(steps)
         graph = graphs.joint if with_grad else graphs.value
-        loss, *d_outs = self.call(("loss", with_grad, key), graph, [*out, *targets], time=True)
+        loss, *d_outs = self.call(
+            ("loss", with_grad, key), graph, [*out, *targets], symbolic=key is None
+        )
         if not with_grad:
             return LoopOutputs([], carries, loss, out, [])
         d_probes: list[Tensor] = []
@@ -234,7 +236,7 @@ class Executable(Programs):
             probes.insert(0, result[n_carries : n_carries + n_probes])
             chunk_sums = result[n_carries + n_probes :]
             sums = [p + q for p, q in zip(sums, chunk_sums, strict=True)] if sums else chunk_sums
-        return sums, [torch.cat(chunks) for chunks in zip(*probes, strict=True)]
+        return sums, [_joined(chunks) for chunks in zip(*probes, strict=True)]
 
     def _of_params(self, grads: list[Tensor]) -> list[Tensor]:
         """The parameters' gradients, zero for those that have none.

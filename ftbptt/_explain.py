@@ -52,7 +52,7 @@ class Explanation:
         return sum(block.flops for block in self.blocks)
 
     def __str__(self) -> str:
-        cut = "in one program" if self.chunk is None else f"in chunks of up to {self.chunk} steps"
+        cut = "in one piece" if self.chunk is None else f"in chunks of up to {self.chunk} steps"
         lines = [
             f"{self.step}: K={self.steps} steps, backend {self.backend}, {cut}",
             f"  {_count(self.flops, 'FLOP')} in GEMMs, {_count(self.saved_bytes, 'B')} saved from "
@@ -82,11 +82,14 @@ def explain(executable: Executable, step_name: str, steps: int) -> Explanation:
     preparation = plan.preparation
     if preparation is not None:
         blocks.append(_invariant(preparation.prepare, "once per segment", backend))
-    for phase, loop in (("forward", executable.forward), ("reverse", executable.reverse)):
+    for phase, loop, count in (
+        ("forward", executable.forward, steps),
+        *_reverse(executable, steps),
+    ):
         if loop.hoisted is not None:
             blocks.append(_invariant(loop.hoisted, phase, backend))
-        blocks += [_block(block, phase, names, steps, backend) for block in loop.blocks]
-        blocks += _sums(loop, steps)
+        blocks += [_block(block, phase, names, count, backend) for block in loop.blocks]
+        blocks += _sums(loop, count, phase)
     forward = plan.loops.forward
     after = dict(zip(forward.next_carries, forward.carries, strict=True))
     # The state after a step is the one before the next, and is saved once.
@@ -95,17 +98,29 @@ def explain(executable: Executable, step_name: str, steps: int) -> Explanation:
         step=step_name,
         backend=backend.name,
         steps=steps,
-        chunk=None if executable.uncut else executable.chunk,
+        chunk=None if executable.uncut or plan.sliding is not None else executable.chunk,
         blocks=blocks,
         saved=[names.get(node, node.name) for node in saved],
         saved_bytes=steps * sum(map(nbytes, saved)),
     )
 
 
+def _reverse(executable: Executable, steps: int) -> list[tuple[str, DistributedLoop, int]]:
+    """The phases of the reverse loop, and how many steps each of them does."""
+    sliding = executable.plan.sliding
+    if sliding is None:
+        return [("reverse", executable.reverse, steps)]
+    windows = -(-steps // sliding.stride)
+    at_once = min(executable.windows, windows)
+    phase = f"reverse, in {windows} windows of {sliding.length} steps, up to {at_once} at once"
+    own, together = executable.windowed.alone, executable.windowed.together
+    return [(phase, own, windows * sliding.length), ("reverse, over all steps", together, steps)]
+
+
 def _names(plan: Plan) -> dict[Node, str]:
     """What the caller calls a value: the leaves of the state and of x, and their gradients."""
     names: dict[Node, str] = {}
-    carries = iter(plan.forward.loop.carries)
+    carries = iter(plan.loops.forward.carries)
     state_names: list[str] = []
     spec = plan.signature.specs.state
     paths = tree_flatten_with_path(tree_unflatten([0] * spec.num_leaves, spec))[0]
@@ -114,9 +129,9 @@ def _names(plan: Plan) -> dict[Node, str]:
             part = f"[part {i}]" if packing.dim is not None else ""
             state_names.append(f"state{keystr(path)}{part}")
             names[next(carries)] = state_names[-1]
-    for node, i in zip(plan.reverse.loop.carries, plan.loops.trained_carries, strict=True):
+    for node, i in zip(plan.loops.reverse.carries, plan.loops.trained_carries, strict=True):
         names[node] = f"d {state_names[i]}"
-    for i, node in enumerate(plan.forward.loop.sequences):
+    for i, node in enumerate(plan.loops.forward.sequences):
         names[node] = f"x leaf {i}" if i < len(plan.signature.x) else "reset or mask"
     return names
 
@@ -162,7 +177,7 @@ def _invariant(module: fx.GraphModule, phase: str, backend: Backend) -> BlockRep
     )
 
 
-def _sums(loop: DistributedLoop, steps: int) -> list[BlockReport]:
+def _sums(loop: DistributedLoop, steps: int, phase: str) -> list[BlockReport]:
     """The parameters' gradients: each a GEMM over all steps and rows, or a sum."""
     gemms, sums, flops = [], 0, 0
     for term in (term for total in loop.sums for term in total.all()):
@@ -175,7 +190,7 @@ def _sums(loop: DistributedLoop, steps: int) -> list[BlockReport]:
     if not gemms and not sums:
         return []
     title = "of each step's share in the parameters' gradients"
-    return [BlockReport("reverse", "sum", title, gemms, sums, flops, 0, "one GEMM per weight")]
+    return [BlockReport(phase, "sum", title, gemms, sums, flops, 0, "one GEMM per weight")]
 
 
 def _work(module: fx.GraphModule, steps: int, how_often: str) -> tuple[list[str], int, int]:

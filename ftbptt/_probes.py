@@ -13,6 +13,7 @@ from ._compat import FakeTensorMode, unvalidated_distributions
 from ._step import Step
 from ._taps import Tap
 from ._trees import tree_flatten, tree_unflatten
+from .compiler.effects import without_step_effects
 from .compiler.function_overrides import Composed
 from .compiler.trace import TRACING
 from .compiler.trace_errors import explain_trace_errors
@@ -27,15 +28,19 @@ def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Te
             [torch.empty(shape, dtype=t.dtype, device=t.device) for shape, t in shapes[name]]
             for name in ("params", "buffers", "state", "x")
         )
-    validated = unvalidated_distributions()
-    with TRACING, mode, validated, Composed("step"), explain_trace_errors("step", step):
-        (_, tapped), _ = step.apply(
-            tree_unflatten(params, call.specs.params),
-            dict(zip(call.buffer_names, buffers, strict=True)),
-            (tree_unflatten(x, call.specs.x), {}),
-            tree_unflatten(state, call.specs.state),
-        )
-    return tapped
+
+    def run() -> dict[str, Tensor]:
+        validated = unvalidated_distributions()
+        with TRACING, mode, validated, Composed("step"), explain_trace_errors("step", step):
+            (_, tapped), _ = step.apply(
+                tree_unflatten(params, call.specs.params),
+                dict(zip(call.buffer_names, buffers, strict=True)),
+                (tree_unflatten(x, call.specs.x), {}),
+                tree_unflatten(state, call.specs.state),
+            )
+        return tapped
+
+    return without_step_effects(step, run)
 
 
 def with_probes(

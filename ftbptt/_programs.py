@@ -1,4 +1,16 @@
-"""The compiled functions of a plan on a backend, each built when it is first needed."""
+"""The compiled functions of a plan on a backend, each built when it is first needed.
+
+They are pure functions of tensors with time as axis 0, of a chunk of K consecutive steps, and hold
+for any K, so that a compiler can trace them with K as a symbol:
+
+    prepare(*inputs)                                   -> [*prepared]        once per segment
+    forward(*invariants, *x, *state)                   -> [*state, *out, *saved]
+    loss(*out, *y)                                     -> [loss, *d_out]
+    reverse(*invariants, *x, *saved, *d_out, *d_state) -> [*d_state, *d_probes, *d_invariants]
+    finish(*inputs, *d_prepared)                       -> [*d_inputs]        once per segment
+
+A segment whose steps are never cut into chunks is one function instead.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +42,9 @@ class Programs:
         self._sources: list[
             Function
         ] = []  # keeps the blocks alive that operators refer to by number
-        self.forward = self._fused(plan.forward)
-        self.evaluate = self._fused(plan.evaluate)
-        self.reverse = self._fused(plan.reverse)
-
-    def _fused(self, loop: DistributedLoop) -> DistributedLoop:
-        fusion = self.backend.fusion
-        return loop if fusion is None else distribute(loop.loop, fusion)
+        self.forward = distribute(plan.loops.forward, backend.fusion)
+        self.evaluate = distribute(plan.loops.evaluate, backend.fusion)
+        self.reverse = distribute(plan.loops.reverse, backend.fusion)
 
     @cached_property
     def windowed(self) -> WindowedLoop:
@@ -47,7 +55,7 @@ class Programs:
         """The gradient of the state after the last step: zero, since the segment is cut there."""
         return [
             torch.zeros(value_of(node).shape, dtype=value_of(node).dtype, device=device)
-            for node in self.plan.reverse.loop.carries
+            for node in self.plan.loops.reverse.carries
         ]
 
     def run_chunk(
@@ -76,10 +84,11 @@ class Programs:
         return self.functions[name](*invariants, *sequences, *carries)
 
     def call(
-        self, name: Any, graph: Function, args: Sequence[Tensor], *, time: bool = False
+        self, name: Any, graph: Function, args: Sequence[Tensor], *, symbolic: bool = False
     ) -> list[Tensor]:
+        """``symbolic``: axis 0 of all arguments is that of the steps, and stands for any K."""
         if name not in self.functions:
-            self.build_once(name, graph, args, 0, len(args) if time and name[2] is None else 0)
+            self.build_once(name, graph, args, 0, len(args) if symbolic else 0)
         return self.functions[name](*args)
 
     def build_once(
@@ -118,7 +127,7 @@ class Programs:
         if first < last and is_pinned(steps):
             raise RuntimeError(
                 f"an operation fixed the number of steps to {steps} while it was compiled, as "
-                "linalg.solve, torch.fft and a few others do outside the recurrence, but one "
+                "antialiased resizing and a few others do outside the recurrence, but one "
                 "compilation is for every K. backend='eager' runs it."
             )
         return program

@@ -16,16 +16,16 @@ from ._capture import make_executable
 from ._compat import inside_derivative, inside_functorch
 from ._execute import Executable
 from ._explain import Explanation, explain
+from ._fallback import run_or_fall_back
 from ._lay_out import lay_out
 from ._layout import Layout, SharedLayout
 from ._loss import Loss, of_first
-from ._messages import first_line
 from ._output import EarlyGradients, SegmentOutput, TappedOutput
 from ._probes import find_taps, taps_of, with_probes
 from ._trees import tree_unflatten
 from ._vmap import CallInfo, SegmentFunction
 from ._warnings import warn
-from .backends import Backend, choose, fallback
+from .backends import Backend, choose
 from .compiler.plan import Plan, make_plan
 from .compiler.signature import Recipe, as_traced
 from .compiler.trace import TRACING
@@ -69,6 +69,10 @@ class TrainSegment:
         self._recall = Recall()
         self.trace_count = 0
         self.compile_count = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is compiled is neither copied nor pickled, but made again."""
+        return {**self.__dict__, "_executables": {}, "_taps": {}, "_recall": Recall()}
 
     def __call__(
         self,
@@ -352,26 +356,21 @@ class TrainSegment:
             if self._backend != "auto" or executable.backend.name == "eager":
                 return executable.run(groups, with_grad=with_grad, early=early)
             callers: list[BaseException] = []
-            try:
-                noted = None if early is None else early.noting(callers)
-                return executable.run(groups, with_grad=with_grad, early=noted)
-            except torch.OutOfMemoryError:
-                raise  # another backend needs more memory
-            except Exception as error:
-                if error in callers:
-                    raise
-                failed = executable.backend
-                other = fallback(failed, tensors[0].device.type)
-                warn(
-                    f"ftbptt: the {failed.name} backend failed for {self.recipe.step.name} "
-                    f"({type(error).__name__}: {first_line(error)}); this segment runs on the "
-                    f"{other.name} backend instead, slower. backend={failed.name!r} shows the "
-                    "whole error.",
-                    RuntimeWarning,
-                )
-                executable.instead = self._on(executable.plan, other)
-                self._executables[call.key(tensors)] = executable.instead
-                return self._run(call, with_grad, info, tensors, executable)
+            noted = None if early is None else early.noting(callers)
+            plan = executable.plan
+            result, ran, messages = run_or_fall_back(
+                executable,
+                self.recipe.step.name,
+                tensors[0].device.type,
+                lambda backend: self._on(plan, backend),
+                lambda tried: tried.run(groups, with_grad=with_grad, early=noted),
+                callers,
+            )
+            if ran is not executable:
+                executable.instead = self._executables[call.key(tensors)] = ran
+            for message in messages:
+                warn(message, RuntimeWarning)
+            return result
 
     def _executable(self, call: Call, tensors: Sequence[Tensor]) -> Executable:
         key = call.key(tensors)

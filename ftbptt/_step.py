@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ._compat import COMPILED_PREFIX, uncompiled
-from ._modules import modules_read_by
+from ._reach import modules_read_by
 from ._taps import Collector, collecting, owners
 from ._trees import tree_leaves, tree_map
 
@@ -154,7 +154,12 @@ class Step:
         if self.module is None:
             function = self.function
             assert function is not None
-            return replace(self, function=lambda p, x, s: around(p, partial(function, p), x, s))
+
+            def wrapped(params: Tree, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+                return around(params, partial(function, params), x_t, state)
+
+            wrapped.__name__ = self.name
+            return replace(self, function=wrapped)
         call = self.call_module or _call_module
 
         def call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
@@ -211,20 +216,27 @@ def as_step(
     - torch's ``nn.RNNCell``, ``nn.GRUCell``, ``nn.LSTMCell`` (``out_t`` is the new ``h``) and
       ``nn.RNN``, ``nn.GRU``, ``nn.LSTM``, with the state they use in torch;
     - with ``sequence=True``, a module that takes a chunk, ``module(x[K, ...], state) ->
-      (out[K, ...], state)``: it is called on chunks of one step.
+      (out[K, ...], state)``: it is called on chunks of one step, so a layer in it that mixes steps,
+      such as a convolution over time, would see one at a time.
 
     ``batch_first`` says that the chunk is ``[B, K, ...]`` (default: what the recurrent modules
     inside say); ``state_batch_dim`` is the axis of the rows in a state leaf, which ``reset`` and
     ``mask`` of shape ``[K, B]`` need (default: 1 for leaves like the ``[L, B, H]`` of a torch
     recurrent layer inside, else 0).
 
-    Raises TypeError for what is none of these, such as a module of TorchScript, and ValueError for
-    a bidirectional layer.
+    Raises TypeError for what is none of these, such as a module of TorchScript, and for an option
+    that has no meaning for it; ValueError for a bidirectional layer.
 
     >>> as_step(nn.LSTMCell(3, 5)).name
     'LSTMCell'
     """
+    options = {
+        "sequence": sequence or None,
+        "batch_first": batch_first,
+        "state_batch_dim": state_batch_dim,
+    }
     if isinstance(step, Step):
+        _refuse(options, "what as_step has made")
         return step
     if isinstance(step, type) or not callable(step):
         raise TypeError(
@@ -237,6 +249,7 @@ def as_step(
                 "as_step(sequence=True) needs an nn.Module; for a function, call it on a chunk of "
                 "one step yourself: step(params, x_t, state)."
             )
+        _refuse(options, "a function", but=["state_batch_dim"])
         return Step(step, state_batch_dim=state_batch_dim)
     if isinstance(step, torch.jit.ScriptModule):
         raise TypeError(
@@ -256,15 +269,24 @@ def as_step(
     if batch_first is None:
         batch_first = any(layer.batch_first for layer in layers)
     if isinstance(step, nn.RNNCellBase):
+        _refuse(options, f"{type(step).__name__}, which takes one step")
         call = _call_lstm_cell if isinstance(step, nn.LSTMCell) else _call_cell
         return Step(None, step, call, zero_state=_zero_cell_state(step))
     if isinstance(step, nn.RNNBase):
+        _refuse(options, f"{type(step).__name__}", but=["sequence", "batch_first"])
         return Step(
             None, step, _call_chunk(batch_first), batch_first, None, _zero_layer_state(step)
         )
     if sequence:
         return Step(None, step, _call_chunk(batch_first), batch_first, state_batch_dim)
+    _refuse(options, "a module that takes one step", but=["state_batch_dim"])
     return Step(None, step, state_batch_dim=state_batch_dim)
+
+
+def _refuse(options: dict[str, Any], what: str, but: Sequence[str] = ()) -> None:
+    for name, value in options.items():
+        if value is not None and name not in but:
+            raise TypeError(f"as_step: {name}={value!r} has no meaning for {what}. Leave it out.")
 
 
 def _call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ftbptt import make_train_segment
-from ftbptt.compiler.distribute import MapBlock, ScanBlock
-from ftbptt.compiler.plan import Plan
+from ftbptt.compiler.distribute import Block, MapBlock, ScanBlock, distribute
 from ftbptt.kernels.lower import make_row_loop
 from ftbptt.kernels.rowloop import Product
 
@@ -140,18 +139,19 @@ def test_rows_reset_at_no_gemm_of_their_own(segments: Segments) -> None:
     assert within.gemms == without.gemms
 
 
-def plan_of(name: str) -> Plan:
+def blocks_of(name: str, phase: str) -> list[Block]:
+    """Of a cell's segment, "forward" or "reverse"."""
     given = problem(name)
     segment = make_train_segment(given.step, given.loss, backend="eager")
     plan, _ = segment.plan(*given.data(3))
-    return plan
+    return distribute(getattr(plan.loops, phase)).blocks
 
 
 def scans_of(name: str) -> tuple[ScanBlock, ScanBlock]:
     """The loops of a cell's segment, forward and reverse."""
     forward, reverse = (
-        [block for block in loop.blocks if isinstance(block, ScanBlock)]
-        for loop in (plan_of(name).forward, plan_of(name).reverse)
+        [block for block in blocks_of(name, phase) if isinstance(block, ScanBlock)]
+        for phase in ("forward", "reverse")
     )
     return forward[0], reverse[0]
 
@@ -177,14 +177,14 @@ def test_a_kernel_adds_projections_where_it_uses_them() -> None:
 
 def test_the_state_after_a_step_is_read_where_it_is_kept() -> None:
     """The readout's weight needs h of after each step: the h of before the next, not o tanh(c)."""
-    first = plan_of("lstm_readout").reverse.blocks[0]
+    first = blocks_of("lstm_readout", "reverse")[0]
     assert isinstance(first, MapBlock)
     assert operations_of(first) == {"mm", "permute"}
 
 
 def test_all_chunks_of_a_projection_are_cut_in_the_loop() -> None:
     """Its bias is added there too: before the loop nothing is left but the product."""
-    first = plan_of("gru_cell").forward.blocks[0]
+    first = blocks_of("gru_cell", "forward")[0]
     assert isinstance(first, MapBlock)
     assert operations_of(first) == {"mm", "permute"}
 
@@ -195,6 +195,6 @@ def test_gates_are_joined_once() -> None:
     (joined,) = reverse.emits
     assert joined.target is torch.ops.aten.cat.default
     assert len(joined.args[0]) == 3
-    after = plan_of("cho_gru").reverse.blocks[-1]
+    after = blocks_of("cho_gru", "reverse")[-1]
     assert isinstance(after, MapBlock)
     assert operations_of(after) <= {"slice", "permute"}

@@ -6,6 +6,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, reference_segment
 
+from .oracle import assert_close
 from .problem import mse
 
 Tree = Any
@@ -133,6 +135,132 @@ def test_a_callable_object() -> None:
     assert counts.calls == 0
 
 
+class Cell(nn.Module):
+    """A module that counts its calls in a global variable, in a method beside ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(H))
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return self.counted(h), h + x_t
+
+    def counted(self, h: Tensor) -> Tensor:
+        global calls_of_all
+        calls_of_all += 1
+        return h * self.scale
+
+
+def counting_helper(h: Tensor) -> Tensor:
+    seen_by_all.append(h)
+    return h
+
+
+class Model:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def step(self, params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        return h * params["w"], h + x_t
+
+
+def helped(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    return sum(counting_helper(h) for _ in range(1)) * params["w"], h + x_t
+
+
+def test_what_a_step_reaches() -> None:
+    refused(Cell(), "step Cell changes the global variable 'calls_of_all'")
+    refused(helped, "step helped changes the global variable 'seen_by_all'")
+    refused(partial(helped), "changes the global variable 'seen_by_all'")
+    model = Model()
+    refused(model.step, "step step changes its attribute 'calls'")
+    assert (calls_of_all, seen_by_all, model.calls) == (0, [], 0)
+
+
+def test_a_step_that_is_tapped() -> None:
+    segment = make_train_segment(helped, mse, backend="eager", taps=True)
+    x = torch.randn(K, B, H)
+    with pytest.raises(RuntimeError, match="step helped changes the global variable"):
+        segment({"w": torch.ones(H)}, torch.zeros(B, H), x, x)
+    assert seen_by_all == []
+
+
+@cache
+def table(size: int) -> Tensor:
+    return torch.ones(size, size).tril()
+
+
+def test_a_table_that_is_cached_at_the_first_call() -> None:
+    """The cache held a fake tensor: the caller's own code failed, and the next plan crashed."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t * params["w"] + h @ table(H))
+        return h, h
+
+    segment = make_train_segment(step, mse, backend="eager")
+    params = {"w": torch.randn(H)}
+    for rows in (B, B + 1):
+        table.cache_clear()
+        arguments = params, torch.zeros(rows, H), torch.randn(K, rows, H), torch.randn(K, rows, H)
+        found = segment(*arguments)
+        assert table(H).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+        assert_close(found, reference_segment(step, mse, *arguments), 1e-5)
+
+
+class Lazy:
+    table: Any = None
+
+    def __matmul__(self, h: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.ones(H, H)
+        return h @ self.table
+
+
+lazy = Lazy()
+
+
+def test_a_table_that_an_object_keeps_at_the_first_call() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return lazy @ h * params["w"], h + x_t
+
+    refused(step, "changes its attribute 'table'.*Compute a constant before the first call")
+    assert lazy.table is None
+
+
+def test_a_parameter_that_is_made_in_the_step() -> None:
+    """It crashed the process."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = nn.LayerNorm(H)(x_t * params["w"] + h)
+        return h, h
+
+    with pytest.raises(TypeError, match=r"step: uses a tensor of shape \[3\] that it makes as an"):
+        call(step)
+
+
+def test_a_loss() -> None:
+    errors: list[Tensor] = []
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        error = (out - y).square().mean()
+        errors.append(error)
+        return error
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h * params["w"], h + x_t
+
+    segment = make_train_segment(step, loss, backend="eager")
+    x = torch.randn(K, B, H)
+    message = (
+        "loss changes the captured variable 'errors'. A loss is a pure function: compute such a "
+        "value from the result of the call, or return it in the step's out."
+    )
+    with pytest.raises(RuntimeError, match=message):
+        segment({"w": torch.ones(H)}, torch.zeros(B, H), x, x)
+    assert errors == []
+
+
 @pytest.mark.parametrize("kind", ["random", "numpy.random"])
 def test_random_numbers_of_python_and_numpy(kind: str) -> None:
     """Scheduled sampling with them would be one choice for all steps and calls."""
@@ -142,7 +270,7 @@ def test_random_numbers_of_python_and_numpy(kind: str) -> None:
         h = torch.tanh(h * params["w"] + keep * x_t)
         return h, h
 
-    refused(step, f"step step draws from {kind}, so that all steps would use the same.*torch.rand")
+    refused(step, f"step step draws from {kind}, so that it would use the same numbers.*torch.rand")
 
 
 @pytest.fixture

@@ -197,11 +197,18 @@ def test_a_gradient_that_is_written_in_place() -> None:
 
 
 def test_a_loss_whose_decomposition_is_wrong() -> None:
-    classes = torch.full((K * B, H), -1)
-    classes[:, 0] = torch.arange(K * B) % H
+    """Classes until the first -1: one, two, none or all; also for any number of steps."""
+    classes = torch.full((B, H), -1)
+    classes[:, 0] = torch.arange(B) % H
+    classes[1, :2] = torch.tensor([3, 1])
+    classes[2, :3] = torch.tensor([-1, 2, 3])
+    all_classes = torch.arange(H).flip(0)
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
-        return F.multilabel_margin_loss(out.flatten(0, 1), classes)
+        targets = classes.expand(len(out), B, H).flatten(0, 1)
+        return F.multilabel_margin_loss(out.flatten(0, 1), targets) + F.multilabel_margin_loss(
+            out.mean((0, 1)), all_classes, reduction="sum"
+        )
 
     checked(problem(tanh_step, loss))
 

@@ -153,6 +153,27 @@ def test_evaluation_in_chunks_is_the_whole_loss() -> None:
     assert found == {"val_loss": pytest.approx(expected, abs=1e-14)}
 
 
+def test_prediction_for_a_dict() -> None:
+    class OfDicts(Classifier):
+        def forward(self, x: Any, state: Any) -> tuple[Tensor, Any]:
+            return super().forward(x["x"], state)
+
+    own, x = OfDicts(), torch.randn(2, 9, 3, dtype=torch.float64)
+    (out,) = trainer().predict(own, loader([{"x": x}]))
+    (expected,) = trainer().predict(Classifier(), loader([(x,)]))
+    assert_equal(out, expected, 0)
+
+
+def test_zeros_of_a_layer_that_was_replaced() -> None:
+    own, x = Classifier(), torch.randn(2, 9, 3, dtype=torch.float64)
+    run = trainer()
+    run.predict(own, loader([x]))
+    own.lstm = nn.LSTM(3, 5, 2, batch_first=True).double()
+    own.readout = nn.Linear(5, 3).double()
+    (out,) = run.predict(own, loader([x]))
+    assert_equal(out, own(x, None)[0], 1e-12)
+
+
 def test_evaluation_by_valid_steps() -> None:
     x, y = stream(22)
     mask = torch.rand(22, 2, generator=torch.Generator().manual_seed(0)) < 0.5

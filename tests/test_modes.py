@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ftbptt import make_train_segment
-from ftbptt._modules import modules_read_by
+from ftbptt._reach import modules_read_by
 
 Tree = Any
 DROPOUT = nn.Dropout(0.5)  # a global
+MODULES: dict[str, list[nn.Module]] = {}
 
 
 class Noisy(nn.Module):
@@ -56,13 +58,44 @@ def by_partial(module: nn.Module, params: Tree, x_t: Tensor, h: Tensor) -> Any:
     return functional_call(module, params, (x_t, h))
 
 
+def with_default(module: nn.Module) -> Callable[..., Any]:
+    def step(params: Tree, x_t: Tensor, h: Tensor, own: nn.Module = module) -> Any:
+        return functional_call(own, params, (x_t, h))
+
+    return step
+
+
+def of_attribute(module: nn.Module) -> Callable[..., Any]:
+    config = SimpleNamespace(module=module)
+    return lambda params, x_t, h: functional_call(config.module, params, (x_t, h))
+
+
+def of_container(module: nn.Module) -> Callable[..., Any]:
+    MODULES["own"] = [module]
+    return lambda params, x_t, h: functional_call(MODULES["own"][0], params, (x_t, h))
+
+
 STEPS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
     "closed over": closed_over,
     "global": lambda module: of_global,
     "partial": lambda module: partial(by_partial, module),
     "method": lambda module: Model(module).step,
+    "default": with_default,
+    "attribute": of_attribute,
+    "container": of_container,
     "object": Model,
 }
+
+
+class Nested(nn.Module):
+    """A module that reads a global one in code within its ``forward``."""
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        out = sum(self.dropped(part) for part in (x_t, h))
+        return out, h  # type: ignore[return-value]
+
+    def dropped(self, part: Tensor) -> Tensor:
+        return (lambda: DROPOUT(part + 1))()
 
 
 def zeros_in(out: Tensor) -> int:
@@ -80,6 +113,16 @@ def test_a_function_step_that_calls_modules(name: str) -> None:
         module.train(training)
         for _ in range(2):
             assert (zeros_in(segment(params, h, x, x).out) > 0) == training
+
+
+def test_a_module_that_reads_a_global_one() -> None:
+    segment = make_train_segment(
+        Nested(), lambda out, y: (out - y).square().mean(), backend="eager"
+    )
+    x, h = torch.ones(5, 4, 6), torch.zeros(4, 6)
+    for training in (True, False, True):
+        DROPOUT.train(training)
+        assert (zeros_in(segment({}, h, x, x).out) > 0) == training
 
 
 def test_a_loss_that_is_a_module() -> None:

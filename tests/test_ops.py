@@ -329,20 +329,71 @@ READOUTS = {
     "lerp by unit": lambda o: torch.lerp(o, o.sin(), o[0, 0]),
     "addcmul by unit": lambda o: torch.addcmul(o[0, 0], o, o[0, 0], value=0.5),
     "addcdiv by unit": lambda o: torch.addcdiv(o, o[0, 0], 2 + o.sin(), value=0.5),
+    "average pooling": lambda o: F.avg_pool1d(o, 3, 1, 1),
+    "max pooling": lambda o: F.max_pool1d(o, 3, 1, 1),
+    "resizing": lambda o: F.interpolate(F.interpolate(o, 5), H, mode="linear"),
+    "padding": lambda o: F.pad(o, (1, 2), mode="replicate"),
+    "sampling": lambda o: F.grid_sample(
+        o.unsqueeze(2), _grid(o).view(1, 1, 5, 2).expand(B, -1, -1, -1), align_corners=False
+    ).squeeze(2),
+    "spectrum": lambda o: torch.fft.rfft(o).abs(),
+    "bilinear": lambda o: F.bilinear(o, o.sin(), o[0, 0].outer(o[0, 0]).expand(2, H, H)),
+    "solve a vector": lambda o: torch.linalg.solve(_definite(o), o.squeeze(1)).unsqueeze(1),
+    "solve by one": lambda o: torch.linalg.solve(_definite(o)[0], o.mT).mT,
+    "triangular": lambda o: torch.linalg.solve_triangular(_definite(o), o.mT, upper=True).mT,
+}  # fmt: skip
+
+
+# By the same rules as some of those.
+MORE_READOUTS = {
+    "adaptive pooling": lambda o: F.adaptive_max_pool1d(o, 3) + F.adaptive_avg_pool1d(o, 3),
+    "solve by row": lambda o: torch.linalg.solve(_definite(o), o.mT).mT,
+    "solve one": lambda o: torch.linalg.solve(_definite(o), o[0].T).mT,
+    "Cholesky": lambda o: torch.linalg.cholesky(_definite(o))[:, :1],
 }
 
 
-def test_readouts_run_compiled_for_every_length() -> None:
+def _grid(o: Tensor) -> Tensor:
+    return torch.linspace(-0.9, 0.9, 10, dtype=o.dtype)
+
+
+def _definite(o: Tensor) -> Tensor:
+    return torch.eye(H).to(o) + o * o.mT
+
+
+# Over the steps, of which a loss sees all.
+OVER_TIME = {
+    "spectrum": lambda out: torch.fft.rfft(out, dim=0).abs(),
+    "short spectra": lambda out: torch.stft(
+        out[..., 0].T, 4, return_complex=True, window=torch.ones(4).to(out)
+    ).abs(),
+    "coarser": lambda out: F.avg_pool1d(out.permute(1, 2, 0), 2),
+    "finer": lambda out: F.interpolate(out.permute(1, 2, 0), scale_factor=2, mode="linear"),
+}
+
+
+def with_readouts(readouts: dict[str, Any]) -> Problem:
     def step(params: Any, x_t: Tensor, h: Tensor) -> Any:
         h = torch.tanh(x_t @ params["w"] + h)
-        return {name: of(h.view(B, 1, H)) for name, of in READOUTS.items()}, h
+        return {name: of(h.view(B, 1, H)) for name, of in readouts.items()}, h
 
     def loss(out: Any, y: Tensor) -> Tensor:
-        return sum(((o.squeeze(2) - y) ** 2).mean() for o in out.values())
+        errors = sum((o - y.mean()).square().mean() for o in out.values())
+        last = list(out.values())[-1].flatten(2)
+        return errors + sum(of(last).square().mean() for of in OVER_TIME.values())
 
     draw = Draw(1)
     params, state = {"w": draw(H, H)}, draw(B, H)
-    made = Problem(step, params, state, draw.sequence(B, H), draw.sequence(B, H), loss)
+    return Problem(step, params, state, draw.sequence(B, H), draw.sequence(B, H), loss)
+
+
+def test_readouts() -> None:
+    made = with_readouts(MORE_READOUTS)
+    check(make_train_segment(made.step, made.loss, backend="eager"), made, 4)
+
+
+def test_readouts_run_compiled_for_every_length() -> None:
+    made = with_readouts(READOUTS)
     segment = make_train_segment(made.step, made.loss, backend="fused")
     check(segment, made, 4)
     compiled = segment.compile_count
@@ -390,3 +441,13 @@ def test_weighted_keys_and_values() -> None:
     segment = make_train_segment(made.step, made.loss, backend="compile")
     check(segment, made, 5)
     check(segment, made, 2)
+
+
+def test_an_operation_that_fixes_the_number_of_steps() -> None:
+    def out(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+        image = (h @ w).view(B, 1, 1, H)
+        return F.interpolate(image, (1, H), mode="bilinear", antialias=True).view(B, H)
+
+    made = problem_with(lambda w, x, h: torch.tanh(h @ w + x), out)
+    with pytest.raises(RuntimeError, match="an operation fixed the number of steps to 64 while it"):
+        make_train_segment(made.step, made.loss, backend="compile")(*made.data(4))

@@ -235,6 +235,22 @@ def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPat
         make_train_segment(cell, mse, backend="compile")(*arguments)
 
 
+def test_auto_does_not_fall_back_for_good_where_the_data_are_at_fault() -> None:
+    """A token outside the vocabulary is an error on every backend; later calls run as before."""
+
+    def step(params: Any, token: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(nn.functional.embedding(token, params["w"]) + h)
+        return h, h
+
+    params, h, y = {"w": torch.randn(5, H)}, torch.zeros(B, H), torch.randn(K, B, H)
+    segment = make_train_segment(step, mse)
+    tokens = torch.zeros(K, B, dtype=torch.int64)
+    with pytest.raises(IndexError, match="index out of range"):
+        segment(params, h, tokens + 5, y)
+    segment(params, h, tokens, y)
+    assert {executable.backend.name for executable in segment._executables.values()} == {"fused"}
+
+
 # In the order of the data flow; a package imports only from those before it.
 PACKAGES = ["compiler", "kernels", "backends", "distributed", "training", "debug", "integrations"]
 

@@ -146,6 +146,16 @@ def test_compiled() -> None:
     assert segment.compile_count == compiled
 
 
+def test_explained() -> None:
+    given = problem("lstm")
+    segment = make_train_segment(given.step, given.loss, window=4, stride=2, backend="eager")
+    text = str(segment.explain(*given.data(9)))
+    assert "reverse, in 5 windows of 4 steps, up to 5 at once" in text
+    assert "20 times" in text  # the product of the loop
+    assert "contracted over 9 steps and rows at once" in text
+    assert "in chunks" not in text
+
+
 def test_resets_and_masks() -> None:
     def step(params: Any, x_t: Tensor, h: Tensor) -> Any:
         h = torch.tanh(x_t @ params["w"] + h @ params["u"])

@@ -255,3 +255,18 @@ def test_sequence_needs_a_module() -> None:
 def test_a_scripted_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"step: a module of torch.jit.script .* made from"):
         as_step(torch.jit.script(nn.GRUCell(3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "words"),
+    [
+        (as_step(nn.GRUCell(D, H)), {"sequence": True}, "sequence=True has no meaning for what as"),
+        (step_function, {"batch_first": True}, "batch_first=True has no meaning for a function."),
+        (nn.GRUCell(D, H), {"sequence": True}, "no meaning for GRUCell, which takes one step"),
+        (nn.GRU(D, H), {"state_batch_dim": 0}, "state_batch_dim=0 has no meaning for GRU. Leave"),
+        (nn.Linear(D, H), {"batch_first": False}, "batch_first=False has no meaning for a module"),
+    ],
+)
+def test_options_without_a_meaning(step: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        as_step(step, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -162,3 +164,28 @@ def test_torch_compile_around_the_callers_code() -> None:
         assert_close((state, loss), (expected.state, expected.loss * 2))
         for name, p in arguments[0].items():
             assert_close(params[name], p - 0.1 * expected.grads[name])
+
+
+def step_to_pickle(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.tanh(x_t * params["w"] + h)
+    return h, h
+
+
+def loss_to_pickle(out: Tensor, y: Tensor) -> Tensor:
+    return (out - y).square().mean()
+
+
+def test_a_segment_that_was_called_can_be_pickled() -> None:
+    """As a process that is started needs it; what is compiled stays behind."""
+    segment = make_train_segment(step_to_pickle, loss_to_pickle, backend="eager")
+    arguments = {"w": torch.randn(3)}, torch.zeros(2, 3), torch.randn(4, 2, 3), torch.zeros(4, 2, 3)
+    expected = segment(*arguments)
+    assert_close(pickle.loads(pickle.dumps(segment))(*arguments), expected)
+    assert_close(copy.deepcopy(segment)(*arguments), expected)
+
+
+def test_under_anomaly_detection(segments: Segments) -> None:
+    given = problem("lstm_readout")
+    segment = make(given)
+    with torch.autograd.set_detect_anomaly(True):
+        check(segment, given, 3)

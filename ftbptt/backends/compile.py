@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .._compat import inductor_compile, inductor_decompositions, make_fx, while_loop
+from .._compat import (
+    enable_python_dispatcher,
+    inductor_compile,
+    inductor_decompositions,
+    make_fx,
+    while_loop,
+)
 from .._interrupt import uninterrupted
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import gemm_flops
@@ -251,7 +257,8 @@ def build(
     """
     _keep_freed_memory()
     try:
-        with uninterrupted(), mode:  # Ctrl-C would leave torch's modes in a broken state
+        # Ctrl-C would leave torch's modes in a broken state.
+        with uninterrupted(), mode, enable_python_dispatcher():
             program = make_fx(function, decomposition_table=inductor_decompositions())(*examples)
         work_around_defects(program)
         share_products(program)

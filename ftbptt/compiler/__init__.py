@@ -1,4 +1,4 @@
-"""The compiler: trace the step, take its adjoint, distribute both loops, build the program.
+"""The compiler: trace the step, take its adjoint, distribute both loops, run their blocks.
 
 The main files in the order of the data flow:
 
@@ -6,7 +6,7 @@ The main files in the order of the data flow:
 - ``trace``: step -> graph;
 - ``adjoint``: graph -> forward and reverse loop;
 - ``distribute``: loop -> blocks, with ``time_reduction``: a sum over the steps -> one GEMM;
-- ``program``: blocks -> functions on sequences.
+- ``program``: runs the blocks of a loop, or is traced by a backend that compiles them.
 
-``plan`` calls all but the last; a backend runs the programs.
+``plan`` calls all but the last two.
 """

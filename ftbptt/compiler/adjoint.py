@@ -9,7 +9,7 @@ saved or recomputed (``min_cut``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -67,6 +67,11 @@ class LoopPair:
     saved: list[Node]
     trained_invariants: list[int]
     trained_carries: list[int]
+
+    @property
+    def evaluate(self) -> Loop:
+        """The forward loop without the values that are saved for the reverse loop."""
+        return replace(self.forward, stacked=self.forward.stacked[: self.outs])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import inductor_decompositions
+from .._compat import inductor_decompositions, torch_decompositions
 from .graphs import aten
 
 
@@ -23,6 +23,17 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 def _addmv(bias: Tensor, matrix: Tensor, vector: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
     return beta * bias + alpha * _mv(matrix, vector)
+
+
+def _trilinear(
+    a: Tensor, weight: Tensor, b: Tensor, expand_a: list[int], expand_weight: list[int],
+    expand_b: list[int], summed: list[int], unrolled: int = 1,
+) -> Tensor:  # fmt: skip
+    """``nn.Bilinear`` with one GEMM; torch's is a loop over the outputs, whatever vmap does."""
+    if (expand_a, expand_weight, expand_b, summed) != ([1, 3], [0], [1, 2], [2, 3]):
+        return NotImplemented
+    by_output = torch.mm(a, weight.transpose(0, 1).flatten(1)).unflatten(1, (weight.shape[0], -1))
+    return (by_output * b.unsqueeze(1)).sum(-1)
 
 
 def _plus_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -100,6 +111,15 @@ def _pad(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
     return x
 
 
+# Of their gradients torch has no shapes where the batch is a symbol.
+_RESIZES = [
+    aten.upsample_nearest1d.default, aten.upsample_nearest2d.default,
+    aten.upsample_nearest3d.default, aten.upsample_linear1d.default,
+    aten.upsample_bilinear2d.default, aten.upsample_trilinear3d.default,
+    aten.upsample_bicubic2d.default, aten._upsample_nearest_exact1d.default,
+    aten._upsample_nearest_exact2d.default, aten._upsample_nearest_exact3d.default,
+]  # fmt: skip
+
 # Matrix-vector products as matrix products: one kind of GEMM to hoist and to differentiate. And the
 # results of functionalize (copy, fill, zero), where autograd knows only the in-place operations, or
 # only real numbers (slice_scatter, select_scatter).
@@ -107,11 +127,13 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.mv.default: _mv,
     aten.dot.default: _dot,
     aten.addmv.default: _addmv,
+    aten._trilinear.default: _trilinear,
     aten.copy.default: _copy,
     aten.fill.Scalar: torch.full_like,
     aten.zero.default: torch.zeros_like,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
+    **torch_decompositions(_RESIZES),
 }
 
 
@@ -138,7 +160,6 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
         aten.mm,
         aten.bmm,
         aten.add,  # torch's takes complex numbers apart, as views of real ones
-        aten.multilabel_margin_loss_forward,  # torch's is wrong up to 2.13
     ):
         for overload in op.overloads():
             table.pop(getattr(op, overload), None)

@@ -1,7 +1,7 @@
-"""Side effects of a step: the variables that it rebinds and the containers that it changes.
+"""Side effects of a step or loss: variables that it rebinds and containers that it changes.
 
-A step is traced once, so an effect would happen once instead of at each step. It is undone, since
-what the step stored are fake tensors, and the step is refused.
+It is traced once, so an effect would happen once instead of at each step or call. It is undone,
+since what was stored are fake tensors, and the step or loss is refused.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from .._modules import is_bound
+from .._reach import is_bound, is_cache, names_in, reached_by
 from .._step import Step
 from .random_draws import draws_of_this_thread, random_states
 
@@ -26,7 +26,7 @@ _ABSENT = object()  # the value of a variable that is not bound
 
 @dataclass(frozen=True)
 class Variables:
-    """Variables of one scope that a step can rebind. ``describe(name)`` is for error messages."""
+    """Variables of one scope that can be rebound. ``describe(name)`` is for error messages."""
 
     describe: Callable[[str], str]
     read: Callable[[], dict[str, Any]]
@@ -42,48 +42,59 @@ class Change:
     is_tensor: bool = False  # what the variable was bound to
 
 
-def without_effects(step: Step, trace: Callable[[], T]) -> T:
-    """Calls ``trace``, which runs the step, and returns its result.
+def without_effects(name: str, root: Any, trace: Callable[[], T], remedy: str) -> T:
+    """Calls ``trace``, which runs ``root``, a function or module, and returns its result.
 
-    What that changes outside the step is undone. Raises RuntimeError if the step changed
-    something, or if it drew from the random numbers of Python or NumPy.
+    What that changes outside of it is undone. Raises RuntimeError if it changed something, or if
+    it drew from the random numbers of Python or NumPy. ``name`` and ``remedy`` are for the message.
     """
     states_before = random_states()
-    result, changes = _trace_and_undo(step, trace)
+    result, changes = _trace_and_undo(root, trace)
     states = random_states()
     # NumPy may have been imported meanwhile: then there is no state to compare with.
     if not changes and all(
         states_before.get(name, states[name]) == states[name] for name in states
     ):
         return result
-    # Another thread may have done it. The step does it again, and draws in this thread.
+    # Another thread may have done it. It does it again, and draws in this thread.
     with draws_of_this_thread() as drawn:
-        result, changes_again = _trace_and_undo(step, trace)
+        result, changes_again = _trace_and_undo(root, trace)
     repeated = {c.description for c in changes} & {c.description for c in changes_again}
     if repeated:
         description = min(repeated)
-        remedy = "read such a value from the state and return it in the next state."
         if any(c.is_tensor for c in changes_again if c.description == description):
             remedy += (
-                " For a weight that is computed from parameters use torch.nn.utils.parametrizations"
-                " (it has weight_norm), or torch.func.functional_call on the inner module."
+                " Compute a constant before the first call. For a weight that is computed from "
+                "parameters use torch.nn.utils.parametrizations (it has weight_norm), or "
+                "torch.func.functional_call on the inner module."
             )
         raise RuntimeError(
-            f"step {step.name} changes {description}. A step is a pure function: {remedy}"
+            f"{name} changes {description}. A {name.split()[0]} is a pure function: {remedy}"
         )
     if drawn:
         raise RuntimeError(
-            f"step {step.name} draws from {max(drawn)}, so that all steps would use the same "
-            "numbers. Draw with torch, for example torch.rand, or pass the numbers in x."
+            f"{name} draws from {max(drawn)}, so that it would use the same numbers every time. "
+            "Draw with torch, for example torch.rand, or pass the numbers in x."
         )
     for change in (*changes, *changes_again):
         change.redo()
     return result
 
 
-def _trace_and_undo(step: Step, trace: Callable[[], T]) -> tuple[T, list[Change]]:
+def without_step_effects(step: Step, trace: Callable[[], T]) -> T:
+    """:func:`without_effects`, of a step."""
+    return without_effects(
+        f"step {step.name}",
+        step.function if step.module is None else step.module,
+        trace,
+        "read such a value from the state and return it in the next state.",
+    )
+
+
+def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[Change]]:
     """The result of ``trace``, and the changes that were made meanwhile, which are undone."""
-    scopes = [(scope, scope.read()) for scope in _scopes(step)]
+    scopes = [(scope, scope.read()) for scope in _scopes(root)]
+    caches = [(value, value.cache_info().misses) for value in reached_by(root) if is_cache(value)]
     containers = [
         (scope.describe(name), value, _content(value))
         for scope, variables in scopes
@@ -102,6 +113,9 @@ def _trace_and_undo(step: Step, trace: Callable[[], T]) -> tuple[T, list[Change]
                     redo = partial(scope.write, name, value)
                     changes.append(Change(scope.describe(name), redo, isinstance(value, Tensor)))
                     scope.write(name, old_value)
+        for cached, misses in caches:
+            if cached.cache_info().misses != misses:  # it holds fake tensors now
+                cached.cache_clear()
         for description, container, old_content in containers:
             content = _content(container)
             if not _is_same(content, old_content):
@@ -110,33 +124,15 @@ def _trace_and_undo(step: Step, trace: Callable[[], T]) -> tuple[T, list[Change]
     return result, changes
 
 
-def _scopes(step: Step) -> Iterator[Variables]:
-    modules = {} if step.module is None else dict(step.module.named_modules())
-    for name, module in modules.items():
-        yield _attributes(module, f"{name}." if name else "")
-    for function in _functions(step.function):
-        if isinstance(function, FunctionType):
-            yield _captured(function)
-            yield _globals(function)
+def _scopes(root: Any) -> Iterator[Variables]:
+    modules = root.named_modules() if isinstance(root, nn.Module) else ()
+    paths = {module: f"{path}." for path, module in modules if path}
+    for value in reached_by(root):
+        if isinstance(value, FunctionType):
+            yield _captured(value)
+            yield _globals(value)
         else:
-            yield _attributes(function, "")
-
-
-def _functions(function: Any) -> Iterator[Any]:
-    """The function, the functions and callable objects that it closes over, and so on."""
-    seen: set[int] = set()
-    pending = [function]
-    while pending:
-        candidate = pending.pop()
-        if isinstance(candidate, MethodType):
-            pending += [candidate.__func__, candidate.__self__]
-        elif callable(candidate) and not isinstance(candidate, type) and id(candidate) not in seen:
-            seen.add(id(candidate))
-            if isinstance(candidate, FunctionType):
-                pending += _captured_variables(candidate).values()
-                yield candidate
-            elif hasattr(candidate, "__dict__"):
-                yield candidate
+            yield _attributes(value, paths.get(value, "") if isinstance(value, nn.Module) else "")
 
 
 def _attributes(owner: Any, prefix: str) -> Variables:
@@ -151,7 +147,7 @@ def _globals(function: FunctionType) -> Variables:
     module_globals = function.__globals__
 
     def read() -> dict[str, Any]:
-        names = function.__code__.co_names
+        names = names_in(function.__code__)
         return {name: module_globals[name] for name in names if name in module_globals}
 
     return Variables(lambda name: f"the global variable {name!r}", read, _writer(module_globals))

@@ -59,6 +59,22 @@ def _gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+def _multilabel_margin_loss(
+    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:  # fmt: skip
+    """torch's decomposition (2.11 to 2.13) takes other classes for targets."""
+    if size_average is not None or reduce is not None:
+        return NotImplemented
+    is_listed = (target < 0).cumsum(-1) == 0  # the classes before the first that is negative
+    listed = target.clamp(min=0)
+    is_target = torch.zeros_like(target).scatter_add(-1, listed, is_listed.long()) > 0
+    margins = (1 - input.gather(-1, listed).unsqueeze(-1) + input.unsqueeze(-2)).relu()
+    counted = is_listed.unsqueeze(-1) & ~is_target.unsqueeze(-2)
+    loss = torch.where(counted, margins, 0.0).sum((-2, -1)) / input.shape[-1]
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
 def _cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
     """Without the validation of weights, which also runs if there are none."""
     if input.dim() > 2 or fweights is not None or aweights is not None:
@@ -160,6 +176,7 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     **RECURRENT,
     F.embedding_bag: _embedding_bag,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.multilabel_margin_loss: _multilabel_margin_loss,
     F.hardshrink: _hardshrink,
     torch.hardshrink: _hardshrink,
     Tensor.hardshrink: _hardshrink,

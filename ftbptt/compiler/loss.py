@@ -21,6 +21,7 @@ from .._layout import Layout
 from .._loss import segment_loss
 from .._trees import TreeSpec, differentiable, tree_unflatten
 from .._warnings import warn
+from .effects import without_effects
 from .function_overrides import Composed
 from .graphs import is_same_graph, reachable_from, value_of, vjp_by
 from .signature import Leaf, Level, Recipe, Signature, under, vmapped
@@ -192,9 +193,17 @@ class LossTracer:
                 )
             return [loss]
 
-        with explain_trace_errors("loss", self.recipe.loss), Composed("loss"):
-            examples = self._examples(mode, length, [])
-            graph = trace_function(value, examples, mode, before_autograd=True)
+        def traced() -> fx.GraphModule:
+            with explain_trace_errors("loss", self.recipe.loss), Composed("loss"):
+                examples = self._examples(mode, length, [])
+                return trace_function(value, examples, mode, before_autograd=True)
+
+        graph = without_effects(
+            "loss",
+            self.recipe.loss,
+            traced,
+            "compute such a value from the result of the call, or return it in the step's out.",
+        )
         captures = [getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")]
         forbid_trained_captures(
             "loss",

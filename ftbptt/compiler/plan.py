@@ -7,7 +7,7 @@ and holds for every K. ``explain`` prints it, and a backend runs it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from .._compat import FakeTensorMode
 from .._step import Step
 from .._trees import TreeSpec, differentiable, tree_unflatten
 from .adjoint import LoopPair, StepRoles, make_loops
-from .distribute import DistributedLoop, distribute
 from .empty import without_empty_values
 from .graphs import VIEWS, Node, aten
 from .hoist_parameters import Preparation, make_preparation, split_invariants
@@ -45,9 +44,6 @@ class Plan:
     packings: list[Packing]
     preparation: Preparation | None
     loops: LoopPair
-    forward: DistributedLoop
-    evaluate: DistributedLoop
-    reverse: DistributedLoop
     loss: LossTracer
     recompute: bool
     sliding: Sliding | None
@@ -90,8 +86,6 @@ def make_plan(
     outs = [node.meta["val"] for node in graph.graph.output_node().args[0]][: traced.outs]
     loss = LossTracer(recipe, s, traced.out_spec, outs, steps)
     loops = _make_loops(recipe, s, traced, graph, preparation, trained, loss.with_grad, mode)
-    # Without the values that are saved for the reverse loop.
-    evaluate = replace(loops.forward, stacked=loops.forward.stacked[: traced.outs])
     return Plan(
         signature=s,
         captures=traced.captures,
@@ -100,9 +94,6 @@ def make_plan(
         packings=traced.packings,
         preparation=preparation,
         loops=loops,
-        forward=distribute(loops.forward),
-        evaluate=distribute(evaluate),
-        reverse=distribute(loops.reverse),
         loss=loss,
         recompute=recipe.recompute,
         sliding=None if recipe.window is None else Sliding(recipe.window, recipe.stride),
@@ -241,7 +232,8 @@ def _materialized(tensor: Tensor) -> Tensor:
 def _on_device(base: StepGraph, device: torch.device, first_capture: int) -> list[Tensor]:
     """The step's captures; those that it only moves to ``device`` at every step are moved now.
 
-    A copy from pageable memory waits for the GPU, which is not allowed in a CUDA graph.
+    A copy from pageable memory waits for the GPU, which is not allowed in a CUDA graph. And so are
+    single numbers, which torch takes from the CPU beside tensors of any device: a kernel does not.
     """
     nodes = base.module.graph.find_nodes(op="placeholder")[first_capture:]
 
@@ -254,6 +246,6 @@ def _on_device(base: StepGraph, device: torch.device, first_capture: int) -> lis
         )
 
     return [
-        _materialized(capture.to(device) if only_moved(node) else capture)
+        _materialized(capture.to(device) if not capture.dim() or only_moved(node) else capture)
         for capture, node in zip(base.captures, nodes, strict=False)
     ]

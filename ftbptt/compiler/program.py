@@ -1,13 +1,4 @@
-"""Blocks -> functions on sequences: what a backend runs, or compiles.
-
-A program works on a chunk of K consecutive steps. Its functions are plain torch on tensors with
-time as axis 0, pure, and hold for any K, so a compiler can trace them with K as a symbol:
-
-    prepare(*inputs)                               -> [*prepared]            once per segment
-    forward(*invariants, *x, *state)               -> [*state, *out, *saved]
-    reverse(*invariants, *x, *saved, *d_out, *d_state) -> [*d_state, *d_probes, *d_invariants]
-    finish(*inputs, *d_prepared)                   -> [*d_inputs]            once per segment
-"""
+"""Runs the blocks of a distributed loop in order, all steps of each: plain torch, for any K."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._loss import Loss
-from .._modules import modules_read_by
+from .._reach import modules_read_by
 from .._step import Step
 from .._trees import TreeSpec
 

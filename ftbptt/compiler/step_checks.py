@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .._compat import is_fake
 from .._messages import describe_type
 from .._step import Step
 from .._trees import (
@@ -125,8 +126,18 @@ def forbid_input_mutation(step: Step, module: fx.GraphModule, names: list[str]) 
 
 
 def forbid_trained_captures(argument: str, values: Sequence[Tensor], remedy: str) -> None:
-    """Raises ValueError if a captured tensor requires grad: it would silently get none."""
+    """Raises ValueError if a captured tensor requires grad: it would silently get none.
+
+    Raises TypeError if it has no values, because it was made by the function that is traced.
+    """
     for value in values:
+        if is_fake(value):
+            raise TypeError(
+                f"{argument}: uses a tensor of shape {list(value.shape)} that it makes as an "
+                "nn.Parameter or a module of its own, or that was made while it was traced and "
+                "kept, such as a table that the first call computes. Make it before, and pass it "
+                "in or close over it."
+            )
         if value.requires_grad:
             kind = "an nn.Parameter" if isinstance(value, nn.Parameter) else "a tensor"
             raise ValueError(

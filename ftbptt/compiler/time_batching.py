@@ -1,15 +1,16 @@
 """One step of a map block -> all steps at once: ``vmap`` over time, with some rules replaced.
 
-functorch's rules for ``cat``, ``gather``, writes into a slice, convolutions and others read sizes
-as numbers, which would fix a program to one K. Its rule for products with a shared weight repeats
-the weight K times for some strides of the other operand; here the steps always become rows of one
-GEMM.
+functorch's rules for ``cat``, ``gather``, writes into a slice, convolutions, pooling and others
+read sizes as numbers, which would fix a program to one K. Its rule for products with a shared
+weight repeats the weight K times for some strides of the other operand; here the steps always
+become rows of one GEMM.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +25,17 @@ from .convolution import (
     weight_gradient_over_time,
 )
 from .graphs import aten, matrix_product
+from .image_batching import image_operations, images_over_time
 
 
-def _with_rule(run: Callable[..., Tensor], rule: Callable[..., Any]) -> Callable[..., Tensor]:
+def _with_rule(run: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
     """``run(*args)``, which vmap batches by ``rule(steps, dims, *args) -> (value, dim)``."""
 
     class Batched(torch.autograd.Function):
         generate_vmap_rule = False
 
         @staticmethod
-        def forward(*args: Any) -> Tensor:
+        def forward(*args: Any) -> Any:
             return run(*args)
 
         @staticmethod
@@ -44,7 +46,7 @@ def _with_rule(run: Callable[..., Tensor], rule: Callable[..., Any]) -> Callable
         def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
             return rule(info.batch_size, in_dims, *args)
 
-    def batched(*args: Any) -> Tensor:  # a graph needs a function, with a name
+    def batched(*args: Any) -> Any:  # a graph needs a function, with a name
         return Batched.apply(*args)
 
     return batched
@@ -70,6 +72,31 @@ def _along(operation: Callable[..., Tensor], *axes: int) -> Callable[..., Tensor
         return apply(options, *new_args)
 
     return batched
+
+
+def _solved_over_time(steps: Any, dims: Any, a: Tensor, b: Tensor, options: Any) -> tuple[Any, int]:
+    a, b = in_front(steps, dims[0], a), in_front(steps, dims[1], b)
+    return _solve_matrices(a, b, options), 0
+
+
+_solve_matrices = _with_rule(
+    lambda a, b, options: aten._linalg_solve_ex.default(a, b, **options), _solved_over_time
+)
+
+
+def _solve(a: Tensor, b: Tensor, **options: Any) -> list[Tensor]:
+    """``(a^-1 b, LU of a, ...)`` with as many axes in front of both matrices, where K comes in."""
+    is_vector = b.dim() == 1 or b.shape == a.shape[:-1]
+    b = b.unsqueeze(-1) if is_vector else b
+    added = max(b.dim() - a.dim(), 0)
+    for _ in range(added):
+        a = a.unsqueeze(0)
+    for _ in range(a.dim() - b.dim()):
+        b = b.unsqueeze(0)
+    result, *others = _solve_matrices(a, b, options)
+    for _ in range(added):
+        others = [other.squeeze(0) for other in others]
+    return [result.squeeze(-1) if is_vector else result, *others]
 
 
 def _join_over_time(
@@ -120,6 +147,8 @@ _BATCHABLE = {
     aten.convolution.default: _with_rule(aten.convolution.default, convolution_over_time),
     input_gradient: _with_rule(input_gradient, input_gradient_over_time),
     weight_gradient: _with_rule(weight_gradient, weight_gradient_over_time),
+    aten._linalg_solve_ex.default: _solve,
+    **{op: _with_rule(op, partial(images_over_time, op)) for op in image_operations()},
 }
 
 

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._compat import (
     FakeTensorMode,
     calling_compiled_as_written,
+    enable_python_dispatcher,
     make_fx,
     unvalidated_distributions,
     without_log_of_failures,
@@ -30,7 +31,7 @@ from .._step import Step
 from .._trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .custom_gradient import custom_gradients_as_nodes
 from .decompositions import BEFORE_AUTOGRAD, past_autograd
-from .effects import without_effects
+from .effects import without_step_effects
 from .function_overrides import Composed
 from .graphs import aten
 from .signature import Autocast, under
@@ -91,7 +92,9 @@ def trace_function(
         TRACING,
         uninterrupted(),  # torch's modes and transforms do not survive Ctrl-C
         mode,
+        enable_python_dispatcher() if mode.shape_env is not None else nullcontext(),
         torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),  # it reads values
         calling_compiled_as_written(),
         unvalidated_distributions(),
         plain_attention,
@@ -205,11 +208,12 @@ def trace_step(
         out_specs[:] = [spec]
         return [*out_leaves, *tree_flatten(state_after)[0]]
 
+    def traced() -> fx.GraphModule:
+        with explain_trace_errors("step", step):
+            return trace_function(run, examples, mode, before_autograd=True)
+
     examples = [leaf for leaves in flat for leaf in leaves]
-    with explain_trace_errors("step", step):
-        module = without_effects(
-            step, lambda: trace_function(run, examples, mode, before_autograd=True)
-        )
+    module = without_step_effects(step, traced)
     forbid_input_mutation(step, module, names)
     if autocast is None:
         forbid_mixed_dtypes(step, module, names)

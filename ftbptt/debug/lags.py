@@ -69,7 +69,9 @@ def _forward(plan: Plan, groups: Groups) -> tuple[list[Tensor], list[Tensor], li
     inputs, x, rest, carries = Executable(plan, EAGER, lambda: None).inputs(groups)
     prepared = [] if plan.preparation is None else plan.preparation.prepare(*inputs)
     invariants, steps, outs = [*inputs, *prepared], x[0].shape[0], plan.loops.outs
-    _, stacked, _ = run_loop(plan.forward, EAGER.run_scan, invariants, x, carries, steps)
+    _, stacked, _ = run_loop(
+        distribute(plan.loops.forward), EAGER.run_scan, invariants, x, carries, steps
+    )
     _, *d_outs = plan.loss.graphs_for(steps)[1].joint(*stacked[:outs], *rest)
     return invariants, [*x, *stacked[outs:]], d_outs, steps
 

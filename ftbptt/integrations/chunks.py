@@ -29,6 +29,7 @@ from .noise import CONSTANTS, ConstantNoise, Trial, noise_difference
 from .surroundings import SideEffects, Snapshot, Surroundings, first_change
 
 Tree = Any
+_MOST_VERDICTS = 64
 _MAX_CHANGES = 4  # of the surroundings: after more, nothing is compiled any longer
 
 
@@ -325,6 +326,8 @@ class Chunks:
             return reason
         # Without a state a difference says nothing about other chunks: the model may start from
         # something else than zeros. A gradient of zero may be that of a learned initial state.
+        if len(self._verdicts) >= _MOST_VERDICTS:  # as where a buffer is written for each batch
+            self._verdicts.pop(next(iter(self._verdicts)))
         unsure = [name for name in reached - self._reached if not result.grads[name].any()]  # type: ignore[union-attr]
         self._verdicts[kind] = _Verdict(reason is None and not unsure, reached, start, reason)
         return None

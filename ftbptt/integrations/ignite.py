@@ -102,7 +102,7 @@ def create_supervised_tbptt_trainer(
         then have more parts than ``x`` and ``y``.
     ``k1``, ``k2``
         TBPTT(k1, k2): an update every ``k1`` steps, with gradients over the last ``k2`` steps of
-        the batch. Each defaults to ``tbtt_step``.
+        the batch. ``k1`` defaults to ``tbtt_step``, ``k2`` to the larger of both.
     ``clip_norm``, ``clip_value``
         Clip the gradients of the optimizer's parameters, first by norm, then by value.
     ``autocast``, ``scaler``

@@ -216,7 +216,7 @@ class TBPTTModule(LightningModule):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tree:
         """``out`` for a batch as in training, or for ``x`` alone."""
         batches, item = self._current_batches(), self.chunk(batch)
-        item = Chunk(item) if isinstance(item, Tensor) else Chunk(*item)
+        item = Chunk(*item) if isinstance(item, (tuple, list)) else Chunk(item)
         chunk = batches.chunk(item._replace(y=None))
         start = self._start(batches, chunk)
         state = self._run.stage_state("predict", dataloader_idx, batch_idx, start)
@@ -241,6 +241,7 @@ class TBPTTModule(LightningModule):
         """The segments, built again only if submodules or parameters were added or removed."""
         if self._batches is None or not self._batches.is_current():
             self._batches = Batches(self, self.loss, **self._options)
+            self._zeros = None
         return self._batches
 
     def _start(self, batches: Batches, chunk: Chunk) -> Tree:

@@ -13,7 +13,7 @@ import sysconfig
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from .._compat import (
     own_parameters,
     version_of,
 )
+from .._reach import names_in
 from ..training.checkpoint import random_state, same_random_state
 
 # (owner, attribute or global or closed-over name, a number that tells equal names apart)
@@ -148,7 +149,7 @@ class Surroundings:
         cells = function.__closure__ or ()
         for key, cell in zip(function.__code__.co_freevars, cells, strict=True):
             self._watch(name, key, partial(_contents, cell))
-        names = set(_names(function.__code__))
+        names = set(names_in(function.__code__))
         for key in names & function.__globals__.keys():
             value = function.__globals__[key]
             self._watch(name, key, partial(function.__globals__.get, key))
@@ -310,14 +311,6 @@ class _Listener:
 
 def _is_of_torch(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] == "torch"
-
-
-def _names(code: types.CodeType) -> Iterable[str]:
-    """The names that code, and the code nested in it, may look up."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 def _itself(value: Any) -> Any:

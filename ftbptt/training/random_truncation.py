@@ -163,9 +163,7 @@ class RandomTruncation:
         outs = []
         for start, end in cuts.pieces:
             part = axes.cut(chunk, start, end)
-            part_factors = factors[start:end].clone()
-            part_factors[0] = 1.0  # goes into the detached state
-            part_factors = _laid_out(part_factors, layout, x_leaf)
+            part_factors = _laid_out(factors[start:end], layout, x_leaf)
             result = run(
                 params, state, (part.x, part_factors), part.y, reset=part.reset, mask=part.mask
             )

@@ -1,0 +1,122 @@
+"""What a function reads besides its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+_MOST_ITEMS = 1000  # of a container: what is longer holds data
+
+
+def reached_by(root: Any) -> Iterator[Any]:
+    """reached_by : function, module or what is called as one -> functions, modules, other objects
+
+    Itself and what it reads, each once. A function reads what it closes over, its defaults, and
+    what it names as globals, if these are modules, containers, or the caller's own, that is, of
+    the same file; a method what it is bound to, a ``partial`` what it binds, an object of the
+    caller's what it holds, and a module its submodules and what its own ``forward`` reads.
+    """
+    seen: dict[int, Any] = {}  # kept alive, so that no other object gets their ids
+    owners: dict[int, Any] = {}  # of methods
+    files = set[str]()  # modules of the functions so far
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            yield value
+            waiting += [*value.children(), *_methods_of(value)]
+        elif isinstance(value, MethodType):
+            waiting.append(value.__func__)
+            owners[id(value.__self__)] = value.__self__
+            waiting.append(value.__self__)
+        elif isinstance(value, partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, FunctionType):
+            yield value
+            files.add(value.__module__)
+            waiting += [cell.cell_contents for cell in value.__closure__ or () if is_bound(cell)]
+            waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            waiting += _globals_of(value)
+        elif isinstance(value, (list, tuple)):
+            waiting += value[:_MOST_ITEMS]
+        elif isinstance(value, dict):
+            waiting += islice(value.values(), _MOST_ITEMS)
+        elif isinstance(value, type) or not hasattr(value, "__dict__"):
+            continue
+        elif callable(value) or id(value) in owners or _is_own(value, files):
+            yield value
+            waiting += vars(value).values()
+            waiting += [type(value).__call__] if callable(value) else []
+
+
+def modules_read_by(function: Any) -> list[nn.Module]:
+    """modules_read_by : function, module or what is called as one -> the modules it reads
+
+    >>> linear = nn.Linear(2, 2)
+    >>> modules_read_by(lambda params, x, h: linear(x))
+    [Linear(in_features=2, out_features=2, bias=True)]
+    """
+    return [value for value in reached_by(function) if isinstance(value, nn.Module)]
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names that code, and the code nested in it, may look up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
+
+
+def is_bound(cell: CellType) -> bool:
+    """Whether a variable that a function closes over has a value."""
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is what ``functools.cache`` and ``lru_cache`` make of a function."""
+    return hasattr(value, "cache_info") and hasattr(value, "cache_clear")
+
+
+def _globals_of(function: FunctionType) -> list[Any]:
+    own = function.__globals__
+    values = [own.get(name) for name in names_in(function.__code__)]
+    return [
+        value
+        for value in values
+        if isinstance(value, (nn.Module, MethodType, partial, list, tuple, dict))
+        or (isinstance(value, FunctionType) and value.__globals__ is own)
+        or is_cache(value)
+        or _is_own(value, {function.__module__})
+    ]
+
+
+def _is_own(value: Any, files: set[str]) -> bool:
+    """Whether its class is the caller's, or has nothing but attributes."""
+    return type(value).__module__ in files or isinstance(value, SimpleNamespace)
+
+
+def _methods_of(module: nn.Module) -> list[Any]:
+    """A module's own ``forward``, the methods that this names, and so on; none of torch's."""
+    methods: list[Any] = []
+    names = ["forward"]
+    while names:
+        method = getattr(type(module), names.pop(), None)
+        if method in methods or getattr(method, "__module__", "torch.").startswith("torch."):
+            continue
+        if isinstance(method, FunctionType):
+            names += names_in(method.__code__)
+        if isinstance(method, FunctionType) or is_cache(method):
+            methods.append(method)
+    return methods
