@@ -544,6 +544,7 @@ def test_ensemble_by_vmap() -> None:
         ({"updates": "3"}, TypeError, "updates: expected a whole number, found '3'"),
         ({"accumulate": 0}, ValueError, "accumulate: expected at least 1, found 0"),
         ({"micro_batches": 1.5}, TypeError, "micro_batches: expected a whole number, found 1.5"),
+        ({"time_dim": -1}, ValueError, "time_dim: expected 0 or 1, or None for the step's own, "),
         ({"checkpoint_every": 0}, ValueError, "checkpoint_every: expected at least 1, found 0"),
         ({"clip_value": "1"}, TypeError, "clip_value: expected a number, found '1'"),
         ({"events": {}}, TypeError, r"events: expected ftbptt.training.Events\(...\), found {}"),

@@ -78,7 +78,8 @@ def save_checkpoint(path: str | Path, content: Any) -> None:
             os.replace(path, previous(path))
         os.replace(unfinished, path)
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        if path.exists():  # else the new one is the last, and whole
+            unfinished.unlink(missing_ok=True)
         raise
 
 
@@ -144,8 +145,9 @@ def load_checkpoint(path: str | Path) -> Any:
     """
     path = Path(path)
     problems = []
-    # The temporary file is complete if the run was killed while it renamed the files.
-    for candidate in (path, previous(path), _unfinished(path)):
+    # The temporary file is the last, and whole, if the run was killed between the two renames.
+    others = (previous(path), _unfinished(path))
+    for candidate in (path, *(others if path.exists() else others[::-1])):
         try:
             content = _read(candidate)
         except FileNotFoundError:

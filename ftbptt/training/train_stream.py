@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
-from .._arguments import check_int, check_positive
+from .._arguments import check_int, check_positive, check_time_dim
 from .._output import SegmentOutput
 from .._trees import tree_map
 from ..distributed.ranks import Ranks
@@ -181,6 +181,7 @@ def train_stream(
         stop,
     )
     checkpoint_every = check_int("checkpoint_every", checkpoint_every, 1)
+    check_time_dim(time_dim)
     _check_types(
         events=events, autocast=autocast, scaler=scaler, reduce_dtype=reduce_dtype, stop=stop,
         prepare=prepare,
