@@ -195,6 +195,15 @@ def test_the_same_loop_goes_on(name: str, event: str, tmp_path: Path) -> None:
         assert_same(run.seen, whole(name)[0])
 
 
+def test_an_error_in_the_first_update_after_a_break(tmp_path: Path) -> None:
+    """It is made again from its first window, as any other."""
+    stopped = Interrupting("after_window", 4, ValueError("of the caller's"))
+    run = Run("noisy, accumulated", 0, tmp_path / "run.pt", events=stopped.events).go(1)
+    with pytest.raises(ValueError, match="of the caller's"):
+        run.go()
+    assert_same(run.go().seen, whole("noisy, accumulated")[0])
+
+
 @pytest.mark.parametrize("traced", [True, False])
 def test_interrupted_in_the_middle_of_vmap(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C waits for its end: torch would end a level that it has not begun."""

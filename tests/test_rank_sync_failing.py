@@ -299,7 +299,7 @@ def test_data_without_a_loss_on_any_rank(two: Ranks) -> None:
     assert first == second
 
 
-def _gone_on_without_a_checkpoint(mesh: DeviceMesh) -> Any:
+def _gone_on_without_a_checkpoint(mesh: DeviceMesh, after_a_break: bool) -> Any:
     """One rank fails in the second of three windows of an update, the other has run them all."""
     seen: list[int] = []
 
@@ -309,6 +309,9 @@ def _gone_on_without_a_checkpoint(mesh: DeviceMesh) -> Any:
             raise KeyError("my own mistake")
 
     run = new_run(mesh, accumulate=3, events=Events(before_window=fail))
+    if after_a_break:
+        for _ in run:
+            break
     with pytest.raises((KeyError, RankFailed)):
         list(run)
     left = run.index
@@ -324,5 +327,6 @@ def _in_one_go(mesh: DeviceMesh) -> Any:
     return 1, run.index, [p.tolist() for p in run.params.values()]
 
 
-def test_ranks_go_on_from_the_same_window(two: Ranks) -> None:
-    assert two.call(_gone_on_without_a_checkpoint) == two.call(_in_one_go)
+@pytest.mark.parametrize("after_a_break", [False, True])
+def test_ranks_go_on_from_the_same_window(after_a_break: bool, two: Ranks) -> None:
+    assert two.call(_gone_on_without_a_checkpoint, after_a_break) == two.call(_in_one_go)

@@ -184,8 +184,9 @@ class Stream(Iterator[Update]):
             self._return()
         if not self._has_begun:
             self._begin()
-        elif previous is Phase.RUNNING and self._trainer.resume_point is None:
-            self._save_when_due()
+        elif self._trainer.resume_point is None:
+            if previous is Phase.RUNNING:  # otherwise it was saved, and not all ranks may be here
+                self._save_when_due()
             self._trainer.set_resume_point()
 
     def _begin(self) -> None:
