@@ -204,6 +204,20 @@ def test_an_error_in_the_first_update_after_a_break(tmp_path: Path) -> None:
     assert_same(run.go().seen, whole("noisy, accumulated")[0])
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_interrupted_after_the_only_update_of_an_epoch(resume: bool, tmp_path: Path) -> None:
+    """The epoch had a window, which is not forgotten."""
+    options: dict[str, Any] = {"k1": 22, "epochs": 3}
+    once = Run("plain", 0, **options).go()
+    stopped = Interrupting("after_update", 2, KeyboardInterrupt())
+    run = Run("plain", 0, tmp_path / "run.pt", events=stopped.events, **options)
+    with pytest.raises(KeyboardInterrupt):
+        run.go()
+    if resume:
+        run = Run("plain", 7, tmp_path / "run.pt", resume=True, **options)
+    assert_same(run.go().seen[-1:], once.seen[2:])
+
+
 @pytest.mark.parametrize("traced", [True, False])
 def test_interrupted_in_the_middle_of_vmap(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C waits for its end: torch would end a level that it has not begun."""

@@ -123,13 +123,13 @@ class Trainer:
         """The next update; None if the run has ended."""
         while self.limits.updates is None or self.index < self.limits.updates:
             stats, more = self._run_windows()
+            self._had_windows |= more  # before the update: after that, an error leaves the run
             if self.rank_sync is None:
                 update = None if stats is None or self.ended else self._update(stats)
             else:
                 # With Ctrl-C all ranks stop before the update, or all after it.
                 with self.uninterrupted():
                     update, more = self._joint_update(stats, more, self.rank_sync)
-            self._had_windows |= more
             if update is not None or self.ended:
                 return update
             if not more and not self._next_epoch():
@@ -173,6 +173,7 @@ class Trainer:
         joint = rank_sync.update(stats, more, self.index, meter.is_due(), self.ended, meter.seconds)
         self.ended |= bool(joint.stopping)
         self.seconds = joint.seconds
+        self._had_windows |= joint.more
         if joint.stats is None or self.ended:
             return None, joint.more
         return self._update(joint.stats, joint.due), joint.more
