@@ -131,10 +131,10 @@ def train_stream(
     ``checkpoint``, ``checkpoint_every``, ``resume``
         A file for the full state of the run. It is written every ``checkpoint_every`` updates, when
         the next update is asked for; at the end; and where the loop is left, also by an error or
-        Ctrl-C. ``resume=True`` continues from the file, if it exists, bit for bit as if the run had
-        not been interrupted, and writes the parameters and the optimizer in place.
-        ``resume=False`` replaces it when the run begins. With neither, an existing file is an
-        error.
+        Ctrl-C; but not once parameters have become NaN or infinite. ``resume=True`` continues from
+        the file, if it exists, bit for bit as if the run had not been interrupted, and writes the
+        parameters and the optimizer in place. ``resume=False`` replaces it when the run begins.
+        With neither, an existing file is an error.
         Data in a random order must draw it from torch's, NumPy's or Python's random numbers, from
         its ``generator``, or by ``set_epoch(epoch)``. What the ``persistent_workers`` of a
         ``DataLoader`` draw after their first epoch cannot be restored, and differs when resumed.
