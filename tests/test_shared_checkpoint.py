@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,22 @@ def test_a_new_run_in_an_old_folder(two: Ranks, tmp_path: Path) -> None:
                         "it, or resume=False to overwrite it."]  # fmt: skip
     assert two.call(_written, str(folder), 10, False) == [[], []]
     names = sorted(path.name for path in folder.iterdir())  # from the start on, a run of its own
-    assert names == ["update-000000000", "update-000000010"]
+    assert names == ["update-000000000.1", "update-000000010.1"]
+    assert two.call(_resumes_at, str(folder)) == [10, 10]
+
+
+def _resumes_at(mesh: DeviceMesh, folder: str) -> int:
+    return new_run(mesh, checkpoint=folder, resume=True).index
+
+
+def test_a_folder_that_was_copied(two: Ranks, tmp_path: Path) -> None:
+    """Its files have the times at which they were copied, in any order."""
+    two.call(_written, str(tmp_path / "run"), 20, False)
+    for name in ("update-000000020", "update-000000010"):
+        shutil.copytree(tmp_path / "run" / name, tmp_path / "copy" / name)
+        for file in (tmp_path / "copy" / name).iterdir():
+            file.touch()
+    assert two.call(_resumes_at, str(tmp_path / "copy")) == [20, 20]
 
 
 def _changed_after(mesh: DeviceMesh, folder: str) -> bool:

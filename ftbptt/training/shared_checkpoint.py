@@ -35,7 +35,8 @@ from ..distributed.shares import share_of
 from .checkpoint import CheckpointError, as_bytes
 
 _KEPT = 2  # complete checkpoints; so there is one to fall back to while the next is written
-_NAME = "update-{:09d}"
+# update-<index>, or update-<index>.<n> in the n-th pass: one more where an index comes again.
+_NAME = re.compile(r"update-(\d{9,})(?:\.(\d+))?")
 _writing_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
@@ -78,7 +79,7 @@ class SharedCheckpoints:
 
         ranks = self.ranks
         ranks.all_do(self.wait)
-        path = self.folder / ranks.gather(self._free_name(index) if ranks.rank == 0 else None)[0]
+        path = self.folder / ranks.gather(self._next_name(index) if ranks.rank == 0 else None)[0]
         references, leaves = self._take_out(parts.rows)
         content, unloadable = {}, None
         try:
@@ -101,13 +102,11 @@ class SharedCheckpoints:
             content, storage_writer=FileSystemWriter(path), process_group=_writing_group(ranks)
         )  # type: ignore[assignment]
 
-    def _free_name(self, index: int) -> str:
-        """A name for update ``index`` that no complete checkpoint has."""
-        name, suffix = _NAME.format(index), 0
-        while (self.folder / name / ".metadata").exists():
-            suffix += 1
-            name = f"{_NAME.format(index)}.{suffix}"
-        return name
+    def _next_name(self, index: int) -> str:
+        """A name for update ``index`` that comes after those of all complete checkpoints."""
+        n, last = max((_order(name) for name in self.complete()), default=(0, -1))
+        n += index <= last
+        return f"update-{index:09d}.{n}" if n else f"update-{index:09d}"
 
     def _make_room(self, path: Path) -> str | None:
         """Makes the folder, on the first rank, before any rank writes; returns an error message."""
@@ -156,10 +155,16 @@ class SharedCheckpoints:
                     shutil.rmtree(path, ignore_errors=True)
 
     def complete(self) -> list[str]:
-        """The names of the checkpoints that were written to the end, the newest first."""
-        marks = list(self.folder.glob("update-*/.metadata"))
-        marks.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        return [path.parent.name for path in marks]
+        """The names of the checkpoints that were written to the end, the newest first.
+
+        By their names: a folder that was copied has other times.
+        """
+        names = [path.name for path in self._folders() if (path / ".metadata").exists()]
+        return sorted(names, key=_order, reverse=True)
+
+    def _folders(self) -> list[Path]:
+        """Those of checkpoints, complete or not; others belong to the caller."""
+        return [path for path in self.folder.glob("update-*") if _NAME.fullmatch(path.name)]
 
     def load(self) -> Parts | None:
         """The newest checkpoint that all ranks can read, with this rank's rows. A collective.
@@ -231,6 +236,13 @@ class SharedCheckpoints:
 
         by_rank, references = _unflatten(rank_key, content)
         return Parts(_unflatten("run", content), by_rank, tree_map(put_back, references))
+
+
+def _order(name: str) -> tuple[int, int]:
+    """Sorts the names of checkpoints in the order in which they were written."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[2] or 0), int(match[1])
 
 
 class _Block(NamedTuple):
