@@ -97,6 +97,26 @@ def test_a_damaged_checkpoint(two: Ranks, tmp_path: Path) -> None:
         assert said[0].endswith("To start over, delete the folder.")
 
 
+def _killed_early(mesh: DeviceMesh, folder: str) -> list[str]:
+    """A run that is killed when its first checkpoint is written."""
+    run = new_run(mesh, checkpoint=folder, checkpoint_every=1, resume=True)
+    next(run)
+    next(run)  # saves first
+    run._store.checkpoints._writing[1].result()  # type: ignore[union-attr]
+    torch.distributed.barrier()
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_what_is_there_of_runs_that_were_killed_early(two: Ranks, tmp_path: Path) -> None:
+    """Old checkpoints do not pile up, and a folder that only looks like one stays."""
+    notes = tmp_path / "run" / "update-notes"
+    notes.mkdir(parents=True)
+    for n in range(1, 5):
+        names = two.call(_killed_early, str(tmp_path / "run"))[0]
+        kept = range(max(1, n - 2), n + 1)  # the one that was read, one before it, and its own
+        assert names == [f"update-{i:09d}" for i in kept] + ["update-notes"]
+
+
 def test_one_that_is_not_whole_does_not_count(two: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     two.call(_written, str(folder), 20, False)

@@ -65,8 +65,8 @@ class SharedCheckpoints:
 
     def __init__(self, folder: Path, ranks: Ranks, row_axis: Callable[[Tensor], int]) -> None:
         self.folder, self.ranks, self.row_axis = folder, ranks, row_axis
-        self._writing: Future[Any] | None = None
-        self._names: list[str] = []  # of the checkpoints of this run
+        self._writing: tuple[str, Future[Any]] | None = None  # the checkpoint's name
+        self._names: list[str] = []  # of complete checkpoints, as far as is known, the oldest first
 
     def save(self, index: int, parts: Parts) -> None:
         """Starts to write a checkpoint. A collective.
@@ -97,10 +97,10 @@ class SharedCheckpoints:
         first = sum(rank.rows for rank in ready[: ranks.rank])
         for i, leaf in enumerate(leaves):
             content[f"rows{first}-{first + len(leaf)}/{i}"] = leaf
-        self._names.append(path.name)
-        self._writing = async_save(
+        future: Any = async_save(
             content, storage_writer=FileSystemWriter(path), process_group=_writing_group(ranks)
-        )  # type: ignore[assignment]
+        )
+        self._writing = path.name, future
 
     def _next_name(self, index: int) -> str:
         """A name for update ``index`` that comes after those of all complete checkpoints."""
@@ -113,6 +113,8 @@ class SharedCheckpoints:
         if self.ranks.rank == 0:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                self._names = self._names or self.complete()[::-1]
+                self._delete_old()  # now: a run that is killed early gets no further
                 shutil.rmtree(path, ignore_errors=True)
             except OSError as error:
                 return f"checkpoint: {error}"
@@ -138,8 +140,9 @@ class SharedCheckpoints:
         """Waits until the checkpoint is written, then deletes all but the last ones."""
         if self._writing is None:
             return
+        name, future = self._writing
         try:
-            self._writing.result()
+            future.result()
         except KeyboardInterrupt:  # the write goes on
             raise
         except RuntimeError as error:
@@ -149,10 +152,15 @@ class SharedCheckpoints:
             self._writing = None
             raise OSError(f"checkpoint: {self.folder}: {_reason(error)}") from error
         self._writing = None
+        self._names.append(name)
         if self.ranks.rank == 0:
-            for path in self.folder.glob("update-*"):
-                if path.name not in self._names[-_KEPT:]:
-                    shutil.rmtree(path, ignore_errors=True)
+            self._delete_old()
+
+    def _delete_old(self) -> None:
+        """Deletes all but the last complete checkpoints."""
+        for path in self._folders():
+            if path.name not in self._names[-_KEPT:]:
+                shutil.rmtree(path, ignore_errors=True)
 
     def complete(self) -> list[str]:
         """The names of the checkpoints that were written to the end, the newest first.
@@ -172,7 +180,8 @@ class SharedCheckpoints:
         None if there is none. Raises :class:`CheckpointError` if there are some, all damaged.
         """
         problems: list[str] = []
-        for name in self.ranks.gather(self.complete())[0]:
+        names = self.ranks.gather(self.complete())[0]
+        for i, name in enumerate(names):
             parts, problem = None, None
             try:
                 parts = self._read(self.folder / name)
@@ -184,7 +193,7 @@ class SharedCheckpoints:
             if not rank_problems:
                 if problems:
                     warn(f"{problems[0]} Using {self.folder / name}.", UserWarning)
-                self._names = [name]
+                self._names = names[i:][::-1]
                 return parts
             problems.append(rank_problems[0])
         if problems:
