@@ -78,6 +78,23 @@ def test_what_is_sent_for_an_update(dtype: torch.dtype | None, size: int, two: R
         assert sent == (updates + 1) * (size * numbers + 10 * 8)
 
 
+def _sum_of_halves(mesh: DeviceMesh, dtype: torch.dtype | None) -> list[list[float]]:
+    from ftbptt.distributed.ranks import Ranks as Group
+
+    leaves = [torch.full((2,), 30.0).half(), torch.full((2,), 30.0).bfloat16()]
+    joined = reduction.Reduction(Group(mesh), leaves, dtype, 1)
+    assert joined.finish(leaves, 50_000, [1.5]) == [3.0]
+    means = joined.mean(100_000)
+    assert [mean.dtype for mean in means] == [leaf.dtype for leaf in leaves]
+    return [mean.tolist() for mean in means]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_gradients_in_half_precision_do_not_overflow(dtype: Any, two: Ranks) -> None:
+    for found in two.call(_sum_of_halves, dtype):
+        torch.testing.assert_close(torch.tensor(found), torch.full((2, 2), 30.0), rtol=0.01, atol=0)
+
+
 def _early(mesh: DeviceMesh) -> Any:
     """Every gradient is handed over, in buckets of a leaf or two."""
     segment_of.cache_clear()

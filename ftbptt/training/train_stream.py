@@ -146,10 +146,10 @@ def train_stream(
         Ranks of ``torch.distributed`` that train together. All pass the full ``data`` and
         ``state``; each takes its share of the batch, and keeps it. Gradients and losses are
         averaged by valid steps, gradients in ``reduce_dtype`` (such as ``torch.bfloat16``; default:
-        their own). All start from the parameters of the first rank, and read chunks in its random
-        order. The ``checkpoint`` is then a folder that all ranks write, and any number of ranks can
-        resume from it. An error on one rank ends the run on all. torch's
-        ``ZeroRedundancyOptimizer`` shards the optimizer's state.
+        their own, but float32 for float16). All start from the parameters of the first rank, and
+        read chunks in its random order. The ``checkpoint`` is then a folder that all ranks write,
+        and any number of ranks can resume from it. An error on one rank ends the run on all.
+        torch's ``ZeroRedundancyOptimizer`` shards the optimizer's state.
 
     TBPTT(k1, k2): Williams and Peng, 1990; Sutskever, 2013, section 2.8.6.
 
