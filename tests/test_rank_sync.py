@@ -95,6 +95,29 @@ def test_gradients_in_half_precision_do_not_overflow(dtype: Any, two: Ranks) -> 
         torch.testing.assert_close(torch.tensor(found), torch.full((2, 2), 30.0), rtol=0.01, atol=0)
 
 
+def _loss_of_a_half(mesh: DeviceMesh | None) -> tuple[str, float]:
+    """The first loss, which is computed in float32, of a model in bfloat16."""
+    module, (x, y) = tagger().bfloat16(), stream(8, 5)
+    segment = make_train_segment(
+        module, lambda out, y: mean_cross_entropy(out.float(), y), backend="eager"
+    )
+    run = train_stream(
+        segment, named(module), (torch.zeros(5, 5).bfloat16(),) * 2, (x.bfloat16(), y),
+        torch.optim.SGD(module.parameters(), lr=0.1), k1=8, progress=False, mesh=mesh,
+    )  # fmt: skip
+    loss = next(run).loss
+    run.finish()
+    return str(loss.dtype), float(loss)
+
+
+def test_losses_of_a_model_in_half_precision_are_not_rounded(two: Ranks) -> None:
+    dtype, expected = _loss_of_a_half(None)
+    assert dtype == "torch.float32"
+    for found, loss in two.call(_loss_of_a_half):
+        assert found == dtype
+        assert abs(loss - expected) < 1e-6
+
+
 def _early(mesh: DeviceMesh) -> Any:
     """Every gradient is handed over, in buckets of a leaf or two."""
     segment_of.cache_clear()
