@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ftbptt import TrainSegment, make_train_segment, reference_segment
 from ftbptt.training import Events, load_checkpoint
@@ -311,6 +312,64 @@ def test_a_function_that_raises_stop_iteration(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a function that the run called raised StopIteration"):
         run.go()
     assert_same(run.go().seen, whole("plain")[0])
+
+
+class FailingOnce(Pieces):
+    """A file cannot be read at first."""
+
+    def __init__(self, noise: bool, error: type[BaseException]) -> None:
+        super().__init__(noise)
+        self.left, self.error = 3, error
+
+    def __getitem__(self, i: int) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_data_that_fails_once_is_read_again(error: type[BaseException]) -> None:
+    """Also without a checkpoint: an iterator that failed would leave out a chunk, or end."""
+    data = DataLoader(FailingOnce(True, error), batch_size=None, shuffle=True)
+    run = Run("dropout, noisy", 0, data=data)
+    with pytest.raises(error):
+        run.go()
+    assert_same(run.go().seen, whole("dropout, noisy")[0])
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_iterator_that_failed_is_not_read_on(saved: bool, tmp_path: Path) -> None:
+    """A generator would be at its end, as if all were done."""
+    pieces = FailingOnce(False, OSError)
+    run = Run("generator", 0, tmp_path / "run.pt" if saved else None,
+              data=(pieces[i] for i in range(5)))  # fmt: skip
+    with pytest.raises(OSError):  # noqa: PT011
+        run.go()
+    words = r"data: the iterator failed at chunk 3 \(OSError\), and may leave out steps"
+    with pytest.raises(RuntimeError, match=words):
+        run.go()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_interrupted_when_an_iterator_has_given_a_chunk(
+    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives it only once."""
+    from ftbptt.training import chunk_stream
+
+    as_chunk, left = chunk_stream.as_chunk, [0, 0, 1]
+
+    def interrupted(item: Any) -> Any:
+        if left and left.pop(0):
+            raise KeyboardInterrupt
+        return as_chunk(item)
+
+    monkeypatch.setattr(chunk_stream, "as_chunk", interrupted)
+    run = Run("generator", 0, tmp_path / "run.pt" if saved else None)
+    with pytest.raises(KeyboardInterrupt):
+        run.go()
+    assert_same(run.go().seen, whole("generator")[0])
 
 
 @pytest.mark.parametrize("n", [3, 4, 5, 6])

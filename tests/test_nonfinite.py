@@ -406,7 +406,7 @@ def test_a_gradient_that_is_not_finite_under_a_loss_that_is(left: bool, tmp_path
     file, (x, y) = tmp_path / "run.pt", stream(16)
     y[14:] = 7
     updates = started((x, y), loss=loss, checkpoint=file, checkpoint_every=3)
-    with pytest.warns(RuntimeWarning, match="no checkpoint is written: params"):
+    with pytest.warns(RuntimeWarning, match="no checkpoint is written: params"):  # noqa: PT031
         for update in updates:
             if left and update.index == 3:
                 break
