@@ -196,6 +196,26 @@ def test_the_same_loop_goes_on(name: str, event: str, tmp_path: Path) -> None:
         assert_same(run.seen, whole(name)[0])
 
 
+@pytest.mark.parametrize("name", ["dropout, shuffled", "own generator", "generator"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_interrupted_while_it_begins(name: str, saved: bool, tmp_path: Path) -> None:
+    """It begins again with the same random numbers, in the data and apart from it."""
+
+    def start(_: Any) -> None:
+        started.append(torch.rand(()))
+        if len(started) == 1:
+            raise KeyboardInterrupt
+
+    started: list[Tensor] = [torch.ones(())]
+    once = Run(name, 0, events=Events(epoch_start=start)).go()
+    started.clear()
+    file = tmp_path / "run.pt" if saved else None
+    run = Run(name, 0, file, events=Events(epoch_start=start))
+    with pytest.raises(KeyboardInterrupt):
+        run.go()
+    assert_same(run.go().seen, once.seen)
+
+
 def test_an_error_in_the_first_update_after_a_break(tmp_path: Path) -> None:
     """It is made again from its first window, as any other."""
     stopped = Interrupting("after_window", 4, ValueError("of the caller's"))

@@ -21,9 +21,9 @@ from ftbptt.training import Events
 from ftbptt.training.rank_sync import RankSync
 from ftbptt.training.shared_checkpoint import SharedCheckpoints
 
-from .rank_runs import ROWS, STEPS, new_run, segment_of, train
+from .rank_runs import ROWS, STEPS, data_of, new_run, segment_of, train
 from .ranks import Ranks
-from .streams import stream
+from .streams import Tagger, stream
 
 
 def _failing(mesh: DeviceMesh, where: str, sharded: bool) -> str:
@@ -330,3 +330,27 @@ def _in_one_go(mesh: DeviceMesh) -> Any:
 @pytest.mark.parametrize("after_a_break", [False, True])
 def test_ranks_go_on_from_the_same_window(after_a_break: bool, two: Ranks) -> None:
     assert two.call(_gone_on_without_a_checkpoint, after_a_break) == two.call(_in_one_go)
+
+
+def _shuffled(mesh: DeviceMesh, interrupted: bool) -> Any:
+    """Ctrl-C on one rank, when its data has drawn the order of the epoch."""
+    segment_of(Tagger)  # the first time, this draws
+
+    def start(_: Any) -> None:
+        seen.append(1)
+        if interrupted and mesh.get_rank() == 1 and len(seen) == 1:
+            raise KeyboardInterrupt
+
+    seen: list[int] = []
+    run = new_run(mesh, data=data_of("shuffled"), events=Events(epoch_start=start))
+    if interrupted:
+        with pytest.raises((KeyboardInterrupt, RankFailed)):
+            next(run)
+    for _ in run:
+        pass
+    return [p.tolist() for p in run.params.values()]
+
+
+def test_a_rank_that_is_interrupted_while_it_begins(two: Ranks) -> None:
+    """It reads the chunks in the order of the others when all go on."""
+    assert two.call(_shuffled, True) == two.call(_shuffled, False)

@@ -67,16 +67,19 @@ class ChunkStream:
 
     def begin(self, epoch: int) -> None:
         with self._randomness.drawing():
+            if self._random_at_start and self._epoch == epoch and not self.pulled:
+                self._return_to_start(  # it was interrupted while it began
+                    self._random_at_start, self._generator_states, self._had_workers
+                )
             self._begin(epoch)
 
     def _begin(self, epoch: int) -> None:
-        self._epoch = epoch
-        self._random_at_start = {_EPOCH_START: random_state()}
         self._generator_states = self._randomness.generator_states()
-        self._randomness.set_epoch(epoch)
         self._had_workers = has_workers(self.chunks)
+        self._random_at_start, self._epoch = {_EPOCH_START: random_state()}, epoch
+        self._randomness.set_epoch(epoch)
         iterator = iter(self.chunks)
-        if iterator is self.chunks and self._iterator is not None:
+        if iterator is self.chunks and self.pulled:
             raise ValueError(
                 "data: an iterator can be read only once, but another epoch was asked for. Give an "
                 "iterable that makes a new one each time: a list, a DataLoader, or a class with "
@@ -212,11 +215,17 @@ class ChunkStream:
             self._read_again(reading, epoch, start)
 
     def _read_again(self, reading: dict[str, Any], epoch: int, start: int) -> None:
-        with_workers(self.chunks, reading["had_workers"])
-        set_random_state(reading["random"][_EPOCH_START])
-        self._randomness.set_generator_states(reading["generators"])
+        self._return_to_start(reading["random"], reading["generators"], reading["had_workers"])
         self._begin(epoch)
         self._pull_again(reading["pulled"], reading["random"], start)
+
+    def _return_to_start(
+        self, random: dict[int, dict[str, Any]], generators: list[Tensor], had_workers: bool
+    ) -> None:
+        """Returns to the random numbers before the epoch."""
+        with_workers(self.chunks, had_workers)
+        set_random_state(random[_EPOCH_START])
+        self._randomness.set_generator_states(generators)
 
     def _pull_again(self, count: int, random: dict[int, dict[str, Any]], start: int) -> None:
         """Takes ``count`` chunks, each with the random numbers from before it, where known."""

@@ -11,6 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from .._interrupt import uninterrupted
 from .._trees import tree_leaves
+from .checkpoint import random_state, set_random_state
 from .cursor import Cursor, Place
 from .events import SequenceEnd, emit
 from .monitor import Monitor
@@ -68,10 +69,13 @@ class Trainer:
         self.seconds = 0.0  # up to the last update, by the first rank's clock
         self._had_windows = False  # in this epoch, on any rank
         self._epochs_ended = 0  # epochs whose end was announced by an event
+        self._random_at_start: dict[str, Any] = {}
 
     def begin(self) -> None:
         """Begins the first epoch, or continues from where a resumed run stood."""
         if self.resume_point is None:
+            self._random_at_start = self._random_at_start or random_state()
+            set_random_state(self._random_at_start)  # also if it was interrupted while it began
             self.cursor.begin(0)
             emit(self.events.epoch_start, 0)
         else:
