@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from functools import partial
 from pathlib import Path
@@ -250,6 +251,20 @@ def test_a_file_that_would_be_replaced(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is a folder\. Give the name of a file"):
         Run("plain", 0, tmp_path)
     assert tmp_path.is_dir()
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """It is said at once, not when the first checkpoint is due; the next try is told the same."""
+    (tmp_path / "file").touch()
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"checkpoint: no file can be written in .*file \(.*Give"):
+            Run("plain", 0, tmp_path / "file" / "run.pt")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"checkpoint: .*pipe is no regular file. Give the name"):
+        Run("plain", 0, tmp_path / "pipe", resume=False)
+    with pytest.raises(OSError, match=r"checkpoint: .*pipe is no regular file. Give the name"):
+        save_checkpoint(tmp_path / "pipe", {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
 
 
 # -- refused --------------------------------------------------------------------------------------

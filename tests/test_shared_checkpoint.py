@@ -209,6 +209,8 @@ def test_a_file_where_a_folder_should_be(two: Ranks, tmp_path: Path) -> None:
     (tmp_path / "run.pt").touch()
     for said in two.call(_no_folder, str(tmp_path / "run.pt")):
         assert said.startswith(f"ValueError: checkpoint: {tmp_path / 'run.pt'} is a file. With a")
+    for said in two.call(_no_folder, str(tmp_path / "run.pt" / "run")):
+        assert said.startswith(f"OSError: checkpoint: no file can be written in {tmp_path}")
 
 
 def _finished_again(mesh: DeviceMesh, folder: str) -> list[str]:

@@ -16,7 +16,7 @@ from .._arguments import check_int, check_positive, check_time_dim
 from .._output import SegmentOutput
 from .._trees import tree_map
 from ..distributed.ranks import Ranks
-from .checkpoint import has_checkpoint, previous
+from .checkpoint import check_writable, has_checkpoint, is_special, previous
 from .chunk import Chunk
 from .chunk_stream import ChunkStream
 from .cursor import Cursor
@@ -154,7 +154,7 @@ def train_stream(
     TBPTT(k1, k2): Williams and Peng, 1990; Sutskever, 2013, section 2.8.6.
 
     Raises TypeError and ValueError for invalid arguments, FileExistsError for a checkpoint that
-    exists, unless ``resume`` says what to do with it.
+    exists, unless ``resume`` says what to do with it, OSError for one that could not be written.
 
     >>> import ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)
@@ -288,9 +288,11 @@ def _check_values(
 def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool | None) -> Store:
     """Where the checkpoints are written: a file, or with ranks a folder.
 
-    Raises ValueError if ``path`` is the other one, and FileExistsError if there are checkpoints
-    and ``resume`` is None.
+    Raises ValueError if ``path`` is the other one, FileExistsError if there are checkpoints and
+    ``resume`` is None, and OSError if nothing can be written there.
     """
+    if is_special(path):
+        raise ValueError(f"checkpoint: {path} is no regular file. Give the name of a file.")
     if ranks is None:
         if path.is_dir():
             raise ValueError(f"checkpoint: {path} is a folder. Give the name of a file.")
@@ -308,7 +310,9 @@ def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool | N
         )
     replaces = exists and not resume
     if ranks is None:
+        check_writable(path.parent)
         return FileStore(path, replaces)
+    ranks.all_do(partial(check_writable, path))
     return SharedStore(path, ranks, segments.row_axis, replaces)
 
 
