@@ -186,6 +186,7 @@ def train_stream(
         events=events, autocast=autocast, scaler=scaler, reduce_dtype=reduce_dtype, stop=stop,
         prepare=prepare,
     )  # fmt: skip
+    _check_scheduler(scheduler, is_saved=checkpoint is not None)
     _check_values(clip_norm, clip_value, interval, ema_decay, on_nonfinite, reduce_dtype)
     if resume and checkpoint is None:
         raise ValueError("resume: give the file to resume from, checkpoint='run.pt'.")
@@ -253,6 +254,18 @@ def _check_types(
     for name, function in (("stop", stop), ("prepare", prepare)):
         if function is not None and not callable(function):
             raise TypeError(f"{name}: expected a function, found {function!r}.")
+
+
+def _check_scheduler(scheduler: Any, *, is_saved: bool) -> None:
+    """Raises TypeError for a scheduler without a method that the run will call."""
+    names = ["step", "state_dict", "load_state_dict"] if is_saved else ["step"]
+    if scheduler is None:
+        return
+    if isinstance(scheduler, type) or not all(callable(getattr(scheduler, n, None)) for n in names):
+        raise TypeError(
+            "scheduler: expected one of torch.optim.lr_scheduler, or an object with "
+            f"{', '.join(names)}, found {scheduler!r}."
+        )
 
 
 def _check_values(
