@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from .optimizers import FunctionalOptimizer
 from .prefetch import Mover
 from .rank_sync import RankSync
 from .report import Meter
+from .same_on_ranks import check_same
 from .segments import Segments
 from .source import Shareable, Source, as_source
 from .stores import FileStore, SharedStore, Store
@@ -143,17 +145,19 @@ def train_stream(
     ``time_dim``
         The axis of time, for a ``train_segment`` that is not this package's own.
     ``mesh``, ``reduce_dtype``
-        Ranks of ``torch.distributed`` that train together. All pass the full ``data`` and
-        ``state``; each takes its share of the batch, and keeps it. Gradients and losses are
-        averaged by valid steps, gradients in ``reduce_dtype`` (such as ``torch.bfloat16``; default:
-        their own, but float32 for float16). All start from the parameters of the first rank, and
-        read chunks in its random order. The ``checkpoint`` is then a folder that all ranks write,
-        and any number of ranks can resume from it. An error on one rank ends the run on all.
-        torch's ``ZeroRedundancyOptimizer`` shards the optimizer's state.
+        Ranks of ``torch.distributed`` that train together. All pass the same options, the full
+        ``data`` and ``state``; each takes its share of the batch, and keeps it. Gradients and
+        losses are averaged by valid steps, gradients in ``reduce_dtype`` (such as
+        ``torch.bfloat16``; default: their own, but float32 for float16). All start from the
+        parameters of the first rank, and read chunks in its random order. The ``checkpoint`` is
+        then a folder that all ranks write, and any number of ranks can resume from it. An error on
+        one rank ends the run on all. torch's ``ZeroRedundancyOptimizer`` shards the optimizer's
+        state.
 
     TBPTT(k1, k2): Williams and Peng, 1990; Sutskever, 2013, section 2.8.6.
 
-    Raises TypeError and ValueError for invalid arguments, FileExistsError for a checkpoint that
+    Raises TypeError and ValueError for invalid arguments, or for ones that are not the same on all
+    ranks, FileExistsError for a checkpoint that
     exists, unless ``resume`` says what to do with it, OSError for one that could not be written.
 
     >>> import ftbptt
@@ -194,7 +198,16 @@ def train_stream(
         train_segment, context=context or 0, scaled=scaler is not None, autocast=autocast,
         time_dim=time_dim,
     )  # fmt: skip
-    ranks = None if mesh is None else Ranks(mesh)
+    ranks, source = None if mesh is None else Ranks(mesh), as_source(data, segments.axes)
+    if ranks is not None:
+        options = asdict(truncation) | {
+            "epochs": limits.epochs, "updates": limits.updates, "accumulate": limits.accumulate,
+            "clip_norm": clip_norm, "clip_value": clip_value, "ema_decay": ema_decay,
+            "checkpoint": "none" if checkpoint is None else "one", "resume": resume,
+            "checkpoint_every": checkpoint_every, "reduce_dtype": reduce_dtype,
+            "scheduler": type(scheduler).__name__, "scaler": type(scaler).__name__,
+        }  # fmt: skip
+        check_same(ranks, options, params, state, source, optimizer)
     store = None if checkpoint is None else _store(Path(checkpoint), ranks, segments, resume)
     if ranks is not None:
         params, state = _on_rank(ranks, segments, params, state, optimizer)
@@ -202,7 +215,7 @@ def train_stream(
         params, optimizer, clip_norm=clip_norm, clip_value=clip_value, scheduler=scheduler,
         scaler=scaler, ema_decay=ema_decay,
     )  # fmt: skip
-    source, transforms = _source(data, segments, ranks, prepare)
+    source, transforms = _own_source(source, segments, ranks, prepare)
     mover = Mover(None if device is None else torch.device(device))
     stream = Stream(
         segments,
@@ -339,14 +352,13 @@ def _on_rank(
     return params, segments.own_state(ranks.rank, ranks.size, state)
 
 
-def _source(
-    data: Any, segments: Segments, ranks: Ranks | None, prepare: Callable[..., Any] | None
+def _own_source(
+    source: Source, segments: Segments, ranks: Ranks | None, prepare: Callable[..., Any] | None
 ) -> tuple[Source, list[Callable[[Chunk], Chunk]]]:
     """The source of this rank's data, and the functions that are applied to each chunk of it."""
     transforms: list[Callable[[Chunk], Chunk]] = []
     if prepare is not None:
         transforms.append(partial(segments.prepared, prepare))
-    source = as_source(data, segments.axes)
     if ranks is None:
         return source, transforms
     if isinstance(source, Shareable):
