@@ -81,6 +81,7 @@ def test_a_loss_that_is_not_finite_on_one_rank(mode: str, updates: int, two: Ran
     assert params == own_params
     assert len(own_said) == 1
     assert "the loss of update 2 is nan" in own_said[0]
+    assert "x is first not finite at step 9, row 4;" in own_said[0]  # of all rows
     stopped = ["ftbptt: rank 1 stops the run before update 2."]
     assert other_said == (stopped if mode == "stop" else [])
 

@@ -17,6 +17,7 @@ from .._arguments import check_int, check_positive, check_time_dim
 from .._output import SegmentOutput
 from .._trees import tree_map
 from ..distributed.ranks import Ranks
+from ..distributed.shares import share_of
 from .checkpoint import check_writable, has_checkpoint, is_special, previous
 from .chunk import Chunk
 from .chunk_stream import ChunkStream
@@ -362,6 +363,8 @@ def _own_source(
     if ranks is None:
         return source, transforms
     if isinstance(source, Shareable):
+        if (rows := getattr(source, "rows", None)) is not None:
+            segments.first_row = share_of(rows, ranks.rank, ranks.size).start
         return source.share(ranks.rank, ranks.size), transforms
     if isinstance(source, ChunkStream):
         source.begin_as(ranks.gather(source.beginning())[0])

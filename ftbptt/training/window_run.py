@@ -150,7 +150,7 @@ class WindowRunner:
         if self.guard.is_sound(loss):
             learner.add(output.grads, weight)
             return WindowStats(loss, weight, steps, tokens), output.state, state_within
-        row = None if rows is None else first_row
+        row = None if rows is None else segments.first_row + first_row
         layout = segments.layout(chunk.x)
         cause = nonfinite_window(learner.params, output, chunk, layout, window.start, row)
         if self.guard.stops(
