@@ -198,20 +198,29 @@ def test_an_ensemble_sends_nothing(two: Ranks) -> None:
             assert_close(torch.tensor(found[name], dtype=torch.float64), grad)
 
 
-def _too_few(mesh: DeviceMesh) -> str:
+def _refused(mesh: DeviceMesh, leaf: Any) -> str:
     try:
-        own_models({"a": torch.zeros(4, 1), "b": torch.zeros(1, 4)}, mesh)
-    except ValueError as error:
-        return str(error)
+        own_models({"a": torch.zeros(4, 1), "b": leaf}, mesh)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-def test_models_that_cannot_be_shared(two: Ranks) -> None:
-    for said in two.call(_too_few):
-        assert said == (
-            "tree['b']: 2 ranks share the models, but there are 1 on axis 0. Give more models, "
-            "fewer ranks or another dim."
-        )
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
+        (
+            torch.zeros(1, 4),
+            "ValueError: tree['b']: 2 ranks share the models, but there are 1 on axis 0. Give more "
+            "models, fewer ranks or another dim.",
+        ),
+        (torch.zeros(()), "ValueError: tree['b']: expected the models on axis 0, found shape []."),
+        (0.1, "TypeError: tree['b']: expected a tensor of all models, stacked on axis 0, found fl"),
+    ],
+)
+def test_models_that_cannot_be_shared(leaf: Any, words: str, two: Ranks) -> None:
+    for said in two.call(_refused, leaf):
+        assert said.startswith(words)
 
 
 def test_what_is_no_mesh() -> None:
