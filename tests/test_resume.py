@@ -394,6 +394,15 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
         Run("plain", 0, tmp_path / "weights.pt", resume=True)
 
 
+def test_other_rows_than_before_are_told(tmp_path: Path) -> None:
+    """Of a state that began as None, the shape is not known before the data is there."""
+    Run("dropout", 0, tmp_path / "run.pt").go(2)
+    other = Run("dropout", 7, tmp_path / "run.pt", resume=True, data=stream(22, rows=3))
+    with pytest.raises(Exception, match=r".") as caught:
+        other.go()
+    assert "the state comes from a checkpoint" in "".join(caught.value.__notes__)
+
+
 def test_saved_before_the_first_update(tmp_path: Path) -> None:
     """Data that comes in chunks has drawn nothing by then."""
     first = Run("dropout, shuffled", 0, tmp_path / "run.pt")
