@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ftbptt import TrainSegment, make_train_segment, reference_segment
 from ftbptt.training import Events, load_checkpoint
@@ -195,6 +196,49 @@ def test_the_same_loop_goes_on(name: str, event: str, tmp_path: Path) -> None:
         assert_same(run.seen, whole(name)[0])
 
 
+@pytest.mark.parametrize("name", ["dropout, shuffled", "own generator", "generator"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_interrupted_while_it_begins(name: str, saved: bool, tmp_path: Path) -> None:
+    """It begins again with the same random numbers, in the data and apart from it."""
+
+    def start(_: Any) -> None:
+        started.append(torch.rand(()))
+        if len(started) == 1:
+            raise KeyboardInterrupt
+
+    started: list[Tensor] = [torch.ones(())]
+    once = Run(name, 0, events=Events(epoch_start=start)).go()
+    started.clear()
+    file = tmp_path / "run.pt" if saved else None
+    run = Run(name, 0, file, events=Events(epoch_start=start))
+    with pytest.raises(KeyboardInterrupt):
+        run.go()
+    assert_same(run.go().seen, once.seen)
+
+
+def test_an_error_in_the_first_update_after_a_break(tmp_path: Path) -> None:
+    """It is made again from its first window, as any other."""
+    stopped = Interrupting("after_window", 4, ValueError("of the caller's"))
+    run = Run("noisy, accumulated", 0, tmp_path / "run.pt", events=stopped.events).go(1)
+    with pytest.raises(ValueError, match="of the caller's"):
+        run.go()
+    assert_same(run.go().seen, whole("noisy, accumulated")[0])
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_interrupted_after_the_only_update_of_an_epoch(resume: bool, tmp_path: Path) -> None:
+    """The epoch had a window, which is not forgotten."""
+    options: dict[str, Any] = {"k1": 22, "epochs": 3}
+    once = Run("plain", 0, **options).go()
+    stopped = Interrupting("after_update", 2, KeyboardInterrupt())
+    run = Run("plain", 0, tmp_path / "run.pt", events=stopped.events, **options)
+    with pytest.raises(KeyboardInterrupt):
+        run.go()
+    if resume:
+        run = Run("plain", 7, tmp_path / "run.pt", resume=True, **options)
+    assert_same(run.go().seen[-1:], once.seen[2:])
+
+
 @pytest.mark.parametrize("traced", [True, False])
 def test_interrupted_in_the_middle_of_vmap(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C waits for its end: torch would end a level that it has not begun."""
@@ -288,6 +332,64 @@ def test_a_function_that_raises_stop_iteration(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a function that the run called raised StopIteration"):
         run.go()
     assert_same(run.go().seen, whole("plain")[0])
+
+
+class FailingOnce(Pieces):
+    """A file cannot be read at first."""
+
+    def __init__(self, noise: bool, error: type[BaseException]) -> None:
+        super().__init__(noise)
+        self.left, self.error = 3, error
+
+    def __getitem__(self, i: int) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_data_that_fails_once_is_read_again(error: type[BaseException]) -> None:
+    """Also without a checkpoint: an iterator that failed would leave out a chunk, or end."""
+    data = DataLoader(FailingOnce(True, error), batch_size=None, shuffle=True)
+    run = Run("dropout, noisy", 0, data=data)
+    with pytest.raises(error):
+        run.go()
+    assert_same(run.go().seen, whole("dropout, noisy")[0])
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_iterator_that_failed_is_not_read_on(saved: bool, tmp_path: Path) -> None:
+    """A generator would be at its end, as if all were done."""
+    pieces = FailingOnce(False, OSError)
+    run = Run("generator", 0, tmp_path / "run.pt" if saved else None,
+              data=(pieces[i] for i in range(5)))  # fmt: skip
+    with pytest.raises(OSError):  # noqa: PT011
+        run.go()
+    words = r"data: the iterator failed at chunk 3 \(OSError\), and may leave out steps"
+    with pytest.raises(RuntimeError, match=words):
+        run.go()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_interrupted_when_an_iterator_has_given_a_chunk(
+    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives it only once."""
+    from ftbptt.training import chunk_stream
+
+    as_chunk, left = chunk_stream.as_chunk, [0, 0, 1]
+
+    def interrupted(item: Any) -> Any:
+        if left and left.pop(0):
+            raise KeyboardInterrupt
+        return as_chunk(item)
+
+    monkeypatch.setattr(chunk_stream, "as_chunk", interrupted)
+    run = Run("generator", 0, tmp_path / "run.pt" if saved else None)
+    with pytest.raises(KeyboardInterrupt):
+        run.go()
+    assert_same(run.go().seen, whole("generator")[0])
 
 
 @pytest.mark.parametrize("n", [3, 4, 5, 6])

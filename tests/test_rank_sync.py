@@ -78,6 +78,46 @@ def test_what_is_sent_for_an_update(dtype: torch.dtype | None, size: int, two: R
         assert sent == (updates + 1) * (size * numbers + 10 * 8)
 
 
+def _sum_of_halves(mesh: DeviceMesh, dtype: torch.dtype | None) -> list[list[float]]:
+    from ftbptt.distributed.ranks import Ranks as Group
+
+    leaves = [torch.full((2,), 30.0).half(), torch.full((2,), 30.0).bfloat16()]
+    joined = reduction.Reduction(Group(mesh), leaves, dtype, 1)
+    assert joined.finish(leaves, 50_000, [1.5]) == [3.0]
+    means = joined.mean(100_000)
+    assert [mean.dtype for mean in means] == [leaf.dtype for leaf in leaves]
+    return [mean.tolist() for mean in means]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_gradients_in_half_precision_do_not_overflow(dtype: Any, two: Ranks) -> None:
+    for found in two.call(_sum_of_halves, dtype):
+        torch.testing.assert_close(torch.tensor(found), torch.full((2, 2), 30.0), rtol=0.01, atol=0)
+
+
+def _loss_of_a_half(mesh: DeviceMesh | None) -> tuple[str, float]:
+    """The first loss, which is computed in float32, of a model in bfloat16."""
+    module, (x, y) = tagger().bfloat16(), stream(8, 5)
+    segment = make_train_segment(
+        module, lambda out, y: mean_cross_entropy(out.float(), y), backend="eager"
+    )
+    run = train_stream(
+        segment, named(module), (torch.zeros(5, 5).bfloat16(),) * 2, (x.bfloat16(), y),
+        torch.optim.SGD(module.parameters(), lr=0.1), k1=8, progress=False, mesh=mesh,
+    )  # fmt: skip
+    loss = next(run).loss
+    run.finish()
+    return str(loss.dtype), float(loss)
+
+
+def test_losses_of_a_model_in_half_precision_are_not_rounded(two: Ranks) -> None:
+    dtype, expected = _loss_of_a_half(None)
+    assert dtype == "torch.float32"
+    for found, loss in two.call(_loss_of_a_half):
+        assert found == dtype
+        assert abs(loss - expected) < 1e-6
+
+
 def _early(mesh: DeviceMesh) -> Any:
     """Every gradient is handed over, in buckets of a leaf or two."""
     segment_of.cache_clear()
@@ -158,20 +198,29 @@ def test_an_ensemble_sends_nothing(two: Ranks) -> None:
             assert_close(torch.tensor(found[name], dtype=torch.float64), grad)
 
 
-def _too_few(mesh: DeviceMesh) -> str:
+def _refused(mesh: DeviceMesh, leaf: Any) -> str:
     try:
-        own_models({"a": torch.zeros(4, 1), "b": torch.zeros(1, 4)}, mesh)
-    except ValueError as error:
-        return str(error)
+        own_models({"a": torch.zeros(4, 1), "b": leaf}, mesh)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-def test_models_that_cannot_be_shared(two: Ranks) -> None:
-    for said in two.call(_too_few):
-        assert said == (
-            "tree['b']: 2 ranks share the models, but there are 1 on axis 0. Give more models, "
-            "fewer ranks or another dim."
-        )
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
+        (
+            torch.zeros(1, 4),
+            "ValueError: tree['b']: 2 ranks share the models, but there are 1 on axis 0. Give more "
+            "models, fewer ranks or another dim.",
+        ),
+        (torch.zeros(()), "ValueError: tree['b']: expected the models on axis 0, found shape []."),
+        (0.1, "TypeError: tree['b']: expected a tensor of all models, stacked on axis 0, found fl"),
+    ],
+)
+def test_models_that_cannot_be_shared(leaf: Any, words: str, two: Ranks) -> None:
+    for said in two.call(_refused, leaf):
+        assert said.startswith(words)
 
 
 def test_what_is_no_mesh() -> None:

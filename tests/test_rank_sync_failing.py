@@ -17,13 +17,14 @@ from torch.distributed import DeviceMesh
 from ftbptt import _execute
 from ftbptt.distributed import RankFailed, ranks, reduction
 from ftbptt.distributed.reduction import Reduction
-from ftbptt.training import Events
+from ftbptt.training import Events, train_stream
 from ftbptt.training.rank_sync import RankSync
 from ftbptt.training.shared_checkpoint import SharedCheckpoints
 
-from .rank_runs import ROWS, STEPS, new_run, segment_of, train
+from .problem import named
+from .rank_runs import ROWS, STEPS, data_of, new_run, segment_of, train
 from .ranks import Ranks
-from .streams import stream
+from .streams import Tagger, stream
 
 
 def _failing(mesh: DeviceMesh, where: str, sharded: bool) -> str:
@@ -80,6 +81,7 @@ def test_a_loss_that_is_not_finite_on_one_rank(mode: str, updates: int, two: Ran
     assert params == own_params
     assert len(own_said) == 1
     assert "the loss of update 2 is nan" in own_said[0]
+    assert "x is first not finite at step 9, row 4;" in own_said[0]  # of all rows
     stopped = ["ftbptt: rank 1 stops the run before update 2."]
     assert other_said == (stopped if mode == "stop" else [])
 
@@ -299,7 +301,7 @@ def test_data_without_a_loss_on_any_rank(two: Ranks) -> None:
     assert first == second
 
 
-def _gone_on_without_a_checkpoint(mesh: DeviceMesh) -> Any:
+def _gone_on_without_a_checkpoint(mesh: DeviceMesh, after_a_break: bool) -> Any:
     """One rank fails in the second of three windows of an update, the other has run them all."""
     seen: list[int] = []
 
@@ -309,6 +311,9 @@ def _gone_on_without_a_checkpoint(mesh: DeviceMesh) -> Any:
             raise KeyError("my own mistake")
 
     run = new_run(mesh, accumulate=3, events=Events(before_window=fail))
+    if after_a_break:
+        for _ in run:
+            break
     with pytest.raises((KeyError, RankFailed)):
         list(run)
     left = run.index
@@ -324,5 +329,84 @@ def _in_one_go(mesh: DeviceMesh) -> Any:
     return 1, run.index, [p.tolist() for p in run.params.values()]
 
 
-def test_ranks_go_on_from_the_same_window(two: Ranks) -> None:
-    assert two.call(_gone_on_without_a_checkpoint) == two.call(_in_one_go)
+@pytest.mark.parametrize("after_a_break", [False, True])
+def test_ranks_go_on_from_the_same_window(after_a_break: bool, two: Ranks) -> None:
+    assert two.call(_gone_on_without_a_checkpoint, after_a_break) == two.call(_in_one_go)
+
+
+def _shuffled(mesh: DeviceMesh, interrupted: bool) -> Any:
+    """Ctrl-C on one rank, when its data has drawn the order of the epoch."""
+    segment_of(Tagger)  # the first time, this draws
+
+    def start(_: Any) -> None:
+        seen.append(1)
+        if interrupted and mesh.get_rank() == 1 and len(seen) == 1:
+            raise KeyboardInterrupt
+
+    seen: list[int] = []
+    run = new_run(mesh, data=data_of("shuffled"), events=Events(epoch_start=start))
+    if interrupted:
+        with pytest.raises((KeyboardInterrupt, RankFailed)):
+            next(run)
+    for _ in run:
+        pass
+    return [p.tolist() for p in run.params.values()]
+
+
+def test_a_rank_that_is_interrupted_while_it_begins(two: Ranks) -> None:
+    """It reads the chunks in the order of the others when all go on."""
+    assert two.call(_shuffled, True) == two.call(_shuffled, False)
+
+
+def _given_otherwise(mesh: DeviceMesh, options: dict[str, Any]) -> str:
+    try:
+        new_run(mesh, **(options if mesh.get_rank() == 1 else {}))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def _fewer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(params)[1:], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"k1": 5}, "k1: rank 0 was given 4, but rank 1 5."),
+        ({"accumulate": 2}, "accumulate: rank 0 was given 1, but rank 1 2."),
+        ({"epochs": None}, "epochs: rank 0 was given 1, but rank 1 None."),
+        ({"clip_norm": 1.0}, "clip_norm: rank 0 was given None, but rank 1 1.0."),
+        ({"checkpoint": "run"}, "checkpoint: rank 0 was given none, but rank 1 one."),
+        ({"make_optimizer": _fewer}, "optimizer: rank 0 was given SGD of 6 tensors, but rank 1 SG"),
+        ({"state": None}, "state[0]: rank 0 was given torch.float64 [5, 5], but rank 1 None."),
+        (
+            {"data": stream(STEPS - 1, ROWS)},
+            "data: rank 0 was given shapes [[53, 5, 3], [53, 5]], but rank 1 shapes [[52, 5, 3], ",
+        ),
+    ],
+)
+def test_ranks_that_are_given_something_else(
+    options: dict[str, Any], words: str, two: Ranks
+) -> None:
+    """They would wait for each other, or go on silently with other updates."""
+    for said in two.call(_given_otherwise, options):
+        assert said.startswith(words)
+
+
+def _another_model(mesh: DeviceMesh) -> str:
+    module = Tagger(hidden=5 + mesh.get_rank())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    try:
+        train_stream(
+            segment_of(Tagger), named(module), None, data_of("tensors"), optimizer, k1=4, mesh=mesh
+        )
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_of_other_models(two: Ranks) -> None:
+    """Their messages would differ in size, of which the process dies."""
+    for said in two.call(_another_model):
+        assert said.startswith("params['cell.weight_ih']: rank 0 was given torch.float64 [20, 3], ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from functools import partial
 from pathlib import Path
@@ -252,6 +253,20 @@ def test_a_file_that_would_be_replaced(tmp_path: Path) -> None:
     assert tmp_path.is_dir()
 
 
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """It is said at once, not when the first checkpoint is due; the next try is told the same."""
+    (tmp_path / "file").touch()
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"checkpoint: no file can be written in .*file \(.*Give"):
+            Run("plain", 0, tmp_path / "file" / "run.pt")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"checkpoint: .*pipe is no regular file. Give the name"):
+        Run("plain", 0, tmp_path / "pipe", resume=False)
+    with pytest.raises(OSError, match=r"checkpoint: .*pipe is no regular file. Give the name"):
+        save_checkpoint(tmp_path / "pipe", {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
+
+
 # -- refused --------------------------------------------------------------------------------------
 
 
@@ -377,6 +392,15 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
     torch.save({"model": torch.ones(3)}, tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match=r"weights.pt: cut off, or not a checkpoint"):
         Run("plain", 0, tmp_path / "weights.pt", resume=True)
+
+
+def test_other_rows_than_before_are_told(tmp_path: Path) -> None:
+    """Of a state that began as None, the shape is not known before the data is there."""
+    Run("dropout", 0, tmp_path / "run.pt").go(2)
+    other = Run("dropout", 7, tmp_path / "run.pt", resume=True, data=stream(22, rows=3))
+    with pytest.raises(Exception, match=r".") as caught:
+        other.go()
+    assert "the state comes from a checkpoint" in "".join(caught.value.__notes__)
 
 
 def test_saved_before_the_first_update(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,26 @@ def test_a_damaged_checkpoint(two: Ranks, tmp_path: Path) -> None:
         assert said[0].endswith("To start over, delete the folder.")
 
 
+def _killed_early(mesh: DeviceMesh, folder: str) -> list[str]:
+    """A run that is killed when its first checkpoint is written."""
+    run = new_run(mesh, checkpoint=folder, checkpoint_every=1, resume=True)
+    next(run)
+    next(run)  # saves first
+    run._store.checkpoints._writing[1].result()  # type: ignore[union-attr]
+    torch.distributed.barrier()
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_what_is_there_of_runs_that_were_killed_early(two: Ranks, tmp_path: Path) -> None:
+    """Old checkpoints do not pile up, and a folder that only looks like one stays."""
+    notes = tmp_path / "run" / "update-notes"
+    notes.mkdir(parents=True)
+    for n in range(1, 5):
+        names = two.call(_killed_early, str(tmp_path / "run"))[0]
+        kept = range(max(1, n - 2), n + 1)  # the one that was read, one before it, and its own
+        assert names == [f"update-{i:09d}" for i in kept] + ["update-notes"]
+
+
 def test_one_that_is_not_whole_does_not_count(two: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     two.call(_written, str(folder), 20, False)
@@ -112,7 +133,22 @@ def test_a_new_run_in_an_old_folder(two: Ranks, tmp_path: Path) -> None:
                         "it, or resume=False to overwrite it."]  # fmt: skip
     assert two.call(_written, str(folder), 10, False) == [[], []]
     names = sorted(path.name for path in folder.iterdir())  # from the start on, a run of its own
-    assert names == ["update-000000000", "update-000000010"]
+    assert names == ["update-000000000.1", "update-000000010.1"]
+    assert two.call(_resumes_at, str(folder)) == [10, 10]
+
+
+def _resumes_at(mesh: DeviceMesh, folder: str) -> int:
+    return new_run(mesh, checkpoint=folder, resume=True).index
+
+
+def test_a_folder_that_was_copied(two: Ranks, tmp_path: Path) -> None:
+    """Its files have the times at which they were copied, in any order."""
+    two.call(_written, str(tmp_path / "run"), 20, False)
+    for name in ("update-000000020", "update-000000010"):
+        shutil.copytree(tmp_path / "run" / name, tmp_path / "copy" / name)
+        for file in (tmp_path / "copy" / name).iterdir():
+            file.touch()
+    assert two.call(_resumes_at, str(tmp_path / "copy")) == [20, 20]
 
 
 def _changed_after(mesh: DeviceMesh, folder: str) -> bool:
@@ -173,6 +209,8 @@ def test_a_file_where_a_folder_should_be(two: Ranks, tmp_path: Path) -> None:
     (tmp_path / "run.pt").touch()
     for said in two.call(_no_folder, str(tmp_path / "run.pt")):
         assert said.startswith(f"ValueError: checkpoint: {tmp_path / 'run.pt'} is a file. With a")
+    for said in two.call(_no_folder, str(tmp_path / "run.pt" / "run")):
+        assert said.startswith(f"OSError: checkpoint: no file can be written in {tmp_path}")
 
 
 def _finished_again(mesh: DeviceMesh, folder: str) -> list[str]:

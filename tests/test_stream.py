@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -550,6 +551,12 @@ def test_ensemble_by_vmap() -> None:
         ({"events": {}}, TypeError, r"events: expected ftbptt.training.Events\(...\), found {}"),
         ({"autocast": "bf16"}, TypeError, "autocast: expected a dtype such as torch.bfloat16"),
         ({"scaler": True}, TypeError, "scaler: expected a torch.amp.GradScaler, found True"),
+        (
+            {"scheduler": lambda index: 0.1},
+            TypeError,
+            "scheduler: expected one of torch.optim.lr_scheduler, or an object with step, found <",
+        ),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR}, TypeError, "scheduler: expected one of"),
         ({"stop": 3}, TypeError, "stop: expected a function, found 3"),
         ({"clip_norm": 0.0}, ValueError, "clip_norm: expected a number above 0, found 0.0"),
         ({"ema_decay": 1.0}, ValueError, "ema_decay: expected a number from 0 to below 1"),
@@ -571,6 +578,25 @@ def test_bad_options(
 ) -> None:
     with pytest.raises(kind, match=words):
         run(segment(), stream(20), **options)
+
+
+def test_a_scheduler_that_cannot_be_saved(segment: Segments, tmp_path: Path) -> None:
+    """It is said at once, not when the first checkpoint is due."""
+
+    class Schedule:
+        calls = 0
+
+        def step(self) -> None:
+            self.calls += 1
+
+    schedule = Schedule()
+    run(segment(), stream(8), scheduler=schedule)
+    assert schedule.calls == 2
+    with pytest.raises(
+        TypeError, match=r"with step, state_dict, load_state_dict, found <.*Schedul"
+    ):
+        run(segment(), stream(8), scheduler=schedule, checkpoint=tmp_path / "run.pt")
+    assert schedule.calls == 2
 
 
 def test_a_scheduler_of_another_optimizer(segment: Segments) -> None:

@@ -68,6 +68,8 @@ class Reduction:
         is_last = len(self._flats) == len(self.buckets) - 1
         numbers = [parts[0].new_empty(self.numbers)] if is_last else []
         flat = torch.cat([part.reshape(-1) for part in (*parts, *numbers)])
+        if flat.dtype == torch.float16:  # times the steps, and summed, gradients would overflow
+            flat = flat.float()
         if grads is None or not weight:  # 0 times NaN would be NaN
             flat.zero_()
         else:
@@ -108,7 +110,9 @@ class Reduction:
             first = self.like[indices[0]]
             sizes = [self.like[i].numel() for i in indices]
             count = sum(sizes) * (2 if first.is_complex() else 1)
-            mean = flat[:count].to(first.dtype.to_real()).div_(total)
+            dtype = first.dtype.to_real()
+            wide = torch.promote_types(flat.dtype, dtype)
+            mean = flat[:count].to(wide).div_(total).to(dtype)
             mean = torch.view_as_complex(mean.view(-1, 2)) if first.is_complex() else mean
             for i, part in zip(indices, mean.split(sizes), strict=True):
                 means[i] = part.reshape(self.like[i].shape)

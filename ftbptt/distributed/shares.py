@@ -33,7 +33,8 @@ def own_models(tree: Tree, mesh: DeviceMesh | ProcessGroup, dim: int = 0) -> Tre
     models. The models are independent, so each rank trains its share under ``torch.vmap``, without
     communication. ``dim`` is the axis of the models.
 
-    Raises ValueError if there are fewer models than ranks, or if the leaves differ in their number.
+    Raises TypeError for a leaf that is no tensor, and ValueError for one without that axis, if
+    there are fewer models than ranks, or if the leaves differ in their number.
 
     >>> import tempfile
     >>> import torch.distributed as dist
@@ -48,6 +49,16 @@ def own_models(tree: Tree, mesh: DeviceMesh | ProcessGroup, dim: int = 0) -> Tre
     ranks = Ranks(mesh)
     leaves = tree_flatten_with_path(tree)[0]
     for path, leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"tree{keystr(path)}: expected a tensor of all models, stacked on axis {dim}, "
+                f"found {type(leaf).__name__}. Leave out what the models have in common."
+            )
+        if not -leaf.dim() <= dim < leaf.dim():
+            raise ValueError(
+                f"tree{keystr(path)}: expected the models on axis {dim}, found shape "
+                f"{list(leaf.shape)}. Leave out what they have in common, or give another dim."
+            )
         first_path, first = leaves[0]
         count, first_count = leaf.shape[dim], first.shape[dim]
         if count < ranks.size:

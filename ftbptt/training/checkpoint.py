@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def save_checkpoint(path: str | Path, content: Any) -> None:
     moment, even if the process is killed or the power fails. ``torch.load`` can read the file too.
 
     Raises TypeError for content that ``weights_only=True`` could not load. Raises OSError, with the
-    old checkpoint in place, if the disk is full or ``path`` is a folder.
+    old checkpoint in place, if the disk is full, or ``path`` is a folder or a device.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -65,6 +66,8 @@ def save_checkpoint(path: str | Path, content: Any) -> None:
     path = Path(path)
     if path.is_dir():  # os.replace would move a folder away as well
         raise IsADirectoryError(f"checkpoint: {path} is a folder. Give the name of a file.")
+    if is_special(path):
+        raise OSError(f"checkpoint: {path} is no regular file. Give the name of a file.")
     data = as_bytes(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _unfinished(path)
@@ -81,6 +84,23 @@ def save_checkpoint(path: str | Path, content: Any) -> None:
         if path.exists():  # else the new one is the last, and whole
             unfinished.unlink(missing_ok=True)
         raise
+
+
+def is_special(path: Path) -> bool:
+    """Whether there is something else than a file or a folder, such as a device."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def check_writable(folder: Path) -> None:
+    """Makes the folder, if need be. Raises OSError if no file can be written in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+    except OSError as error:
+        raise OSError(
+            f"checkpoint: no file can be written in {folder} ({error}). Give a path where one can."
+        ) from error
 
 
 def as_bytes(content: Any) -> bytes:

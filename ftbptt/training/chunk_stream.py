@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .._compat import has_workers, with_workers
+from .._interrupt import uninterrupted
 from .._messages import first_line
 from .checkpoint import random_state, set_random_state
 from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, error_prefix
@@ -42,6 +44,11 @@ class ChunkStream:
         self.total: int | None = None
         self.pulled = 0  # chunks taken from the iterator in this epoch
         self._iterator: Iterator[Any] | None = None
+        self._taken: list[Any] = []  # the next item, until it is held as a chunk
+        self._random_before: dict[str, Any] = {}  # before that was taken
+        self._random_after: dict[str, Any] = {}
+        self._failure: str | None = None  # of the iterator: the name of its error
+        self._epoch = 0
         self._held: deque[_HeldChunk] = deque()
         self._end = 0  # the first step of the next chunk
         self._randomness = DataRandomness(chunks)
@@ -60,22 +67,27 @@ class ChunkStream:
 
     def begin(self, epoch: int) -> None:
         with self._randomness.drawing():
+            if self._random_at_start and self._epoch == epoch and not self.pulled:
+                self._return_to_start(  # it was interrupted while it began
+                    self._random_at_start, self._generator_states, self._had_workers
+                )
             self._begin(epoch)
 
     def _begin(self, epoch: int) -> None:
-        self._random_at_start = {_EPOCH_START: random_state()}
         self._generator_states = self._randomness.generator_states()
-        self._randomness.set_epoch(epoch)
         self._had_workers = has_workers(self.chunks)
+        self._random_at_start, self._epoch = {_EPOCH_START: random_state()}, epoch
+        self._randomness.set_epoch(epoch)
         iterator = iter(self.chunks)
-        if iterator is self.chunks and self._iterator is not None:
+        if iterator is self.chunks and self.pulled:
             raise ValueError(
                 "data: an iterator can be read only once, but another epoch was asked for. Give an "
                 "iterable that makes a new one each time: a list, a DataLoader, or a class with "
                 "__iter__."
             )
-        self._iterator, self.pulled, self._end = iterator, 0, 0
+        self._iterator, self.pulled, self._end, self._failure = iterator, 0, 0, None
         self._held.clear()
+        self._taken.clear()
 
     def close(self) -> None:
         """Drops the epoch's iterator, and with it the workers of a ``DataLoader``."""
@@ -116,31 +128,63 @@ class ChunkStream:
 
     def _pull(self) -> bool:
         """Takes the next chunk; false if there is none."""
-        assert self._iterator is not None
         number = self.pulled
         if (recorded := self._replay.recorded.get(number)) is not None:
             random, chunk = recorded.random_before, recorded.chunk
             set_random_state(recorded.random_after)
         else:
-            random = random_state()
-            try:
-                item = next(self._iterator)
-            except StopIteration:
+            if self._taken:  # by a read that was interrupted
+                if self._replay.is_recording:
+                    set_random_state(self._random_after)
+            elif not self._take():
                 return False
+            random = self._random_before
             with error_prefix(f"data, chunk {number + 1}"):
-                chunk = as_tensors(as_chunk(item))
+                chunk = as_tensors(as_chunk(self._taken[0]))
                 if not number:
                     self.axes = self.axes_of(chunk.x)
                 self.axes.length(chunk)
-            if self._replay.is_recording:
-                self._replay.recorded[number] = _Recorded(random, chunk, random_state())
-        if not number:
-            self._random_at_start[0] = random
         end = self._end + self.axes.steps(chunk)
-        self._held.append(_HeldChunk(self._end, end, chunk, random))
-        self._end = end
-        self.pulled += 1
+        with uninterrupted():
+            if recorded is None and self._replay.is_recording:
+                self._replay.recorded[number] = _Recorded(random, chunk, self._random_after)
+            if not number:
+                self._random_at_start[0] = random
+            self._held.append(_HeldChunk(self._end, end, chunk, random))
+            self._end = end
+            self.pulled += 1
+            if recorded is None:
+                self._taken.clear()
         return True
+
+    def _take(self) -> bool:
+        """Takes the next item from the iterator; false if there is none."""
+        if self._failure is not None:
+            self._begin_again(self._failure)
+        assert self._iterator is not None
+        self._random_before = self._random_after = random_state()
+        try:  # in one step: Ctrl-C does not come when the item is neither here nor there
+            self._taken.extend(islice(self._iterator, 1))
+        except BaseException as error:
+            if not self._taken:
+                self._failure = type(error).__name__
+            raise
+        if self._replay.is_recording:
+            self._random_after = random_state()
+        return bool(self._taken)
+
+    def _begin_again(self, failure: str) -> None:
+        """Takes a new iterator: one that failed would leave out chunks, or be at its end."""
+        if self._is_iterator:
+            raise RuntimeError(
+                f"data: the iterator failed at chunk {self.pulled + 1} ({failure}), and may leave "
+                "out steps if it is read on. Give an iterable that makes a new one each time: a "
+                "list, a DataLoader, or a class with __iter__; or start again with a new iterator "
+                "and resume=True."
+            )
+        random, start = self._random_before, self._held[0].start if self._held else self._end
+        self._read_again(self.reading(), self._epoch, start)
+        set_random_state(random)
 
     def _drop_before(self, start: int) -> None:
         """Drops the chunks that end before a step, which no window reads any more."""
@@ -168,11 +212,20 @@ class ChunkStream:
             self._held = deque(snapshot.held)
             return
         with self._randomness.drawing():
-            with_workers(self.chunks, reading["had_workers"])
-            set_random_state(reading["random"][_EPOCH_START])
-            self._randomness.set_generator_states(reading["generators"])
-            self._begin(epoch)
-            self._pull_again(reading["pulled"], reading["random"], start)
+            self._read_again(reading, epoch, start)
+
+    def _read_again(self, reading: dict[str, Any], epoch: int, start: int) -> None:
+        self._return_to_start(reading["random"], reading["generators"], reading["had_workers"])
+        self._begin(epoch)
+        self._pull_again(reading["pulled"], reading["random"], start)
+
+    def _return_to_start(
+        self, random: dict[int, dict[str, Any]], generators: list[Tensor], had_workers: bool
+    ) -> None:
+        """Returns to the random numbers before the epoch."""
+        with_workers(self.chunks, had_workers)
+        set_random_state(random[_EPOCH_START])
+        self._randomness.set_generator_states(generators)
 
     def _pull_again(self, count: int, random: dict[int, dict[str, Any]], start: int) -> None:
         """Takes ``count`` chunks, each with the random numbers from before it, where known."""

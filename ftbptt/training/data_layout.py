@@ -36,6 +36,7 @@ class DataLayout:
 
     def __init__(self, inner: TrainSegment | None, time_dim: int | None) -> None:
         self.inner = inner
+        self.first_row = 0  # of this rank's share, among the rows of all
         self._time_dim = time_dim
         self._layout: Layout | None = None
         self._axes: TimeAxes | None = None
@@ -149,7 +150,8 @@ class DataLayout:
         x = tree_leaves(chunk.x)[0]
         if x.dim() <= layout.x_rows:
             raise ValueError("mesh: x has no rows that could be shared out.")
-        share_of(x.shape[layout.x_rows], rank, size)  # raises if there are fewer rows than ranks
+        # Raises if there are fewer rows than ranks.
+        self.first_row = share_of(x.shape[layout.x_rows], rank, size).start
         return split_rows(chunk, (), size, layout, self.row_axis)[rank][0]
 
     def own_state(self, rank: int, size: int, state: Tree) -> Tree:

@@ -24,6 +24,15 @@ class Guard:
     def __init__(self, mode: str, learner: Learner) -> None:
         self.mode, self.learner = mode, learner
         self.lost = False  # the parameters are not finite either
+        self._began_finite = True
+
+    def begin(self) -> None:
+        """Notes whether the parameters are finite at the start: a -inf among them may be meant."""
+        self._began_finite = not nonfinite_parameter(self.learner.params)
+
+    def spoiled(self) -> str:
+        """Describes a parameter that is not finite, if all were at the start; empty if none is."""
+        return nonfinite_parameter(self.learner.params) if self._began_finite else ""
 
     def is_sound(self, value: Tensor) -> bool:
         """Whether ``value`` is finite. On a GPU, unless the mode is "skip", it is not checked.

@@ -207,7 +207,7 @@ class RankSync:
         divisor = max(total_weight, 1.0)
         joint_stats = None
         if total.has_stats:
-            dtype = self.learner.trained[0].dtype.to_real()
+            dtype = torch.promote_types(self.learner.trained[0].dtype.to_real(), torch.float32)
             mean_loss = torch.tensor(total.weighted_loss / divisor, dtype=dtype)
             steps = 0 if stats is None else stats.steps
             joint_stats = WindowStats(mean_loss, int(total_weight), steps, int(total.tokens))

@@ -35,7 +35,8 @@ from ..distributed.shares import share_of
 from .checkpoint import CheckpointError, as_bytes
 
 _KEPT = 2  # complete checkpoints; so there is one to fall back to while the next is written
-_NAME = "update-{:09d}"
+# update-<index>, or update-<index>.<n> in the n-th pass: one more where an index comes again.
+_NAME = re.compile(r"update-(\d{9,})(?:\.(\d+))?")
 _writing_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
@@ -64,8 +65,8 @@ class SharedCheckpoints:
 
     def __init__(self, folder: Path, ranks: Ranks, row_axis: Callable[[Tensor], int]) -> None:
         self.folder, self.ranks, self.row_axis = folder, ranks, row_axis
-        self._writing: Future[Any] | None = None
-        self._names: list[str] = []  # of the checkpoints of this run
+        self._writing: tuple[str, Future[Any]] | None = None  # the checkpoint's name
+        self._names: list[str] = []  # of complete checkpoints, as far as is known, the oldest first
 
     def save(self, index: int, parts: Parts) -> None:
         """Starts to write a checkpoint. A collective.
@@ -78,7 +79,7 @@ class SharedCheckpoints:
 
         ranks = self.ranks
         ranks.all_do(self.wait)
-        path = self.folder / ranks.gather(self._free_name(index) if ranks.rank == 0 else None)[0]
+        path = self.folder / ranks.gather(self._next_name(index) if ranks.rank == 0 else None)[0]
         references, leaves = self._take_out(parts.rows)
         content, unloadable = {}, None
         try:
@@ -96,24 +97,24 @@ class SharedCheckpoints:
         first = sum(rank.rows for rank in ready[: ranks.rank])
         for i, leaf in enumerate(leaves):
             content[f"rows{first}-{first + len(leaf)}/{i}"] = leaf
-        self._names.append(path.name)
-        self._writing = async_save(
+        future: Any = async_save(
             content, storage_writer=FileSystemWriter(path), process_group=_writing_group(ranks)
-        )  # type: ignore[assignment]
+        )
+        self._writing = path.name, future
 
-    def _free_name(self, index: int) -> str:
-        """A name for update ``index`` that no complete checkpoint has."""
-        name, suffix = _NAME.format(index), 0
-        while (self.folder / name / ".metadata").exists():
-            suffix += 1
-            name = f"{_NAME.format(index)}.{suffix}"
-        return name
+    def _next_name(self, index: int) -> str:
+        """A name for update ``index`` that comes after those of all complete checkpoints."""
+        n, last = max((_order(name) for name in self.complete()), default=(0, -1))
+        n += index <= last
+        return f"update-{index:09d}.{n}" if n else f"update-{index:09d}"
 
     def _make_room(self, path: Path) -> str | None:
         """Makes the folder, on the first rank, before any rank writes; returns an error message."""
         if self.ranks.rank == 0:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                self._names = self._names or self.complete()[::-1]
+                self._delete_old()  # now: a run that is killed early gets no further
                 shutil.rmtree(path, ignore_errors=True)
             except OSError as error:
                 return f"checkpoint: {error}"
@@ -139,8 +140,9 @@ class SharedCheckpoints:
         """Waits until the checkpoint is written, then deletes all but the last ones."""
         if self._writing is None:
             return
+        name, future = self._writing
         try:
-            self._writing.result()
+            future.result()
         except KeyboardInterrupt:  # the write goes on
             raise
         except RuntimeError as error:
@@ -150,16 +152,27 @@ class SharedCheckpoints:
             self._writing = None
             raise OSError(f"checkpoint: {self.folder}: {_reason(error)}") from error
         self._writing = None
+        self._names.append(name)
         if self.ranks.rank == 0:
-            for path in self.folder.glob("update-*"):
-                if path.name not in self._names[-_KEPT:]:
-                    shutil.rmtree(path, ignore_errors=True)
+            self._delete_old()
+
+    def _delete_old(self) -> None:
+        """Deletes all but the last complete checkpoints."""
+        for path in self._folders():
+            if path.name not in self._names[-_KEPT:]:
+                shutil.rmtree(path, ignore_errors=True)
 
     def complete(self) -> list[str]:
-        """The names of the checkpoints that were written to the end, the newest first."""
-        marks = list(self.folder.glob("update-*/.metadata"))
-        marks.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        return [path.parent.name for path in marks]
+        """The names of the checkpoints that were written to the end, the newest first.
+
+        By their names: a folder that was copied has other times.
+        """
+        names = [path.name for path in self._folders() if (path / ".metadata").exists()]
+        return sorted(names, key=_order, reverse=True)
+
+    def _folders(self) -> list[Path]:
+        """Those of checkpoints, complete or not; others belong to the caller."""
+        return [path for path in self.folder.glob("update-*") if _NAME.fullmatch(path.name)]
 
     def load(self) -> Parts | None:
         """The newest checkpoint that all ranks can read, with this rank's rows. A collective.
@@ -167,7 +180,8 @@ class SharedCheckpoints:
         None if there is none. Raises :class:`CheckpointError` if there are some, all damaged.
         """
         problems: list[str] = []
-        for name in self.ranks.gather(self.complete())[0]:
+        names = self.ranks.gather(self.complete())[0]
+        for i, name in enumerate(names):
             parts, problem = None, None
             try:
                 parts = self._read(self.folder / name)
@@ -179,7 +193,7 @@ class SharedCheckpoints:
             if not rank_problems:
                 if problems:
                     warn(f"{problems[0]} Using {self.folder / name}.", UserWarning)
-                self._names = [name]
+                self._names = names[i:][::-1]
                 return parts
             problems.append(rank_problems[0])
         if problems:
@@ -231,6 +245,13 @@ class SharedCheckpoints:
 
         by_rank, references = _unflatten(rank_key, content)
         return Parts(_unflatten("run", content), by_rank, tree_map(put_back, references))
+
+
+def _order(name: str) -> tuple[int, int]:
+    """Sorts the names of checkpoints in the order in which they were written."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[2] or 0), int(match[1])
 
 
 class _Block(NamedTuple):

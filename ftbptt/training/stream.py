@@ -184,14 +184,17 @@ class Stream(Iterator[Update]):
             self._return()
         if not self._has_begun:
             self._begin()
-        elif previous is Phase.RUNNING and self._trainer.resume_point is None:
-            self._save_when_due()
+        elif self._trainer.resume_point is None:
+            if previous is Phase.RUNNING:  # otherwise it was saved, and not all ranks may be here
+                self._save_when_due()
             self._trainer.set_resume_point()
 
     def _begin(self) -> None:
         self._monitor.begin(self._trainer.total_updates(), self.index)
         self._trainer.begin()
         self._has_begun = True
+        if self._store is not None:
+            self._guard.begin()
         if self._store is not None and self._store.replaces:
             # Otherwise a restart would resume the old run.
             with self._trainer.uninterrupted():
@@ -281,6 +284,10 @@ class Stream(Iterator[Update]):
             and not self._guard.lost
             and self._monitor.meter.unread_is_finite()
         )
+        # A gradient may be NaN under a finite loss. The good checkpoint stays.
+        if is_worth_it and (problem := self._guard.spoiled()):
+            warn(f"ftbptt: no checkpoint is written: {problem}.", RuntimeWarning)
+            is_worth_it = False
         index = self.index if is_worth_it else None
         if self._store.offer(index, self.state_dict, last=last):
             self._saved = self.index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from .._arguments import check_int, check_positive, check_time_dim
 from .._output import SegmentOutput
 from .._trees import tree_map
 from ..distributed.ranks import Ranks
-from .checkpoint import has_checkpoint, previous
+from ..distributed.shares import share_of
+from .checkpoint import check_writable, has_checkpoint, is_special, previous
 from .chunk import Chunk
 from .chunk_stream import ChunkStream
 from .cursor import Cursor
@@ -26,6 +28,7 @@ from .optimizers import FunctionalOptimizer
 from .prefetch import Mover
 from .rank_sync import RankSync
 from .report import Meter
+from .same_on_ranks import check_same
 from .segments import Segments
 from .source import Shareable, Source, as_source
 from .stores import FileStore, SharedStore, Store
@@ -131,10 +134,10 @@ def train_stream(
     ``checkpoint``, ``checkpoint_every``, ``resume``
         A file for the full state of the run. It is written every ``checkpoint_every`` updates, when
         the next update is asked for; at the end; and where the loop is left, also by an error or
-        Ctrl-C. ``resume=True`` continues from the file, if it exists, bit for bit as if the run had
-        not been interrupted, and writes the parameters and the optimizer in place.
-        ``resume=False`` replaces it when the run begins. With neither, an existing file is an
-        error.
+        Ctrl-C; but not once parameters have become NaN or infinite. ``resume=True`` continues from
+        the file, if it exists, bit for bit as if the run had not been interrupted, and writes the
+        parameters and the optimizer in place. ``resume=False`` replaces it when the run begins.
+        With neither, an existing file is an error.
         Data in a random order must draw it from torch's, NumPy's or Python's random numbers, from
         its ``generator``, or by ``set_epoch(epoch)``. What the ``persistent_workers`` of a
         ``DataLoader`` draw after their first epoch cannot be restored, and differs when resumed.
@@ -143,18 +146,20 @@ def train_stream(
     ``time_dim``
         The axis of time, for a ``train_segment`` that is not this package's own.
     ``mesh``, ``reduce_dtype``
-        Ranks of ``torch.distributed`` that train together. All pass the full ``data`` and
-        ``state``; each takes its share of the batch, and keeps it. Gradients and losses are
-        averaged by valid steps, gradients in ``reduce_dtype`` (such as ``torch.bfloat16``; default:
-        their own). All start from the parameters of the first rank, and read chunks in its random
-        order. The ``checkpoint`` is then a folder that all ranks write, and any number of ranks can
-        resume from it. An error on one rank ends the run on all. torch's
-        ``ZeroRedundancyOptimizer`` shards the optimizer's state.
+        Ranks of ``torch.distributed`` that train together. All pass the same options, the full
+        ``data`` and ``state``; each takes its share of the batch, and keeps it. Gradients and
+        losses are averaged by valid steps, gradients in ``reduce_dtype`` (such as
+        ``torch.bfloat16``; default: their own, but float32 for float16). All start from the
+        parameters of the first rank, and read chunks in its random order. The ``checkpoint`` is
+        then a folder that all ranks write, and any number of ranks can resume from it. An error on
+        one rank ends the run on all. torch's ``ZeroRedundancyOptimizer`` shards the optimizer's
+        state.
 
     TBPTT(k1, k2): Williams and Peng, 1990; Sutskever, 2013, section 2.8.6.
 
-    Raises TypeError and ValueError for invalid arguments, FileExistsError for a checkpoint that
-    exists, unless ``resume`` says what to do with it.
+    Raises TypeError and ValueError for invalid arguments, or for ones that are not the same on all
+    ranks, FileExistsError for a checkpoint that
+    exists, unless ``resume`` says what to do with it, OSError for one that could not be written.
 
     >>> import ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)
@@ -186,6 +191,7 @@ def train_stream(
         events=events, autocast=autocast, scaler=scaler, reduce_dtype=reduce_dtype, stop=stop,
         prepare=prepare,
     )  # fmt: skip
+    _check_scheduler(scheduler, is_saved=checkpoint is not None)
     _check_values(clip_norm, clip_value, interval, ema_decay, on_nonfinite, reduce_dtype)
     if resume and checkpoint is None:
         raise ValueError("resume: give the file to resume from, checkpoint='run.pt'.")
@@ -193,7 +199,16 @@ def train_stream(
         train_segment, context=context or 0, scaled=scaler is not None, autocast=autocast,
         time_dim=time_dim,
     )  # fmt: skip
-    ranks = None if mesh is None else Ranks(mesh)
+    ranks, source = None if mesh is None else Ranks(mesh), as_source(data, segments.axes)
+    if ranks is not None:
+        options = asdict(truncation) | {
+            "epochs": limits.epochs, "updates": limits.updates, "accumulate": limits.accumulate,
+            "clip_norm": clip_norm, "clip_value": clip_value, "ema_decay": ema_decay,
+            "checkpoint": "none" if checkpoint is None else "one", "resume": resume,
+            "checkpoint_every": checkpoint_every, "reduce_dtype": reduce_dtype,
+            "scheduler": type(scheduler).__name__, "scaler": type(scaler).__name__,
+        }  # fmt: skip
+        check_same(ranks, options, params, state, source, optimizer)
     store = None if checkpoint is None else _store(Path(checkpoint), ranks, segments, resume)
     if ranks is not None:
         params, state = _on_rank(ranks, segments, params, state, optimizer)
@@ -201,7 +216,7 @@ def train_stream(
         params, optimizer, clip_norm=clip_norm, clip_value=clip_value, scheduler=scheduler,
         scaler=scaler, ema_decay=ema_decay,
     )  # fmt: skip
-    source, transforms = _source(data, segments, ranks, prepare)
+    source, transforms = _own_source(source, segments, ranks, prepare)
     mover = Mover(None if device is None else torch.device(device))
     stream = Stream(
         segments,
@@ -255,6 +270,18 @@ def _check_types(
             raise TypeError(f"{name}: expected a function, found {function!r}.")
 
 
+def _check_scheduler(scheduler: Any, *, is_saved: bool) -> None:
+    """Raises TypeError for a scheduler without a method that the run will call."""
+    names = ["step", "state_dict", "load_state_dict"] if is_saved else ["step"]
+    if scheduler is None:
+        return
+    if isinstance(scheduler, type) or not all(callable(getattr(scheduler, n, None)) for n in names):
+        raise TypeError(
+            "scheduler: expected one of torch.optim.lr_scheduler, or an object with "
+            f"{', '.join(names)}, found {scheduler!r}."
+        )
+
+
 def _check_values(
     clip_norm: float | None,
     clip_value: float | None,
@@ -288,9 +315,11 @@ def _check_values(
 def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool | None) -> Store:
     """Where the checkpoints are written: a file, or with ranks a folder.
 
-    Raises ValueError if ``path`` is the other one, and FileExistsError if there are checkpoints
-    and ``resume`` is None.
+    Raises ValueError if ``path`` is the other one, FileExistsError if there are checkpoints and
+    ``resume`` is None, and OSError if nothing can be written there.
     """
+    if is_special(path):
+        raise ValueError(f"checkpoint: {path} is no regular file. Give the name of a file.")
     if ranks is None:
         if path.is_dir():
             raise ValueError(f"checkpoint: {path} is a folder. Give the name of a file.")
@@ -308,7 +337,9 @@ def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool | N
         )
     replaces = exists and not resume
     if ranks is None:
+        check_writable(path.parent)
         return FileStore(path, replaces)
+    ranks.all_do(partial(check_writable, path))
     return SharedStore(path, ranks, segments.row_axis, replaces)
 
 
@@ -322,17 +353,18 @@ def _on_rank(
     return params, segments.own_state(ranks.rank, ranks.size, state)
 
 
-def _source(
-    data: Any, segments: Segments, ranks: Ranks | None, prepare: Callable[..., Any] | None
+def _own_source(
+    source: Source, segments: Segments, ranks: Ranks | None, prepare: Callable[..., Any] | None
 ) -> tuple[Source, list[Callable[[Chunk], Chunk]]]:
     """The source of this rank's data, and the functions that are applied to each chunk of it."""
     transforms: list[Callable[[Chunk], Chunk]] = []
     if prepare is not None:
         transforms.append(partial(segments.prepared, prepare))
-    source = as_source(data, segments.axes)
     if ranks is None:
         return source, transforms
     if isinstance(source, Shareable):
+        if (rows := getattr(source, "rows", None)) is not None:
+            segments.first_row = share_of(rows, ranks.rank, ranks.size).start
         return source.share(ranks.rank, ranks.size), transforms
     if isinstance(source, ChunkStream):
         source.begin_as(ranks.gather(source.beginning())[0])

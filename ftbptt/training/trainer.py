@@ -11,6 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from .._interrupt import uninterrupted
 from .._trees import tree_leaves
+from .checkpoint import random_state, set_random_state
 from .cursor import Cursor, Place
 from .events import SequenceEnd, emit
 from .monitor import Monitor
@@ -68,10 +69,13 @@ class Trainer:
         self.seconds = 0.0  # up to the last update, by the first rank's clock
         self._had_windows = False  # in this epoch, on any rank
         self._epochs_ended = 0  # epochs whose end was announced by an event
+        self._random_at_start: dict[str, Any] = {}
 
     def begin(self) -> None:
         """Begins the first epoch, or continues from where a resumed run stood."""
         if self.resume_point is None:
+            self._random_at_start = self._random_at_start or random_state()
+            set_random_state(self._random_at_start)  # also if it was interrupted while it began
             self.cursor.begin(0)
             emit(self.events.epoch_start, 0)
         else:
@@ -123,13 +127,13 @@ class Trainer:
         """The next update; None if the run has ended."""
         while self.limits.updates is None or self.index < self.limits.updates:
             stats, more = self._run_windows()
+            self._had_windows |= more  # before the update: after that, an error leaves the run
             if self.rank_sync is None:
                 update = None if stats is None or self.ended else self._update(stats)
             else:
                 # With Ctrl-C all ranks stop before the update, or all after it.
                 with self.uninterrupted():
                     update, more = self._joint_update(stats, more, self.rank_sync)
-            self._had_windows |= more
             if update is not None or self.ended:
                 return update
             if not more and not self._next_epoch():
@@ -173,6 +177,7 @@ class Trainer:
         joint = rank_sync.update(stats, more, self.index, meter.is_due(), self.ended, meter.seconds)
         self.ended |= bool(joint.stopping)
         self.seconds = joint.seconds
+        self._had_windows |= joint.more
         if joint.stats is None or self.ended:
             return None, joint.more
         return self._update(joint.stats, joint.due), joint.more

@@ -78,7 +78,7 @@ class WindowRunner:
             chunk = segments.trained_part(span)
         keep_within = keep - window.start if window.start < keep < window.end else None
         gathered_before = learner.gathered
-        result = self._run_checked(_Job(window, chunk, state, keep_within, update))
+        result = self._run_checked(_Job(window, chunk, state, keep_within, update), place.state)
         if result is None:
             return None
         stats, state_after, state_within = result
@@ -96,16 +96,24 @@ class WindowRunner:
         next_place = Place(place.epoch, window.index + 1, position, state_at_keep, window.end)
         return stats, state_after, next_place
 
-    def _run_checked(self, job: _Job) -> _Result | None:
-        """Runs a window; an error gets a note if the rows of the data have changed."""
+    def _run_checked(self, job: _Job, carried: Tree) -> _Result | None:
+        """Runs a window; an error gets a note if the rows of the data may have changed."""
         x_shape = tree_leaves(job.chunk.x)[0].shape
         run = self._run_part if self.micro_batches == 1 else self._run_micro_batches
         try:
             result = run(job)
         except Exception as error:
-            if self._last_x_shape is not None and not self.truncation.fresh:
+            if self.truncation.fresh:
+                raise
+            if self._last_x_shape is not None:
                 time_axis = self.segments.axes(job.chunk.x).x
                 _add_shape_note(error, x_shape, self._last_x_shape, time_axis)
+            elif self.initial is None and carried is not None:
+                shapes = [list(leaf.shape) for leaf in tree_leaves(carried)]
+                error.add_note(
+                    f"ftbptt: the state comes from a checkpoint, its tensors have shape {shapes}. "
+                    "Resume with the rows that the run was started with."
+                )
             raise
         self._last_x_shape = x_shape
         return result
@@ -150,7 +158,7 @@ class WindowRunner:
         if self.guard.is_sound(loss):
             learner.add(output.grads, weight)
             return WindowStats(loss, weight, steps, tokens), output.state, state_within
-        row = None if rows is None else first_row
+        row = None if rows is None else segments.first_row + first_row
         layout = segments.layout(chunk.x)
         cause = nonfinite_window(learner.params, output, chunk, layout, window.start, row)
         if self.guard.stops(
