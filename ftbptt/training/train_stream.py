@@ -158,8 +158,8 @@ def train_stream(
     TBPTT(k1, k2): Williams and Peng, 1990; Sutskever, 2013, section 2.8.6.
 
     Raises TypeError and ValueError for invalid arguments, or for ones that are not the same on all
-    ranks, FileExistsError for a checkpoint that
-    exists, unless ``resume`` says what to do with it, OSError for one that could not be written.
+    ranks, FileExistsError for a checkpoint that exists, unless ``resume`` says what to do with it,
+    and OSError for one that could not be written.
 
     >>> import ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)
