@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ftbptt import make_train_segment
 
@@ -42,6 +42,21 @@ def test_two_biases_of_equal_gradients_compiled() -> None:
     segment = make_train_segment(cell, mse, backend="compile")
     grads = segment(dict(cell.named_parameters()), None, x, y).grads
     torch.testing.assert_close(grads["bias_ih"], grads["bias_hh"])
+
+
+def test_atanh_of_small_numbers() -> None:
+    """Inductor's is 0 for them; what comes before and in the loop, one row for each."""
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.atanh(x_t), torch.atanh(h * params["w"])
+
+    values = torch.tensor([1e-8, -1e-6, 1e-3, -0.3, 0.9, -0.99999])
+    segment = make_train_segment(step, mse, backend="fused")
+    x = values.view(1, 6, 1)
+    result = segment({"w": torch.ones(1)}, values.view(6, 1), x, torch.zeros_like(x))
+    expected = torch.atanh(values.double())
+    for found in (result.out, result.state):
+        torch.testing.assert_close(found.flatten().double(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow

@@ -86,6 +86,15 @@ def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
     return grad * torch.where(x < 0, 1 - share, share)
 
 
+def _atanh(x: Tensor) -> Tensor:
+    """Inductor's (2.13) is 0 for small numbers in float32, as hyperbolic networks have them."""
+    if x.is_complex():
+        return NotImplemented
+    size = x.abs()
+    value = 0.5 * torch.log1p(2 * size / (1 - size))
+    return torch.where(x < 0, -value, value)
+
+
 def _roll(x: Tensor, shifts: Any, dims: Sequence[int] = ()) -> Tensor:
     if not dims:
         return _roll(x.flatten(), shifts, (0,)).reshape(x.shape)
@@ -181,6 +190,7 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
     table[aten.constant_pad_nd.default] = _pad
     table[aten.diagonal_scatter.default] = _diagonal_scatter
     table[aten.log_sigmoid_backward.default] = _log_sigmoid_backward
+    table[aten.atanh.default] = _atanh
     table[aten.unbind.int] = lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])]
     return table
 
