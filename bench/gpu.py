@@ -31,9 +31,9 @@ from tqdm import tqdm
 from ftbptt import make_train_segment
 
 from . import gpu_report, limits, report
+from .calls import Call, Skip
 from .cases import Case, Problem, build, loss
 from .gpu_peers import PEERS
-from .peers import Call, Skip
 from .targets import row
 
 TIMES_EAGER = 3.0  # a result's error, against that of the eager loop in the same precision

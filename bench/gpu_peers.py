@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from ftbptt import make_train_segment
 
+from .calls import Call, Result, Skip
 from .cases import Problem, loss
-from .peers import Call, Result, Skip, eager, jax_scan, library, torch_func
+from .peers import eager, jax_scan, library, torch_func
 
 Make = Callable[[Problem, Tensor], Call]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .calls import Call, Result, Skip
 from .cases import Problem
-from .peers import Call, Result, Skip
 
 if importlib.util.find_spec("jax") is None:
     raise Skip("JAX is not installed")

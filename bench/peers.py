@@ -1,4 +1,4 @@
-"""The peers. A peer turns a problem into a call that returns (loss, gradients by name)."""
+"""The peers: what is timed beside this package, and this package."""
 
 from __future__ import annotations
 
@@ -11,14 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .calls import Call, Result, Skip
 from .cases import Part, Problem, loss
-
-Result = tuple[Any, dict[str, Any]]
-Call = Callable[[], Result]
-
-
-class Skip(Exception):
-    """This peer does not take part in this case; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from .calls import Call, Skip
 from .cases import Case, build
-from .peers import Call, Skip, find
+from .peers import find
 
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # in glibc's malloc.h
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from bench import gpu, gpu_peers, limits, oracle, report, run, streams
+from bench.calls import Skip
 from bench.cases import Case, build
 from bench.cells import KINDS
-from bench.peers import Skip, find
+from bench.peers import find
 from bench.suites import SUITES
 from bench.targets import targets
 
