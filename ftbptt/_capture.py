@@ -198,9 +198,7 @@ def _memory_pool(device: torch.device) -> tuple[Any, torch.cuda.Stream, torch.cu
     """
     pool, holder = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream(device)
-    with torch.cuda.graph(
-        holder, pool=pool, stream=stream, capture_error_mode="thread_local"
-    ):  # fmt: skip
+    with torch.cuda.graph(holder, pool=pool, stream=stream, capture_error_mode="thread_local"):
         torch.zeros(1, device=device)
     return pool, stream, holder
 

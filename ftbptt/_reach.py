@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 _MOST_ITEMS = 1000  # of a container: what is longer holds data
+_CACHE = type(cache(lambda: None))
 
 
 def reached_by(root: Any) -> Iterator[Any]:
@@ -86,7 +87,7 @@ def is_bound(cell: CellType) -> bool:
 
 def is_cache(value: Any) -> bool:
     """Whether it is what ``functools.cache`` and ``lru_cache`` make of a function."""
-    return hasattr(value, "cache_info") and hasattr(value, "cache_clear")
+    return isinstance(value, _CACHE)
 
 
 def _globals_of(function: FunctionType) -> list[Any]:
@@ -113,10 +114,9 @@ def _methods_of(module: nn.Module) -> list[Any]:
     names = ["forward"]
     while names:
         method = getattr(type(module), names.pop(), None)
-        if method in methods or getattr(method, "__module__", "torch.").startswith("torch."):
+        if not isinstance(method, (FunctionType, _CACHE)) or method in methods:
             continue
-        if isinstance(method, FunctionType):
-            names += names_in(method.__code__)
-        if isinstance(method, FunctionType) or is_cache(method):
+        if not method.__module__.startswith("torch."):
             methods.append(method)
+            names += names_in(method.__code__) if isinstance(method, FunctionType) else ()
     return methods

@@ -7,16 +7,18 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from ftbptt import make_train_segment
-from ftbptt._reach import modules_read_by
+from ftbptt._reach import modules_read_by, reached_by
 
 Tree = Any
 DROPOUT = nn.Dropout(0.5)  # a global
+torch_operators = torch.ops  # says that it has whatever attribute is asked for
 MODULES: dict[str, list[nn.Module]] = {}
 
 
@@ -140,6 +142,18 @@ def test_a_loss_that_is_a_module() -> None:
     for training in (True, False, True):
         loss.train(training)
         assert (float(segment(*arguments).loss) != 1) == training
+
+
+def test_what_a_class_holds_beside_methods() -> None:
+    class Holds(nn.Module):
+        scale, act, ops = np.ones(3), torch.tanh, torch.ops
+
+        def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            return self.act(x_t * self.scale[0]), h
+
+    module = Holds()
+    assert modules_read_by(module) == [module]
+    assert torch_operators not in [*reached_by(lambda: torch_operators)]
 
 
 def test_functions_of_torch_are_not_searched() -> None:

@@ -93,8 +93,9 @@ def without_step_effects(step: Step, trace: Callable[[], T]) -> T:
 
 def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[Change]]:
     """The result of ``trace``, and the changes that were made meanwhile, which are undone."""
-    scopes = [(scope, scope.read()) for scope in _scopes(root)]
-    caches = [(value, value.cache_info().misses) for value in reached_by(root) if is_cache(value)]
+    reached = list(reached_by(root))
+    scopes = [(scope, scope.read()) for scope in _scopes(root, reached)]
+    caches = [(value, value.cache_info().misses) for value in reached if is_cache(value)]
     containers = [
         (scope.describe(name), value, _content(value))
         for scope, variables in scopes
@@ -124,10 +125,10 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[Change]]
     return result, changes
 
 
-def _scopes(root: Any) -> Iterator[Variables]:
+def _scopes(root: Any, reached: list[Any]) -> Iterator[Variables]:
     modules = root.named_modules() if isinstance(root, nn.Module) else ()
     paths = {module: f"{path}." for path, module in modules if path}
-    for value in reached_by(root):
+    for value in reached:
         if isinstance(value, FunctionType):
             yield _captured(value)
             yield _globals(value)

@@ -19,7 +19,7 @@ def image_operations() -> Iterator[Any]:
     for name in (
         "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d",
         "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d",
-        "adaptive_max_pool3d", "fractional_max_pool2d", "replication_pad1d", "replication_pad2d",
+        "adaptive_max_pool3d", "replication_pad1d", "replication_pad2d",
         "replication_pad3d", "grid_sampler_2d", "grid_sampler_3d",
     ):  # fmt: skip
         yield getattr(aten, name).default
