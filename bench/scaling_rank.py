@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from ftbptt import make_train_segment
-from ftbptt._output import EarlyGradients
+from ftbptt.contract.output import EarlyGradients
 from ftbptt.distributed.reduction import buckets_of
 from ftbptt.training import train_stream
 

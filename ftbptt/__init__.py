@@ -16,23 +16,21 @@ block*: work that needs no carry of its own, all K steps in one call. *scan bloc
 recurrence, K dependent steps. *linear scan*: a scan that is elementwise affine in its carry.
 *shift*: a carry that is a value one step late.
 
-Packages, each importing only from those before it: ``compiler`` (a step and a loss to blocks),
-``kernels`` (a scan block to C++ or Triton), ``backends`` (how blocks run), ``distributed``,
-``training`` (streams), ``debug``, ``integrations``. Of the modules beside them, some are what a
-call of a segment passes through: ``_make_segment``, ``_segment``, ``_lay_out``, ``_execute``,
-``_programs``, in this order. Others are what the compiler, too, is written in: ``_step`` and
-``_loss`` (what the caller gave), ``_layout`` (axes), ``_trees``, ``_taps``, ``_reach`` (what a
-function reads), ``_compat`` (what is private in torch).
+Packages, each importing only from those before it: ``contract`` (what a segment means),
+``compiler`` (a step and a loss to blocks), ``kernels`` (a scan block to C++ or Triton),
+``backends`` (how blocks run), ``segment`` (what a call passes through), ``distributed``,
+``training`` (streams), ``debug``, ``integrations``. All may use the modules beside them, such as
+``_trees``, ``_reach`` (what a function reads) and ``_compat`` (what is private in torch).
 """
 
-from ._explain import Explanation
-from ._make_segment import make_train_segment
-from ._output import SegmentOutput, TappedOutput
-from ._reference import reference_segment
-from ._segment import TrainSegment
-from ._step import Step, as_step
-from ._taps import Tap, tap
+from .contract.output import SegmentOutput, TappedOutput
+from .contract.reference import reference_segment
+from .contract.step import Step, as_step
+from .contract.taps import Tap, tap
 from .debug import Comparison, GradientHorizon, compare_to_reference, gradient_horizon
+from .segment.explain import Explanation
+from .segment.make_segment import make_train_segment
+from .segment.train_segment import TrainSegment
 from .training import RandomTruncation, random_truncation
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._compat import (
+from ._compat.trees import (
     TreeSpec,
     keystr,
     tree_flatten,
@@ -15,7 +15,7 @@ from ._compat import (
     tree_map,
     tree_unflatten,
 )
-from ._compat import tree_leaves as leaves_of_any
+from ._compat.trees import tree_leaves as leaves_of_any
 
 __all__ = [
     "TreeSpec",

@@ -23,12 +23,12 @@ from torch import nn
 
 from ftbptt import make_train_segment
 from ftbptt.compiler.distribute import ScanBlock, distribute
-from ftbptt.kernels import triton_kernel
 from ftbptt.kernels.expressions import Unsupported
+from ftbptt.kernels.gpu import kernel as triton_kernel
+from ftbptt.kernels.gpu.kernel import print_triton
+from ftbptt.kernels.gpu.module import load, options_for, steps_at_once, write
 from ftbptt.kernels.lower import make_row_loop
 from ftbptt.kernels.rowloop import RowLoop
-from ftbptt.kernels.triton_kernel import print_triton
-from ftbptt.kernels.triton_module import load, options_for, steps_at_once, write
 
 from .cells import problem
 

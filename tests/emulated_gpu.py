@@ -108,9 +108,9 @@ def _interpret_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _compile_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ftbptt._programs import Programs
     from ftbptt.backends import cudagraph
     from ftbptt.compiler.signature import Leaf
+    from ftbptt.segment.programs import Programs
 
     init, built = Leaf.__init__, Programs._built
 

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.cuda.amp import common
 from torch.utils._pytree import tree_map
 
-from ftbptt import _capture, make_train_segment, reference_segment
-from ftbptt.kernels import tiles, triton_kernel
+from ftbptt import make_train_segment, reference_segment
+from ftbptt.kernels.gpu import kernel as triton_kernel
+from ftbptt.kernels.gpu import placement
+from ftbptt.segment import capture
 
 from . import emulated_gpu
 from .cells import CELLS, NOT_BFLOAT16, WITH_ROWS, problem
@@ -26,7 +28,7 @@ BACKENDS = ("fused", "cudagraph")
 def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captures]:
     """An emulated GPU, with the stand-in for CUDA graphs."""
     found = Captures()
-    monkeypatch.setattr(_capture, "_capture", found.capture)
+    monkeypatch.setattr(capture, "_capture", found.capture)
     with emulated_gpu.emulated(monkeypatch):
         yield found
 
@@ -98,7 +100,7 @@ def test_options(backend: str, options: dict[str, object]) -> None:
 def test_split_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no multiprocessor could hold the weights of these small cells."""
     monkeypatch.setattr(triton_kernel, "_SHARED_BYTES_OF_ROWS", triton_kernel._SHARED_BYTES)
-    monkeypatch.setattr(tiles, "_LEAST_COLUMNS", 2)
+    monkeypatch.setattr(placement, "_LEAST_COLUMNS", 2)
     given = problem(name)
     segment = make_train_segment(given.step, given.loss, backend="fused")
     assert "its weights split over" in str(segment.explain(*given.data(3)))

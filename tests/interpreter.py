@@ -38,7 +38,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     from ftbptt.backends import fused
-    from ftbptt.kernels import triton_module
+    from ftbptt.kernels.gpu import module as triton_module
 
     load, dot = triton_module.load, InterpreterBuilder.create_dot
 

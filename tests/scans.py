@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ftbptt._compat import FakeTensorMode, make_fx
+from ftbptt._compat.tracing import FakeTensorMode, make_fx
 from ftbptt.backends import EAGER, FUSED
 from ftbptt.compiler.distribute import ScanBlock
-from ftbptt.compiler.trace import trace_function
-from ftbptt.kernels.cpp import print_cpp
+from ftbptt.compiler.tracing.trace import trace_function
+from ftbptt.kernels.cpu.loop import print_cpp
 from ftbptt.kernels.lower import make_row_loop
 
 from .oracle import SMALLEST_SCALE

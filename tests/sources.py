@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from ftbptt import TrainSegment, make_train_segment
 from ftbptt.training import Chunk, Source, Stream, Truncation, train_stream
-from ftbptt.training.chunk import TimeAxes
-from ftbptt.training.source import as_source
+from ftbptt.training.data.chunk import TimeAxes
+from ftbptt.training.data.source import as_source
 
 from .streams import cross_entropy, stream, tagger, zeros
 

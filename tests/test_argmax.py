@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ftbptt import make_train_segment
-from ftbptt._compat import FakeTensorMode, make_fx
+from ftbptt._compat.tracing import FakeTensorMode, make_fx
 from ftbptt.kernels.argmax import expand_argmax
 
 from .oracle import check

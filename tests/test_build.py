@@ -16,8 +16,8 @@ import pytest
 import torch
 from filelock import FileLock
 
-from ftbptt.kernels import build, toolchain
-from ftbptt.kernels.build import load
+from ftbptt.kernels.cpu import build, toolchain
+from ftbptt.kernels.cpu.build import load
 
 SOURCE = """#include <cstdint>
 extern "C" void run(void* const* memory, const int64_t* numbers) {

@@ -40,7 +40,7 @@ def state_of(kind: Any) -> Tree:
 @pytest.fixture
 def laid_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with each call that is laid out."""
-    import ftbptt._segment as module
+    import ftbptt.segment.train_segment as module
 
     calls: list[int] = []
     original = module.lay_out

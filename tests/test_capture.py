@@ -58,11 +58,11 @@ class Captures:
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch, kernels: None) -> Captures:
     """Graphs of segments that run operation by operation, with the kernels of the CPU."""
-    from ftbptt import _capture
+    from ftbptt.segment import capture
 
     found = Captures()
-    monkeypatch.setattr(_capture, "_CAPTURED_ON", {"cpu"})
-    monkeypatch.setattr(_capture, "_capture", found.capture)
+    monkeypatch.setattr(capture, "_CAPTURED_ON", {"cpu"})
+    monkeypatch.setattr(capture, "_capture", found.capture)
     return found
 
 
@@ -171,7 +171,7 @@ def test_gradients_and_evaluation_have_graphs_of_their_own(captures: Captures) -
 
 
 def test_few_graphs_are_kept(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftbptt._capture._MOST_GRAPHS", 2)
+    monkeypatch.setattr("ftbptt.segment.capture._MOST_GRAPHS", 2)
     given = problem("lstm_readout")
     segment = make(given)
     for steps in (2, 3, 4):
@@ -251,7 +251,7 @@ def test_what_a_step_closes_over_is_read_where_it_is(captures: Captures) -> None
 
 def test_a_number_that_a_step_closes_over_is_part_of_a_graph() -> None:
     """A GPU, for which "meta" stands here, has no address of it."""
-    from ftbptt._capture import _as_captured
+    from ftbptt.segment.capture import _as_captured
 
     number, device = torch.tensor(2.0), torch.device("meta")
     before = _as_captured(number, device)
@@ -268,7 +268,7 @@ def test_what_cannot_be_captured_runs_without(
     def refuse(*given: Any) -> Any:
         raise kind("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr("ftbptt._capture._capture", refuse)
+    monkeypatch.setattr("ftbptt.segment.capture._capture", refuse)
     given = problem("lstm_readout")
     segment = make(given)
     check(segment, given, 7)

@@ -16,16 +16,9 @@ import numpy
 import pytest
 import torch
 
+from ftbptt._random_state import random_state, same_random_state, set_random_state
 from ftbptt.training import CheckpointError, load_checkpoint, save_checkpoint
-from ftbptt.training.checkpoint import (
-    as_plain,
-    from_plain,
-    has_checkpoint,
-    previous,
-    random_state,
-    same_random_state,
-    set_random_state,
-)
+from ftbptt.training.checkpoints.file import as_plain, from_plain, has_checkpoint, previous
 
 from .resuming import assert_same
 

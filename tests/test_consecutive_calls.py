@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ftbptt import TrainSegment, make_train_segment
-from ftbptt._consecutive_calls import Following
-from ftbptt._execute import Executable
 from ftbptt.backends import EAGER
+from ftbptt.segment.consecutive_calls import Following
+from ftbptt.segment.execute import Executable
 
 from .cells import CELLS, problem
 from .oracle import assert_close
@@ -174,7 +174,7 @@ def test_the_same_tensors_in_another_structure() -> None:
 
 def test_a_backend_that_fails_is_left_at_once(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     backends = {"auto": replace(EAGER, name="fused"), "eager": EAGER}
-    monkeypatch.setattr("ftbptt._segment.choose", backends.__getitem__)
+    monkeypatch.setattr("ftbptt.segment.train_segment.choose", backends.__getitem__)
     both.segment = make_train_segment(both.cell, loss)
     both.following = Following(both.segment)
     assert [both.go(*data()) for _ in range(2)] == [False, True]

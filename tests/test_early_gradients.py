@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-import ftbptt._execute
 from ftbptt import make_train_segment
-from ftbptt._output import EarlyGradients
 from ftbptt.backends import EAGER
+from ftbptt.contract.output import EarlyGradients
+from ftbptt.segment import execute
 
 from .cells import CELLS, problem, slow_but
 from .oracle import assert_close, reference
@@ -25,8 +25,8 @@ STEPS = 37
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small cells as if they were large: several chunks of steps."""
-    monkeypatch.setattr(ftbptt._execute, "_UNCUT_BYTES", 0)
-    monkeypatch.setattr(ftbptt._execute, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(execute, "_UNCUT_BYTES", 0)
+    monkeypatch.setattr(execute, "_CHUNK_BYTES", 0)
 
 
 def check_parts(given: Problem, backend: str) -> Any:
@@ -88,7 +88,9 @@ def test_compiled(name: str, short_chunks: None) -> None:
 
 def test_an_error_in_what_is_called_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``auto`` it was taken for one of the backend, which another one made up for."""
-    monkeypatch.setattr("ftbptt._segment.choose", lambda name: replace(EAGER, name="fused"))
+    monkeypatch.setattr(
+        "ftbptt.segment.train_segment.choose", lambda name: replace(EAGER, name="fused")
+    )
     given = problem("gru_cell")
     segment = make_train_segment(given.step, given.loss)
 
@@ -104,13 +106,13 @@ def test_the_first_is_there_before_the_others(short_chunks: None, monkeypatch: A
     given = problem("lstm_readout")
     segment = make_train_segment(given.step, given.loss, backend="eager")
     done: list[Any] = []
-    run = ftbptt._execute.Executable.run_chunk
+    run = execute.Executable.run_chunk
 
     def noting(self: Any, name: Any, *args: Any) -> Any:
         done.append(name)
         return run(self, name, *args)
 
-    monkeypatch.setattr(ftbptt._execute.Executable, "run_chunk", noting)
+    monkeypatch.setattr(execute.Executable, "run_chunk", noting)
     early = EarlyGradients([[3], [2], [0, 1]], lambda loss, grads: done.append("handed over"))
     segment.with_early_gradients(early, *given.data(STEPS))
     ends = done[done.index("alone") :]

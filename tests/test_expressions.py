@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ftbptt.backends import EAGER, FUSED
-from ftbptt.compiler.decompositions import past_autograd
 from ftbptt.compiler.graphs import Node
+from ftbptt.compiler.tracing.decompositions import past_autograd
 from ftbptt.kernels import expressions
 
 from .scans import Scan, assert_same, random, source_of

@@ -116,8 +116,8 @@ def test_evaluate(name: str, kernels: None) -> None:
 def test_chunks_and_one_step_first(
     name: str, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftbptt._execute._CHUNK_BYTES", 1)
-    monkeypatch.setattr("ftbptt._execute._UNCUT_BYTES", 0)
+    monkeypatch.setattr("ftbptt.segment.execute._CHUNK_BYTES", 1)
+    monkeypatch.setattr("ftbptt.segment.execute._UNCUT_BYTES", 0)
     given, segment = problem(name), make(problem(name))
     for steps in (1, 17, 63):
         check(segment, given, steps)

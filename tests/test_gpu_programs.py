@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ftbptt._compat import cpp_command
+from ftbptt._compat.building import cpp_command
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA, see test_gpu"),

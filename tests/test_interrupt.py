@@ -284,7 +284,7 @@ def test_a_schedule_that_ends_before_the_run(tmp_path: Path) -> None:
 
 def test_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of the run is what is raised, with a note that there is no checkpoint of it."""
-    import ftbptt.training.stores as module
+    import ftbptt.training.checkpoints.stores as module
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -312,7 +312,7 @@ def test_a_loop_that_is_left_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``break`` has no error that a note could be added to."""
-    import ftbptt.training.stores as module
+    import ftbptt.training.checkpoints.stores as module
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -376,7 +376,7 @@ def test_interrupted_when_an_iterator_has_given_a_chunk(
     saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives it only once."""
-    from ftbptt.training import chunk_stream
+    from ftbptt.training.data import chunk_stream
 
     as_chunk, left = chunk_stream.as_chunk, [0, 0, 1]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ftbptt import SegmentOutput, make_train_segment
 from ftbptt.training import Events, Stream, train_stream
-from ftbptt.training.learner import Learner
-from ftbptt.training.window_stats import WindowStats
+from ftbptt.training.updates.learner import Learner
+from ftbptt.training.updates.window_stats import WindowStats
 
 from .streams import (
     Tagger,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ftbptt.integrations.lightning import TBPTTModule
 
@@ -291,6 +292,7 @@ X, Y = stream(10)
         ({"x": X, "y": Y}, TypeError, r"batch: expected \(x, y\).*found a dict"),
         ((X,), TypeError, r"batch: expected \(x, y\).*found a list of 1"),
         ((X, Y.sum()), ValueError, "y: expected time on axis 0, found shape"),
+        ((X, Y, "first"), TypeError, "reset: expected a tensor or an array, found str"),
         (
             (X, Y, torch.zeros(9, dtype=torch.bool)),
             ValueError,
@@ -301,6 +303,17 @@ X, Y = stream(10)
 def test_bad_batches(batch: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         fit(model(), [batch])
+
+
+def test_arrays_of_numpy() -> None:
+    own, reset = model(), torch.zeros(10, dtype=torch.bool)
+    of_arrays = copy.deepcopy(own)
+    fit(own, [(X, Y, reset)])
+    loaded = DataLoader(
+        [(X, Y, reset)], batch_size=None, collate_fn=lambda b: [p.numpy() for p in b]
+    )
+    trainer().fit(of_arrays, loaded)
+    assert_equal([*own.parameters()], [*of_arrays.parameters()], 0)
 
 
 def test_a_batch_without_a_loss() -> None:

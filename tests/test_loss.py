@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftbptt._loss import segment_loss
+from ftbptt.contract.loss import segment_loss
 
 K, B = 4, 3
 

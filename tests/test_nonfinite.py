@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ftbptt import make_train_segment
 from ftbptt.training import Events, Stream, load_checkpoint, train_stream
-from ftbptt.training.checkpoint import previous
-from ftbptt.training.nonfinite import Guard
+from ftbptt.training.checkpoints.file import previous
+from ftbptt.training.updates.nonfinite import Guard
 
 from .resuming import Embedded, assert_same, segment
 from .streams import Tagger, mean_cross_entropy, stream, tagger, zeros

@@ -79,8 +79,8 @@ def test_compile(name: str, segments: Segments) -> None:
 @pytest.mark.parametrize("name", CELLS)
 def test_chunks_and_one_step_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long segment in chunks of 16 steps; the plan made by a call of one step."""
-    monkeypatch.setattr("ftbptt._execute._CHUNK_BYTES", 1)
-    monkeypatch.setattr("ftbptt._execute._UNCUT_BYTES", 0)
+    monkeypatch.setattr("ftbptt.segment.execute._CHUNK_BYTES", 1)
+    monkeypatch.setattr("ftbptt.segment.execute._UNCUT_BYTES", 0)
     given = problem(name)
     segment = make(given)
     for steps in (1, 17, 63):

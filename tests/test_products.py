@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftbptt._compat import FakeTensorMode
+from ftbptt._compat.tracing import FakeTensorMode
 from ftbptt.backends import parallel_matmul
 from ftbptt.backends.compile import build
 

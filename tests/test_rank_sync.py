@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from ftbptt import _execute, make_train_segment
+from ftbptt import make_train_segment
 from ftbptt.distributed import all_models, own_models, reduction
+from ftbptt.segment import execute
 from ftbptt.training import train_stream
 
 from .oracle import assert_close
@@ -122,7 +123,7 @@ def _early(mesh: DeviceMesh) -> Any:
     """Every gradient is handed over, in buckets of a leaf or two."""
     segment_of.cache_clear()
     with (
-        mock.patch.object(_execute, "_UNCUT_BYTES", 0),
+        mock.patch.object(execute, "_UNCUT_BYTES", 0),
         mock.patch.multiple(reduction, _LEAST_BYTES=1, _BUCKET_BYTES=300),
     ):
         found = train(mesh, "flags", clip_norm=0.1), train(mesh, "tensors")

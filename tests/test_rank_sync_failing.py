@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.distributed import DeviceMesh
 
-from ftbptt import _execute
 from ftbptt.distributed import RankFailed, ranks, reduction
 from ftbptt.distributed.reduction import Reduction
+from ftbptt.segment import execute
 from ftbptt.training import Events, train_stream
-from ftbptt.training.rank_sync import RankSync
-from ftbptt.training.shared_checkpoint import SharedCheckpoints
+from ftbptt.training.checkpoints.shared import SharedCheckpoints
+from ftbptt.training.updates.rank_sync import RankSync
 
 from .problem import named
 from .rank_runs import ROWS, STEPS, data_of, new_run, segment_of, train
@@ -209,7 +209,7 @@ def _interrupted(mesh: DeviceMesh, where: str, folder: str) -> tuple[str, Any]:
 
     segment_of.cache_clear()
     with (
-        mock.patch.object(_execute, "_UNCUT_BYTES", 0),  # gradients in parts
+        mock.patch.object(execute, "_UNCUT_BYTES", 0),  # gradients in parts
         mock.patch.multiple(reduction, _LEAST_BYTES=1, _BUCKET_BYTES=300),
     ):
         run = new_run(mesh, checkpoint=folder, checkpoint_every=2)

@@ -29,10 +29,10 @@ from ftbptt.training import (
     train_stream,
     write_scalars,
 )
-from ftbptt.training import report as report_module
-from ftbptt.training.nonfinite import Guard
-from ftbptt.training.report import Meter, ProgressBar
-from ftbptt.training.window_stats import WindowStats
+from ftbptt.training.reports import report as report_module
+from ftbptt.training.reports.report import Meter, ProgressBar
+from ftbptt.training.updates.nonfinite import Guard
+from ftbptt.training.updates.window_stats import WindowStats
 
 from .streams import Tagger, cross_entropy, stream, tagger, zeros
 
@@ -481,7 +481,7 @@ def test_bad_interval() -> None:
 
 
 def test_a_long_history_is_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftbptt.training.report._MAX_REPORTS", 4)
+    monkeypatch.setattr("ftbptt.training.reports.report._MAX_REPORTS", 4)
     run = train(interval=0)
     indices = [update.index for update in run]
     kept = [report.index for report in run.history]

@@ -23,7 +23,7 @@ from ftbptt.training import (
     save_checkpoint,
     train_stream,
 )
-from ftbptt.training.checkpoint import previous
+from ftbptt.training.checkpoints.file import previous
 
 from .resuming import MODULES, RUNS, Pieces, Run, assert_same, check, segment, whole
 from .streams import Tagger, mean_cross_entropy, stream, zeros

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.func import vmap
 
 from ftbptt import make_train_segment
-from ftbptt._compat import cpp_command
+from ftbptt._compat.building import cpp_command
 from ftbptt.backends import fused
-from ftbptt.kernels.toolchain import INCLUDE
+from ftbptt.kernels.cpu.toolchain import INCLUDE
 
 from .cells import problem
 from .scans import Scan, assert_same, random

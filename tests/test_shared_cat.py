@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ftbptt.compiler.shared_cat import share_joins
+from ftbptt.compiler.rewrites.shared_cat import share_joins
 
 Function = Callable[..., list[Tensor]]
 aten = torch.ops.aten

@@ -154,7 +154,7 @@ def test_a_folder_that_was_copied(two: Ranks, tmp_path: Path) -> None:
 def _changed_after(mesh: DeviceMesh, folder: str) -> bool:
     """Parameters change while a checkpoint of them is written."""
     from ftbptt.distributed.ranks import Ranks as Group
-    from ftbptt.training.shared_checkpoint import Parts, SharedCheckpoints
+    from ftbptt.training.checkpoints.shared import Parts, SharedCheckpoints
 
     own = SharedCheckpoints(Path(folder), Group(mesh), lambda leaf: 1)
     weight, rows = torch.zeros(1 << 20), torch.full((3, 2, 5), float(mesh.get_rank()))

@@ -119,8 +119,8 @@ def test_every_length(recompute: bool) -> None:
 
 
 def test_windows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftbptt._execute._CHUNK_BYTES", 1)
-    monkeypatch.setattr("ftbptt._execute._UNCUT_BYTES", 0)
+    monkeypatch.setattr("ftbptt.segment.execute._CHUNK_BYTES", 1)
+    monkeypatch.setattr("ftbptt.segment.execute._UNCUT_BYTES", 0)
     given = problem("gru_cell")
     segment = make_train_segment(given.step, given.loss, backend="eager", window=5, stride=2)
     for steps in (33, 17):

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ftbptt.training import Chunk, ContiguousStreams, Source
-from ftbptt.training.chunk_stream import ChunkStream
-from ftbptt.training.source import Arrays
+from ftbptt.training.data.chunk_stream import ChunkStream
+from ftbptt.training.data.source import Arrays
 
 from .sources import assert_same, cut, everything, losses_of, of, train, windows
 from .streams import stream

@@ -213,8 +213,8 @@ def test_a_mark_costs_nothing_unless_asked_for() -> None:
 
 
 def test_chunks_of_a_long_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftbptt._execute._CHUNK_BYTES", 1)
-    monkeypatch.setattr("ftbptt._execute._UNCUT_BYTES", 0)
+    monkeypatch.setattr("ftbptt.segment.execute._CHUNK_BYTES", 1)
+    monkeypatch.setattr("ftbptt.segment.execute._UNCUT_BYTES", 0)
     draw = Draw(4)
     params, h, _, _ = problem(draw, B)
     x, y = draw(53, B, D), draw(53, B, D)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given as drawn
 
 from ftbptt.backends import EAGER, FUSED
-from ftbptt.kernels import triton_module
+from ftbptt.kernels.gpu import module as triton_module
 
 from . import test_expressions as numbers
 from . import test_fused_operations as operations
@@ -218,7 +218,7 @@ def test_weights_that_are_too_large_are_split_or_left_to_others(
     assert needs.format(256, 192, 1057) in runs(256, 1057)
     assert needs.format(1 << 16, 192, 1) in runs(4096, 1)
     # A GPU with less of it.
-    monkeypatch.setattr("ftbptt.kernels.triton_kernel._SHARED_BYTES", 64 << 10)
+    monkeypatch.setattr("ftbptt.kernels.gpu.kernel._SHARED_BYTES", 64 << 10)
     assert runs(128, 1) == split.format(8)
     assert needs.format(64, 29, 2000) in runs(128, 2000)
 

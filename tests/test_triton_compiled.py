@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ftbptt.kernels.triton_module import options_for
+from ftbptt.kernels.gpu.module import options_for
 
 from .cells import CELLS, WITH_ROWS
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ftbptt.backends import EAGER
 from ftbptt.backends.fused import _source_for
-from ftbptt.kernels import triton_module
-from ftbptt.kernels.affine import affine_next
-from ftbptt.kernels.triton_module import steps_at_once
+from ftbptt.kernels.gpu import module as triton_module
+from ftbptt.kernels.gpu.affine import affine_next
+from ftbptt.kernels.gpu.module import steps_at_once
 
 from .cells import problem
 from .oracle import check

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from ftbptt.backends.fused import _source_for
-from ftbptt.kernels import tiles, triton_kernel, triton_split
+from ftbptt.kernels.gpu import kernel as triton_kernel
+from ftbptt.kernels.gpu import placement
+from ftbptt.kernels.gpu import split as triton_split
 
 from . import programs_at_once
 from . import test_fused_operations as operations
@@ -27,8 +29,8 @@ QUICK = ["lstm_readout", "layer_norm_lstm", "counter_and_flag"]
 def split(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever can be split is, between up to four programs, with at least two columns each."""
     monkeypatch.setattr(triton_kernel, "_SHARED_BYTES_OF_ROWS", triton_kernel._SHARED_BYTES)
-    monkeypatch.setattr(tiles, "_LEAST_COLUMNS", 2)
-    monkeypatch.setattr(tiles, "_MOST_COLUMNS", 16)
+    monkeypatch.setattr(placement, "_LEAST_COLUMNS", 2)
+    monkeypatch.setattr(placement, "_MOST_COLUMNS", 16)
     monkeypatch.setattr(triton_split, "_LEAST_OF_A_WARP", 1)
     monkeypatch.setattr(triton_split, "_PARTS", (2, 4))
 

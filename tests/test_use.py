@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +166,13 @@ def test_torch_compile_around_the_callers_code() -> None:
         assert_close((state, loss), (expected.state, expected.loss * 2))
         for name, p in arguments[0].items():
             assert_close(params[name], p - 0.1 * expected.grads[name])
+
+
+def test_importing_the_package_does_not_start_torchs_compiler() -> None:
+    """It takes a second, and fails where no folder can be written."""
+    code = "import sys, ftbptt; print({'torch._dynamo', 'torch._inductor'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"
 
 
 def step_to_pickle(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,17 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .._compat import (
-    enable_python_dispatcher,
-    inductor_compile,
-    inductor_decompositions,
-    make_fx,
-    while_loop,
-)
+from .._compat.inductor import inductor_compile, inductor_decompositions, while_loop
+from .._compat.tracing import enable_python_dispatcher, make_fx
 from .._interrupt import uninterrupted
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import gemm_flops
-from ..kernels.build import abandon, finish
+from ..kernels.cpu.build import abandon, finish
 from .base import Backend, Function, histories_by_carry
 from .inductor_workarounds import work_around_defects
 from .parallel_matmul import products_in_cpp, share_products

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .._compat import FakeTensorMode, not_traced
+from .._compat.tracing import FakeTensorMode, not_traced
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import value_of
 from .base import Backend, Function, histories_by_carry

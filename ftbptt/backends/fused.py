@@ -18,21 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import calls_in_cpp, not_traced
+from .._compat.inductor import calls_in_cpp
+from .._compat.tracing import not_traced
 from ..compiler.distribute import ScanBlock
 from ..compiler.fusion import Fusion
 from ..compiler.graphs import VIEWS, Node, aten, value_of
 from ..kernels.argmax import expand_argmax
-from ..kernels.build import load, start
-from ..kernels.cpp import print_cpp
+from ..kernels.cpu.build import load, start
+from ..kernels.cpu.loop import print_cpp
+from ..kernels.cpu.toolchain import INCLUDE
 from ..kernels.expressions import Unsupported, is_elementwise
+from ..kernels.gpu.kernel import describe_triton, print_triton
+from ..kernels.gpu.module import launch, write
 from ..kernels.lower import make_row_loop
 from ..kernels.normalize import is_small_product
 from ..kernels.row_order import inverse
 from ..kernels.rowloop import RowLoop
-from ..kernels.toolchain import INCLUDE
-from ..kernels.triton_kernel import describe_triton, print_triton
-from ..kernels.triton_module import launch, write
 from .base import Backend, Function, histories_by_carry
 from .compile import COMPILE
 from .compile import build as build_program

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._compat import calls_in_cpp
+from .._compat.inductor import calls_in_cpp
 from ..compiler.graphs import aten, value_of
-from ..kernels.build import start
-from ..kernels.toolchain import INCLUDE, is_intel
+from ..kernels.cpu.build import start
+from ..kernels.cpu.toolchain import INCLUDE, is_intel
 
 _library = torch.library.Library("ftbptt", "FRAGMENT")
 _library.define(

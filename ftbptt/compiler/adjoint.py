@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .._compat import FakeTensorMode
+from .._compat.tracing import FakeTensorMode
 from .._trees import differentiable
-from .convolution import split_gradients
 from .graphs import (
     Node,
     aten,
@@ -29,9 +28,10 @@ from .graphs import (
     vjp_by,
 )
 from .min_cut import values_to_save
-from .shared_cat import share_joins
+from .rewrites.shared_cat import share_joins
 from .signature import Level, vmapped, with_level_axes
-from .trace import trace_function
+from .time_axis.convolution import split_gradients
+from .tracing.trace import trace_function
 
 
 @dataclass

@@ -33,8 +33,8 @@ from .graphs import (
     skip_identities,
     value_of,
 )
-from .time_batching import for_any_length
-from .time_reduction import Term, time_sum
+from .time_axis.batching import for_any_length
+from .time_axis.reduction import Term, time_sum
 
 
 @dataclass

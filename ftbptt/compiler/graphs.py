@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, fx
 
-from .._compat import may_be_a_view
+from .._compat.tracing import may_be_a_view
 
 # torch types a node's arguments as a union of everything that an argument can be, which would need
 # a cast at every use.

@@ -16,19 +16,19 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, fx
 
-from .._compat import FakeTensorMode, holds_for, is_pinned, symbolic_steps
-from .._layout import Layout
-from .._loss import segment_loss
+from .._compat.tracing import FakeTensorMode, holds_for, is_pinned, symbolic_steps
 from .._trees import TreeSpec, differentiable, tree_unflatten
 from .._warnings import warn
-from .effects import without_effects
-from .function_overrides import Composed
+from ..contract.layout import Layout
+from ..contract.loss import segment_loss
 from .graphs import is_same_graph, reachable_from, value_of, vjp_by
 from .signature import Leaf, Level, Recipe, Signature, under, vmapped
-from .step_checks import forbid_trained_captures
-from .time_batching import for_any_length
-from .trace import TRACING, trace_function
-from .trace_errors import explain_trace_errors
+from .time_axis.batching import for_any_length
+from .tracing.effects import without_effects
+from .tracing.errors import explain_trace_errors
+from .tracing.function_overrides import Composed
+from .tracing.step_checks import forbid_trained_captures
+from .tracing.trace import TRACING, trace_function
 
 T = TypeVar("T")
 

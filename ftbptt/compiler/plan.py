@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._compat import FakeTensorMode
-from .._step import Step
+from .._compat.tracing import FakeTensorMode
 from .._trees import TreeSpec, differentiable, tree_unflatten
+from ..contract.step import Step
 from .adjoint import LoopPair, StepRoles, make_loops
-from .empty import without_empty_values
 from .graphs import VIEWS, Node, aten
-from .hoist_parameters import Preparation, make_preparation, split_invariants
 from .loss import LossTracer
-from .reset_mask import with_reset_and_mask
+from .rewrites.empty import without_empty_values
+from .rewrites.hoist_parameters import Preparation, make_preparation, split_invariants
+from .rewrites.reset_mask import with_reset_and_mask
+from .rewrites.split_matmul import split_products
+from .rewrites.split_state import Packing, split_stacked_state
 from .signature import Leaf, Recipe, Signature, vmapped, with_level_axes
-from .split_matmul import split_products
-from .split_state import Packing, split_stacked_state
-from .trace import StepGraph, lift_captures, trace_function, trace_step
+from .tracing.trace import StepGraph, lift_captures, trace_function, trace_step
 from .windows import Sliding
 
 

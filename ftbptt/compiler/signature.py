@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._loss import Loss
 from .._reach import modules_read_by
-from .._step import Step
 from .._trees import TreeSpec
+from ..contract.loss import Loss
+from ..contract.step import Step
 
 Tree = Any
 

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat import FakeTensorMode
+from .._compat.tracing import FakeTensorMode
 from .adjoint import Loop
 from .distribute import DistributedLoop, ScanBlock, ShiftBlock, distribute
 from .graphs import Node, needed_for, value_of
 from .program import RunScan
-from .time_batching import for_any_length
-from .trace import trace_function
+from .time_axis.batching import for_any_length
+from .tracing.trace import trace_function
 
 
 class Block(NamedTuple):

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._layout import Layout, SharedLayout
-from .._make_segment import check_made
-from .._output import SegmentOutput
-from .._reference import reference_segment
-from .._segment import TrainSegment
-from .._step import Step
+from .._random_state import random_state, same_random_state
 from .._trees import (
     differentiable,
     keystr,
@@ -25,7 +20,12 @@ from .._trees import (
     tree_unflatten,
 )
 from ..compiler.signature import Recipe
-from ..training.checkpoint import random_state, same_random_state
+from ..contract.layout import Layout, SharedLayout
+from ..contract.output import SegmentOutput
+from ..contract.reference import reference_segment
+from ..contract.step import Step
+from ..segment.make_segment import check_made
+from ..segment.train_segment import TrainSegment
 
 Tree = Any
 _TIMES_EAGER = 3.0  # the error allowed, as a multiple of the eager loop's error

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import check_int
-from .._make_segment import check_made
-from .._segment import TrainSegment
+from .._numbers import check_int
 from .._trees import differentiable
 from ..compiler.plan import Plan
 from ..compiler.signature import as_traced
-from ..training.chunk import Chunk
+from ..segment.make_segment import check_made
+from ..segment.train_segment import TrainSegment
+from ..training.data.chunk import Chunk
 from ..training.segments import Segments
 from .lags import gradients_by_reach, norms_by_lag
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .._execute import Executable
 from .._trees import keystr, tree_flatten_with_path, tree_unflatten
 from ..backends import EAGER
 from ..compiler.distribute import distribute
@@ -20,6 +19,7 @@ from ..compiler.graphs import nbytes, value_of
 from ..compiler.plan import Plan
 from ..compiler.program import run_loop
 from ..compiler.windows import Sliding, on_windows
+from ..segment.execute import Executable
 
 Groups = dict[str, list[Tensor]]
 _BLOCK_BYTES = 64 << 20  # of windows that run at once

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._compat import is_view_of
+from .._compat.running import is_view_of
 from ..compiler.graphs import VIEWS, Node, value_of
 from .expressions import Unsupported, refuse
 

@@ -1,6 +1,6 @@
 """Elementwise operations of a graph -> expressions in a few primitives, for any target language.
 
-A printer (``cpp_nest``, ``triton_expressions``) needs one spelling per primitive. Operations that
+A printer (``cpu.nest``, ``gpu.expressions``) needs one spelling per primitive. Operations that
 are compositions of primitives (``sigmoid_backward``, ``rsub``, ...) are expanded here, once for
 all languages.
 """

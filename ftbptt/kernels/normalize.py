@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from .._compat import is_view_of
+from .._compat.running import is_view_of
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import VIEWS, Node, aten, value_of
 from .accesses import RowView

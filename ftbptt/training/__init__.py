@@ -7,21 +7,21 @@ The data flow::
                                 +--- state ----+
 """
 
-from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from .chunk import Chunk
-from .contiguous import ContiguousStreams
-from .early_stop import EarlyStop
+from .checkpoints.file import CheckpointError, load_checkpoint, save_checkpoint
+from .data.chunk import Chunk
+from .data.contiguous import ContiguousStreams
+from .data.packing import PackedSequences
+from .data.source import Source
+from .data.windows import Truncation, Window
 from .evaluate import Evaluation, evaluate_stream
-from .events import Events, SequenceEnd
-from .optimizers import FunctionalOptimizer
-from .packing import PackedSequences
 from .random_truncation import RandomTruncation, random_truncation
-from .report import Report, plot_history, write_scalars
-from .source import Source
+from .reports.early_stop import EarlyStop
+from .reports.events import Events, SequenceEnd
+from .reports.report import Report, plot_history, write_scalars
 from .stream import Stream
 from .train_stream import train_stream
-from .update import Update
-from .windows import Truncation, Window
+from .updates.optimizers import FunctionalOptimizer
+from .updates.update import Update
 
 __all__ = [
     "CheckpointError",

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .._arguments import check_int
-from .._layout import Layout
-from .._make_segment import check_made
-from .._segment import TrainSegment
+from .._numbers import check_int
 from .._trees import tree_leaves, tree_map
-from .chunk import Chunk
-from .prefetch import Mover
+from ..contract.layout import Layout
+from ..segment.make_segment import check_made
+from ..segment.train_segment import TrainSegment
+from .data.chunk import Chunk
+from .data.prefetch import Mover
+from .data.source import as_source, check_axes
 from .random_truncation import RandomTruncation
 from .segments import Segments
-from .source import as_source, check_axes
 
 Tree = Any
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._layout import Layout, SharedLayout
-from .._make_segment import check_made
-from .._output import SegmentOutput
-from .._segment import TrainSegment
 from .._trees import differentiable, tree_leaves, tree_map
-from .chunk import Chunk
+from ..contract.layout import Layout, SharedLayout
+from ..contract.output import SegmentOutput
+from ..segment.make_segment import check_made
+from ..segment.train_segment import TrainSegment
+from .data.chunk import Chunk
 from .segments import Segments
-from .window_stats import share
+from .updates.window_stats import share
 
 Tree = Any
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .checkpoint import as_plain, from_plain
-from .cursor import Cursor, Place
+from .checkpoints.file import as_plain, from_plain
+from .data.cursor import Cursor, Place
 from .segments import Segments
 
 Tree = Any

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._consecutive_calls import Following
-from .._output import EarlyGradients, SegmentOutput
-from .._segment import TrainSegment
 from .._trees import tree_leaves, tree_map
-from .chunk import Chunk, TimeAxes
-from .cursor import Span
-from .data_layout import DataLayout
+from ..contract.output import EarlyGradients, SegmentOutput
+from ..segment.consecutive_calls import Following
+from ..segment.train_segment import TrainSegment
+from .data.chunk import Chunk, TimeAxes
+from .data.cursor import Span
+from .data.layout import DataLayout
 from .variants import variant, with_scale
 
 Tree = Any

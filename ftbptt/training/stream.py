@@ -11,17 +11,17 @@ from torch import Tensor
 from .._trees import tree_map
 from .._warnings import warn
 from ..distributed.ranks import RankFailed
-from .cursor import Cursor
-from .events import Events
-from .learner import Learner
-from .monitor import Monitor
-from .nonfinite import Guard
-from .rank_sync import RankSync
-from .report import Meter, Report
+from .checkpoints.stores import Store
+from .data.cursor import Cursor
+from .reports.events import Events
+from .reports.monitor import Monitor
+from .reports.report import Meter, Report
 from .segments import Segments
-from .stores import Store
 from .trainer import Limits, Trainer
-from .update import Update
+from .updates.learner import Learner
+from .updates.nonfinite import Guard
+from .updates.rank_sync import RankSync
+from .updates.update import Update
 from .window_run import WindowRunner
 
 Tree = Any

@@ -13,28 +13,28 @@ from torch.amp import GradScaler
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
-from .._arguments import check_int, check_positive, check_time_dim
-from .._output import SegmentOutput
+from .._numbers import check_int, check_positive, check_time_dim
 from .._trees import tree_map
+from ..contract.output import SegmentOutput
 from ..distributed.ranks import Ranks
 from ..distributed.shares import share_of
-from .checkpoint import check_writable, has_checkpoint, is_special, previous
-from .chunk import Chunk
-from .chunk_stream import ChunkStream
-from .cursor import Cursor
-from .events import Events
-from .learner import Learner
-from .optimizers import FunctionalOptimizer
-from .prefetch import Mover
-from .rank_sync import RankSync
-from .report import Meter
-from .same_on_ranks import check_same
+from .checkpoints.file import check_writable, has_checkpoint, is_special, previous
+from .checkpoints.stores import FileStore, SharedStore, Store
+from .data.chunk import Chunk
+from .data.chunk_stream import ChunkStream
+from .data.cursor import Cursor
+from .data.prefetch import Mover
+from .data.source import Shareable, Source, as_source
+from .data.windows import Truncation
+from .reports.events import Events
+from .reports.report import Meter
 from .segments import Segments
-from .source import Shareable, Source, as_source
-from .stores import FileStore, SharedStore, Store
 from .stream import Stream
 from .trainer import Limits
-from .windows import Truncation
+from .updates.learner import Learner
+from .updates.optimizers import FunctionalOptimizer
+from .updates.rank_sync import RankSync
+from .updates.same_on_ranks import check_same
 
 Tree = Any
 ON_NONFINITE = ("stop", "skip", "raise")

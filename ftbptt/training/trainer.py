@@ -10,17 +10,17 @@ from typing import Any
 from torch.nn.utils import get_total_norm
 
 from .._interrupt import uninterrupted
+from .._random_state import random_state, set_random_state
 from .._trees import tree_leaves
-from .checkpoint import random_state, set_random_state
-from .cursor import Cursor, Place
-from .events import SequenceEnd, emit
-from .monitor import Monitor
-from .rank_sync import RankSync
-from .report import Report
+from .data.cursor import Cursor, Place
+from .reports.events import SequenceEnd, emit
+from .reports.monitor import Monitor
+from .reports.report import Report
 from .resume_point import ResumePoint
-from .update import Update
+from .updates.rank_sync import RankSync
+from .updates.update import Update
+from .updates.window_stats import WindowStats
 from .window_run import WindowRunner
-from .window_stats import WindowStats
 
 Tree = Any
 _NO_CONTEXT = nullcontext()

@@ -8,11 +8,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .._layout import Layout, SharedLayout
-from .._loss import Loss
-from .._segment import TrainSegment
 from .._trees import tree_leaves
-from .chunk import Chunk
+from ..contract.layout import Layout, SharedLayout
+from ..contract.loss import Loss
+from ..segment.train_segment import TrainSegment
+from .data.chunk import Chunk
 
 Tree = Any
 

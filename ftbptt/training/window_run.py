@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 
 from .._trees import tree_leaves
-from .chunk import Chunk
-from .cursor import Place, Span
-from .events import Events, emit, tell_sequence_ends
-from .learner import Learner
-from .nonfinite import Guard, nonfinite_window
-from .rank_sync import RankSync
+from .data.chunk import Chunk
+from .data.cursor import Place, Span
+from .data.windows import Truncation, Window
+from .reports.events import Events, emit, tell_sequence_ends
 from .segments import Segments
-from .window_stats import WindowStats
-from .windows import Truncation, Window
+from .updates.learner import Learner
+from .updates.nonfinite import Guard, nonfinite_window
+from .updates.rank_sync import RankSync
+from .updates.window_stats import WindowStats
 
 Tree = Any
 

@@ -1,0 +1,4 @@
+"""Every torch-private name this package uses, with the reason and the versions it was read in.
+
+Nothing else in the package imports a private torch module. Read in torch 2.11, 2.13 and 2.14.
+"""

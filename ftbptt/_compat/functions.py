@@ -1,0 +1,99 @@
+"""What an autograd Function does that is applied while a step is traced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# What torch.func.vjp makes of an autograd Function: one that acts on the tensors of one transform.
+from torch._functorch.autograd_function import (
+    enable_single_level_autograd_function as functions_at_one_level,
+)
+from torch._functorch.pyfunctorch import TransformType, retrieve_current_functorch_interpreter
+from torch.autograd.function import _SingleLevelFunction as FunctionAtLevel
+from torch.nn.modules._functions import BackwardHookFunction
+
+__all__ = ["FunctionAtLevel", "applying_functions_by", "functions_at_one_level"]
+
+
+@contextmanager
+def applying_functions_by(run: Callable[..., Any]) -> Iterator[None]:
+    """Within it, ``F.apply(...)`` of an autograd Function is ``run(F, ...)`` in this thread.
+
+    Where functionalize is the innermost transform, for which torch has no rule (2.11 to 2.14). The
+    rules of the other transforms ask ``torch._C`` whether there is one, and end in ``apply`` if
+    not. Also for an ``apply`` that was looked up beforehand.
+    """
+    thread = threading.get_ident()
+    active = torch._C._are_functorch_transforms_active
+
+    def is_ours() -> bool:
+        if not active() or threading.get_ident() != thread:
+            return False
+        return retrieve_current_functorch_interpreter().key() == TransformType.Functionalize
+
+    def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function is BackwardHookFunction:  # whose hooks read a graph that is not there
+            raise RuntimeError("autograd.Function of a full backward hook")
+        return run(function, *args, **kwargs)
+
+    torch._C._are_functorch_transforms_active = lambda: active() and not is_ours()
+    in_cpp = hasattr(torch.autograd.function, "_call_custom_function_call")
+    try:
+        with (_instead_of_apply_in_cpp if in_cpp else _instead_of_apply)(is_ours, applied):
+            yield
+    finally:
+        torch._C._are_functorch_transforms_active = active
+
+
+@contextmanager
+def _instead_of_apply(is_ours: Callable[[], bool], applied: Callable[..., Any]) -> Iterator[None]:
+    """Up to 2.13, ``Function.apply`` is Python's, and ends in that of its base class."""
+
+    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_ours() and issubclass(function, torch.autograd.Function):
+            return applied(function, *args, **kwargs)
+        return super(FunctionAtLevel, function).apply(*args, **kwargs)
+
+    FunctionAtLevel.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del FunctionAtLevel.apply  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _instead_of_apply_in_cpp(
+    is_ours: Callable[[], bool], applied: Callable[..., Any]
+) -> Iterator[None]:
+    """Since 2.14 it is C++, which calls two functions of this module for a transform.
+
+    But not for a Function without a ``setup_context`` of its own, which it tells by its identity.
+    """
+    module: Any = torch.autograd.function
+    bind, call = module._bind_default_args, module._call_custom_function_call
+    inherited = torch.autograd.Function.setup_context
+
+    class OwnSetupContext:
+        def __get__(self, _: Any, function: Any) -> Any:
+            return self if is_ours() else inherited
+
+    def bound(function: Any, args: Any, kwargs: Any) -> Any:
+        return (args, kwargs) if is_ours() else bind(function, args, kwargs)
+
+    def called(function: Any, args: Any, kwargs: Any) -> Any:
+        if is_ours():
+            return applied(function, *args, **(kwargs or {}))
+        return call(function, args, kwargs)
+
+    module._bind_default_args, module._call_custom_function_call = bound, called
+    torch.autograd.Function.setup_context = OwnSetupContext()  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        module._bind_default_args, module._call_custom_function_call = bind, call
+        del torch.autograd.Function.setup_context

@@ -1,0 +1,42 @@
+"""What a module holds, and what is hung on it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+# How torch.compile(module) names the module inside it, in front of the names of its parameters.
+COMPILED_PREFIX = "_orig_mod."
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` was given."""
+    while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+        module = inner
+    return module
+
+
+def any_global_module_hook() -> bool:
+    """Whether a hook was registered for every module (``register_module_forward_hook``, ...)."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
+
+
+def has_module_hooks(module: nn.Module) -> bool:
+    """Whether a hook is registered on this module itself; torch has no public way to ask."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in names)
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether autograd calls something of the user for a leaf; torch has no public way to ask."""
+    return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """As ``named_parameters(recurse=False)`` and those that are None, without its slow walk."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """As ``named_buffers(recurse=False)``; see :func:`own_parameters`."""
+    return module._buffers

@@ -1,0 +1,136 @@
+"""Running Python on tensors without data, and recording what it does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+# enable_python_dispatcher: without it, some operations (Fourier transforms, triangular systems) ask
+# for their shapes in C++ code that takes no symbolic K. As torch.compile does (2.0 to 2.13).
+from torch._dispatch.python import enable_python_dispatcher
+
+# FakeTensorMode: shapes and dtypes without data; public only through torch.compile and export.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.distributions import Distribution
+
+# make_fx: the ATen graph of a Python function, through vmap and vjp. "Experimental" since 1.11.
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+# A mode that sees every operation; torch documents it, in a module whose name is private.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .logs import without_log
+
+__all__ = [
+    "UNTRACEABLE",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "calling_compiled_as_written",
+    "enable_python_dispatcher",
+    "holds_for",
+    "is_pinned",
+    "make_fx",
+    "may_be_a_view",
+    "not_traced",
+    "symbolic_steps",
+    "unvalidated_distributions",
+    "without_log_of_failures",
+    "writes_in_place",
+]
+
+
+# What tracing raises when Python needs the value of a tensor (`if`, `.item()`, boolean index).
+UNTRACEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+
+
+@contextmanager
+def calling_compiled_as_written() -> Iterator[None]:
+    """Within it, what ``torch.compile`` made runs as the Python it was made of, when traced."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled; importing it takes a second
+        yield
+        return
+    from torch._dynamo import config
+
+    with config.patch(error_on_nested_fx_trace=False):
+        yield
+
+
+def symbolic_steps(example: int) -> tuple[FakeTensorMode, Any]:
+    """A fake tensor mode and, in it, a number of steps K that is a symbol (above 1).
+
+    Where torch needs a number to go on, it is ``example``.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    probe = mode.from_tensor(torch.empty(example, 0), symbolic_context=context)
+    return mode, probe.shape[0]
+
+
+def is_pinned(steps: Any) -> bool:
+    """Whether tracing has fixed the symbol ``steps`` to a number."""
+    symbol = steps.node.expr
+    return not symbol.free_symbols or symbol in steps.node.shape_env.replacements
+
+
+def holds_for(steps: Any, value: int) -> bool:
+    """Whether what was traced with the symbol ``steps`` is also right for ``value``, above 1."""
+    if is_pinned(steps):
+        return int(steps) == value
+    guards = steps.node.shape_env.guards
+    return all(guard.expr.subs(steps.node.expr, value) != False for guard in guards)  # noqa: E712
+
+
+def not_traced() -> Any:
+    """A context in which tensor operations are none of the trace's that is being made."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def writes_in_place(target: Any) -> bool:
+    """Whether a node's target is an operation that changes one of its arguments."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def may_be_a_view(target: Any) -> bool:
+    """Whether a node's target is an operation whose result may lie in its argument's memory."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return any(result.alias_info is not None for result in target._schema.returns)
+
+
+def without_log_of_failures() -> AbstractContextManager[None]:
+    """Within it, an error of an operation on fake tensors is raised, and not logged as well."""
+    return without_log("torch._subclasses.fake_tensor", "failed while attempting to run meta")
+
+
+@contextmanager
+def unvalidated_distributions() -> Iterator[None]:
+    """``torch.distributions`` do not look at values, which are not there while tracing.
+
+    Their default has a setter, but no getter (2.11 to 2.13).
+    """
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)

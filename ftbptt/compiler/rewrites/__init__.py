@@ -1,0 +1,5 @@
+"""Passes over the graph of one step, before its adjoint is taken.
+
+``reset_mask`` adds restarts and padding. The others make recurrences smaller: ``hoist_parameters``,
+``split_state``, ``split_matmul``, ``empty``; ``shared_cat`` makes what is saved smaller.
+"""

@@ -1,0 +1,175 @@
+"""Stacked state split into its parts: ``nn.LSTM``'s ``[L, B, H]``, or ``cat([h, c])``.
+
+A state leaf that the step only reads by ``select`` (or ``split``) and writes by ``stack`` (or
+``cat``) along the same axis is several states in one tensor. As one carry it would tie all layers
+into one recurrence. As several, loop distribution separates the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..graphs import Node, aten, contains_parts_unchanged, is_getitem, new_node, value_of
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a state leaf is made of parts: stacked, concatenated, or one part (``dim`` None)."""
+
+    dim: Any = None  # the axis
+    sizes: tuple[int, ...] = ()  # along dim; empty for a stack of ``count`` slices
+    count: int = 1
+
+    def unpack(self, leaf: Tensor, batch_axes: int = 0) -> list[Tensor]:
+        """The parts of a leaf with ``batch_axes`` additional leading axes."""
+        if self.dim is None:
+            return [leaf]
+        dim = self.dim + batch_axes
+        return list(leaf.split(self.sizes, dim) if self.sizes else leaf.unbind(dim))
+
+    def row_axis(self, axis: int) -> int:
+        """The batch axis in each part, from that in the leaf."""
+        stacked = self.dim is not None and not self.sizes
+        return axis - 1 if stacked and self.dim < axis else axis
+
+    def pack(self, parts: Sequence[Tensor], batch_axes: int = 0) -> Tensor:
+        if self.dim is None:
+            return parts[0]
+        dim = self.dim + batch_axes
+        return torch.cat(list(parts), dim) if self.sizes else torch.stack(list(parts), dim)
+
+
+def split_stacked_state(
+    module: fx.GraphModule, first_state: int, unsplit_axes: Sequence[int]
+) -> tuple[fx.GraphModule, list[Packing]]:
+    """split_stacked_state : step graph -> step graph on the parts, one Packing per state leaf
+
+    The state leaves are the inputs from ``first_state`` on and the last outputs. ``unsplit_axes``
+    is for each the axis along which it must not be split (the batch's, if its rows restart one by
+    one), or -1.
+    """
+    graph = module.graph
+    leaves = graph.find_nodes(op="placeholder")[first_state:]
+    output = graph.output_node()
+    _move_size_one_axes(graph, leaves)
+    values = list(output.args[0])
+    n_outs = len(values) - len(leaves)
+    outs, leaves_after = values[:n_outs], values[n_outs:]
+    packings: list[Packing] = []
+    parts_after: list[Node] = []
+    for leaf, after, unsplit_axis in zip(leaves, leaves_after, unsplit_axes, strict=True):
+        packing = _packing(leaf, after)
+        is_split = packing.dim is not None
+        if packing.dim == unsplit_axis or (is_split and not _reads_only_parts(leaf, packing)):
+            packing = Packing()
+        packings.append(packing)
+        parts_after.extend([after] if packing.dim is None else after.args[0])
+    output.args = ([*outs, *parts_after],)
+    for leaf, packing in zip(leaves, packings, strict=True):
+        if packing.dim is None:
+            continue
+        with graph.inserting_before(leaf):
+            parts = [graph.placeholder(f"{leaf.name}_{i}") for i in range(packing.count)]
+        for part, fake in zip(parts, packing.unpack(value_of(leaf)), strict=True):
+            part.meta["val"] = fake
+        for reader, part in _readers(leaf, packing, parts):
+            reader.replace_all_uses_with(part)
+        graph.eliminate_dead_code()
+        graph.erase_node(leaf)
+    module.recompile()
+    return module, packings
+
+
+def _move_size_one_axes(graph: fx.Graph, leaves: Sequence[Node]) -> None:
+    """Lets unbatched layers, which add a batch axis to their state, add it to the parts instead.
+
+    ``leaf.unsqueeze(d).select(...)`` becomes ``leaf.select(...).unsqueeze(d)``, and
+    ``stack(parts).squeeze(d)`` a ``stack`` of squeezed parts.
+    """
+    call = partial(new_node, graph)
+
+    for leaf in leaves:
+        rank = value_of(leaf).dim() + 1
+        for view in [user for user in leaf.users if user.target is aten.unsqueeze.default]:
+            for reader in [user for user in view.users if user.target is aten.select.int]:
+                added, dim = view.args[1] % rank, reader.args[1] % rank
+                if added != dim:
+                    with graph.inserting_before(reader):
+                        part = call(aten.select.int, leaf, dim - (dim > added), reader.args[2])
+                        part = call(aten.unsqueeze.default, part, added - (added > dim))
+                    reader.replace_all_uses_with(part)
+    output = graph.output_node()
+    values = list(output.args[0])
+    for i in range(len(values) - len(leaves), len(values)):
+        if values[i].target is not aten.squeeze.dim:
+            continue
+        stack, dropped = values[i].args
+        if stack.target is aten.stack.default:
+            rank = value_of(stack).dim()
+            dim, dropped = (stack.args[1] if len(stack.args) > 1 else 0) % rank, dropped % rank
+            if dim != dropped and value_of(stack).shape[dropped] == 1:
+                with graph.inserting_before(output):
+                    parts = [
+                        call(aten.squeeze.dim, part, dropped - (dropped > dim))
+                        for part in stack.args[0]
+                    ]
+                    values[i] = call(aten.stack.default, parts, dim - (dim > dropped))
+    output.args = (values,)
+    graph.eliminate_dead_code()
+
+
+def _packing(leaf: Node, after: Node) -> Packing:
+    """How the step puts the next value of a leaf together."""
+    is_join = after.target in (aten.stack.default, aten.cat.default)
+    if is_join and not contains_parts_unchanged(after):
+        return Packing()  # parts of the state would be of another dtype
+    if after.target is aten.stack.default:
+        dim = after.args[1] if len(after.args) > 1 else 0
+        return Packing(dim % value_of(leaf).dim(), (), len(after.args[0]))
+    if after.target is aten.cat.default:
+        dim = (after.args[1] if len(after.args) > 1 else 0) % value_of(leaf).dim()
+        sizes = tuple(value_of(part).shape[dim] for part in after.args[0])
+        return Packing(dim, sizes, len(sizes))
+    return Packing()
+
+
+def _readers(leaf: Node, packing: Packing, parts: Sequence[Node]) -> list[tuple[Node, Node]]:
+    """Each node that reads exactly one part of the leaf, with that part."""
+    readers = []
+    starts = [sum(packing.sizes[:i]) for i in range(len(packing.sizes))]
+    rank, length = value_of(leaf).dim(), value_of(leaf).shape[packing.dim]
+    for user in list(leaf.users):
+        args = [*user.args[1:]]
+        if not packing.sizes and user.target is aten.select.int and args[0] % rank == packing.dim:
+            readers.append((user, parts[args[1] % packing.count]))
+        elif not packing.sizes and user.target is aten.unbind.int:
+            if (args[0] if args else 0) % rank == packing.dim:
+                readers += [(item, parts[item.args[1]]) for item in user.users]
+        elif packing.sizes and user.target in (aten.split.Tensor, aten.split_with_sizes.default):
+            pieces = [piece.shape[packing.dim] for piece in user.meta["val"]]
+            if (args[1] if len(args) > 1 else 0) % rank == packing.dim and tuple(
+                pieces
+            ) == packing.sizes:
+                readers += [(item, parts[item.args[1]]) for item in user.users if is_getitem(item)]
+        elif packing.sizes and user.target is aten.slice.Tensor and len(args) >= 3:
+            start, end = args[1] or 0, min(args[2], length)
+            if args[0] % rank == packing.dim and start in starts and len(args) == 3:
+                part = starts.index(start)
+                if end - start == packing.sizes[part]:
+                    readers.append((user, parts[part]))
+    return readers
+
+
+def _reads_only_parts(leaf: Node, packing: Packing) -> bool:
+    """Whether each read of the leaf is of one part."""
+    readers = {reader for reader, _ in _readers(leaf, packing, [leaf] * packing.count)}
+    return all(
+        user in readers or (user.users and all(item in readers for item in user.users))
+        for user in leaf.users
+    )

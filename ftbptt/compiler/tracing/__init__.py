@@ -1,0 +1,8 @@
+"""A step or a loss -> a graph of ATen operations (``trace``).
+
+The others see to what tracing alone does not do: functions that it cannot follow
+(``function_overrides``, ``rnn``, ``custom_gradient``, ``detached_writes``), operations of which a
+graph shall not consist (``decompositions``, ``vmap_rewrites``), what would happen once instead of
+at each step (``effects``, ``random_draws``), and what is wrong with a step (``step_checks``,
+``errors``).
+"""

@@ -1,0 +1,200 @@
+"""The operations that traced graphs consist of: decompositions, torch's and this package's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._compat.inductor import inductor_decompositions, torch_decompositions
+from ..graphs import aten
+
+
+def _mv(matrix: Tensor, vector: Tensor) -> Tensor:
+    return torch.mm(vector.unsqueeze(0), matrix.t()).squeeze(0)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a.unsqueeze(0), b.unsqueeze(1)).reshape(())
+
+
+def _addmv(bias: Tensor, matrix: Tensor, vector: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    return beta * bias + alpha * _mv(matrix, vector)
+
+
+def _trilinear(
+    a: Tensor, weight: Tensor, b: Tensor, expand_a: list[int], expand_weight: list[int],
+    expand_b: list[int], summed: list[int], unrolled: int = 1,
+) -> Tensor:  # fmt: skip
+    """``nn.Bilinear`` with one GEMM; torch's is a loop over the outputs, whatever vmap does."""
+    if (expand_a, expand_weight, expand_b, summed) != ([1, 3], [0], [1, 2], [2, 3]):
+        return NotImplemented
+    by_output = torch.mm(a, weight.transpose(0, 1).flatten(1)).unflatten(1, (weight.shape[0], -1))
+    return (by_output * b.unsqueeze(1)).sum(-1)
+
+
+def _plus_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        value = product(a, b)
+        value = value if alpha == 1 else value * alpha
+        return value if beta == 0 else value + (bias if beta == 1 else bias * beta)
+
+    return run
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return source.to(target.dtype).expand(target.shape)
+
+
+def _slice_scatter(
+    x: Tensor, part: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> Any:
+    if not x.is_complex():
+        return NotImplemented
+    x, part = torch.view_as_real(x), torch.view_as_real(part)
+    dim = dim if dim >= 0 else dim - 1  # the axis of the two parts is last
+    return torch.view_as_complex(torch.slice_scatter(x, part, dim, start, end, step))
+
+
+def _select_scatter(x: Tensor, part: Tensor, dim: int, index: Any) -> Any:
+    if not x.is_complex():
+        return NotImplemented
+    x, part = torch.view_as_real(x), torch.view_as_real(part)
+    return torch.view_as_complex(torch.select_scatter(x, part, dim if dim >= 0 else dim - 1, index))
+
+
+def _diagonal_scatter(
+    x: Tensor, part: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Tensor:
+    """By a mask: Inductor (2.13) writes a diagonal of all steps in place, and fails."""
+    matrices = x.movedim((dim1, dim2), (-2, -1))
+    rows, columns = (torch.arange(n, device=x.device) for n in matrices.shape[-2:])
+    by_column = _pad(part, (max(offset, 0), 0))
+    by_column = _pad(by_column, (0, matrices.shape[-1] - by_column.shape[-1]))
+    on_diagonal = columns - rows.unsqueeze(1) == offset
+    result = torch.where(on_diagonal, by_column.unsqueeze(-2), matrices)
+    return result.movedim((-2, -1), (dim1, dim2))
+
+
+def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
+    """``grad * sigmoid(-x)``; torch's has integers in it, of which kernels have no vectors."""
+    z = torch.exp(-x.abs())
+    share = z / (1 + z)
+    return grad * torch.where(x < 0, 1 - share, share)
+
+
+def _atanh(x: Tensor) -> Tensor:
+    """Inductor's (2.13) is 0 for small numbers in float32, as hyperbolic networks have them."""
+    if x.is_complex():
+        return NotImplemented
+    size = x.abs()
+    value = 0.5 * torch.log1p(2 * size / (1 - size))
+    return torch.where(x < 0, -value, value)
+
+
+def _roll(x: Tensor, shifts: Any, dims: Sequence[int] = ()) -> Tensor:
+    if not dims:
+        return _roll(x.flatten(), shifts, (0,)).reshape(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        first = -shift % max(x.shape[dim], 1)
+        if first:
+            x = torch.cat(_slices(x, [first, x.shape[dim] - first], dim)[::-1], dim)
+    return x
+
+
+def _pad(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
+    for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        dim = x.dim() - 1 - i  # from the last axis to the first
+        if min(before, after) < 0:
+            x = aten.slice.Tensor(x, dim, max(-before, 0), x.shape[dim] + min(after, 0))
+        shape = list(x.shape)
+        parts = [x]
+        for count, at in ((after, 1), (before, 0)):
+            if count > 0:
+                shape[dim] = count
+                parts.insert(at, torch.full(shape, value, dtype=x.dtype, device=x.device))
+        x = torch.cat(parts, dim) if len(parts) > 1 else x
+    return x
+
+
+# Of their gradients torch has no shapes where the batch is a symbol.
+_RESIZES = [
+    aten.upsample_nearest1d.default, aten.upsample_nearest2d.default,
+    aten.upsample_nearest3d.default, aten.upsample_linear1d.default,
+    aten.upsample_bilinear2d.default, aten.upsample_trilinear3d.default,
+    aten.upsample_bicubic2d.default, aten._upsample_nearest_exact1d.default,
+    aten._upsample_nearest_exact2d.default, aten._upsample_nearest_exact3d.default,
+]  # fmt: skip
+
+# Matrix-vector products as matrix products: one kind of GEMM to hoist and to differentiate. And the
+# results of functionalize (copy, fill, zero), where autograd knows only the in-place operations, or
+# only real numbers (slice_scatter, select_scatter).
+BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
+    aten.mv.default: _mv,
+    aten.dot.default: _dot,
+    aten.addmv.default: _addmv,
+    aten._trilinear.default: _trilinear,
+    aten.copy.default: _copy,
+    aten.fill.Scalar: torch.full_like,
+    aten.zero.default: torch.zeros_like,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.select_scatter.default: _select_scatter,
+    **torch_decompositions(_RESIZES),
+}
+
+
+@cache
+def past_autograd() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table of decompositions into core operations.
+
+    Without the decompositions of operations that should stay one node of the reverse loop, and
+    those into operations that vmap has no rule for (``flip`` becomes a prim). Biases are added
+    after products; ``split`` and ``unbind`` become single slices, ``roll`` and padding slices that
+    are joined, a diagonal that is written a mask.
+    """
+    table = inductor_decompositions()
+    for op in (
+        aten.sigmoid_backward,
+        aten.tanh_backward,
+        aten.embedding_dense_backward,
+        aten.threshold_backward,
+        aten.flip,
+        aten.max_pool2d_with_indices,
+        aten.max_pool3d_with_indices,
+        aten.stack,
+        aten._to_copy,
+        aten.mm,
+        aten.bmm,
+        aten.add,  # torch's takes complex numbers apart, as views of real ones
+    ):
+        for overload in op.overloads():
+            table.pop(getattr(op, overload), None)
+    table.update(BEFORE_AUTOGRAD)
+    # vmap has no rule for the prims that other decompositions are made of.
+    table[torch.ops.prims.convert_element_type.default] = lambda x, dtype: x.to(dtype)
+    if hasattr(torch.ops.prims, "fma"):
+        table[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c
+    # torch has no shapes for them where they broadcast over a symbolic K (2.13).
+    table[aten.addcmul.default] = lambda x, a, b, *, value=1: x + value * a * b
+    table[aten.addcdiv.default] = lambda x, a, b, *, value=1: x + value * a / b
+    table[aten.addmm.default] = _plus_product(torch.mm)
+    table[aten.baddbmm.default] = _plus_product(torch.bmm)
+    table[aten.split.Tensor] = lambda x, size, dim=0: _slices(
+        x, [min(size, x.shape[dim] - at) for at in range(0, x.shape[dim], size)], dim
+    )
+    table[aten.split_with_sizes.default] = lambda x, sizes, dim=0: _slices(x, sizes, dim)
+    table[aten.roll.default] = _roll
+    table[aten.constant_pad_nd.default] = _pad
+    table[aten.diagonal_scatter.default] = _diagonal_scatter
+    table[aten.log_sigmoid_backward.default] = _log_sigmoid_backward
+    table[aten.atanh.default] = _atanh
+    table[aten.unbind.int] = lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])]
+    return table
+
+
+def _slices(x: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [aten.slice.Tensor(x, dim, a, a + n) for a, n in zip(starts, sizes, strict=True)]

@@ -1,0 +1,206 @@
+"""Side effects of a step or loss: variables that it rebinds and containers that it changes.
+
+It is traced once, so an effect would happen once instead of at each step or call. It is undone,
+since what was stored are fake tensors, and the step or loss is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ..._random_state import random_state_outside_torch, same_random_state
+from ..._reach import is_bound, is_cache, names_in, reached_by
+from ...contract.step import Step
+from .random_draws import draws_of_this_thread
+
+T = TypeVar("T")
+_ABSENT = object()  # the value of a variable that is not bound
+
+
+@dataclass(frozen=True)
+class Variables:
+    """Variables of one scope that can be rebound. ``describe(name)`` is for error messages."""
+
+    describe: Callable[[str], str]
+    read: Callable[[], dict[str, Any]]
+    write: Callable[[str, Any], None]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a variable or of a container, which was undone; ``redo`` makes it again."""
+
+    description: str
+    redo: Callable[[], None]
+    is_tensor: bool = False  # what the variable was bound to
+
+
+def without_effects(name: str, root: Any, trace: Callable[[], T], remedy: str) -> T:
+    """Calls ``trace``, which runs ``root``, a function or module, and returns its result.
+
+    What that changes outside of it is undone. Raises RuntimeError if it changed something, or if
+    it drew from the random numbers of Python or NumPy. ``name`` and ``remedy`` are for the message.
+    """
+    random_before = random_state_outside_torch()
+    result, changes = _trace_and_undo(root, trace)
+    random_after = random_state_outside_torch()
+    # NumPy may have been imported meanwhile: then there is no state to compare with.
+    drew = any(not same_random_state(random_before[x], random_after[x]) for x in random_before)
+    if not changes and not drew:
+        return result
+    # Another thread may have done it. It does it again, and draws in this thread.
+    with draws_of_this_thread() as drawn:
+        result, changes_again = _trace_and_undo(root, trace)
+    repeated = {c.description for c in changes} & {c.description for c in changes_again}
+    if repeated:
+        description = min(repeated)
+        if any(c.is_tensor for c in changes_again if c.description == description):
+            remedy += (
+                " Compute a constant before the first call. For a weight that is computed from "
+                "parameters use torch.nn.utils.parametrizations (it has weight_norm), or "
+                "torch.func.functional_call on the inner module."
+            )
+        raise RuntimeError(
+            f"{name} changes {description}. A {name.split()[0]} is a pure function: {remedy}"
+        )
+    if drawn:
+        raise RuntimeError(
+            f"{name} draws from {max(drawn)}, so that it would use the same numbers every time. "
+            "Draw with torch, for example torch.rand, or pass the numbers in x."
+        )
+    for change in (*changes, *changes_again):
+        change.redo()
+    return result
+
+
+def without_step_effects(step: Step, trace: Callable[[], T]) -> T:
+    """:func:`without_effects`, of a step."""
+    return without_effects(
+        f"step {step.name}",
+        step.function if step.module is None else step.module,
+        trace,
+        "read such a value from the state and return it in the next state.",
+    )
+
+
+def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[Change]]:
+    """The result of ``trace``, and the changes that were made meanwhile, which are undone."""
+    reached = list(reached_by(root))
+    scopes = [(scope, scope.read()) for scope in _scopes(root, reached)]
+    caches = [(value, value.cache_info().misses) for value in reached if is_cache(value)]
+    containers = [
+        (scope.describe(name), value, _content(value))
+        for scope, variables in scopes
+        for name, value in variables.items()
+        if isinstance(value, (list, dict, set, deque))
+    ]
+    changes = []
+    try:
+        result = trace()
+    finally:
+        for scope, before in scopes:
+            after = scope.read()
+            for name in before.keys() | after.keys():
+                value, old_value = after.get(name, _ABSENT), before.get(name, _ABSENT)
+                if value is not old_value:
+                    redo = partial(scope.write, name, value)
+                    changes.append(Change(scope.describe(name), redo, isinstance(value, Tensor)))
+                    scope.write(name, old_value)
+        for cached, misses in caches:
+            if cached.cache_info().misses != misses:  # it holds fake tensors now
+                cached.cache_clear()
+        for description, container, old_content in containers:
+            content = _content(container)
+            if not _is_same(content, old_content):
+                changes.append(Change(description, partial(_refill, container, content)))
+                _refill(container, old_content)
+    return result, changes
+
+
+def _scopes(root: Any, reached: list[Any]) -> Iterator[Variables]:
+    modules = root.named_modules() if isinstance(root, nn.Module) else ()
+    paths = {module: f"{path}." for path, module in modules if path}
+    for value in reached:
+        if isinstance(value, FunctionType):
+            yield _captured(value)
+            yield _globals(value)
+        else:
+            yield _attributes(value, paths.get(value, "") if isinstance(value, nn.Module) else "")
+
+
+def _attributes(owner: Any, prefix: str) -> Variables:
+    def read() -> dict[str, Any]:
+        # torch's recurrent layers keep lists of their weights, which functional_call replaces.
+        return {k: v for k, v in vars(owner).items() if not k.startswith("_flat_weight")}
+
+    return Variables(lambda name: f"its attribute {prefix + name!r}", read, _writer(vars(owner)))
+
+
+def _globals(function: FunctionType) -> Variables:
+    module_globals = function.__globals__
+
+    def read() -> dict[str, Any]:
+        names = names_in(function.__code__)
+        return {name: module_globals[name] for name in names if name in module_globals}
+
+    return Variables(lambda name: f"the global variable {name!r}", read, _writer(module_globals))
+
+
+def _writer(variables: dict[str, Any]) -> Callable[[str, Any], None]:
+    def write(name: str, value: Any) -> None:
+        if value is _ABSENT:
+            variables.pop(name, None)
+        else:
+            variables[name] = value
+
+    return write
+
+
+def _captured(function: FunctionType) -> Variables:
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def write(name: str, value: Any) -> None:
+        if value is not _ABSENT:
+            cells[name].cell_contents = value
+
+    return Variables(
+        lambda name: f"the captured variable {name!r}",
+        lambda: _captured_variables(function),
+        write,
+    )
+
+
+def _captured_variables(function: FunctionType) -> dict[str, Any]:
+    """The variables that a function closes over, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if is_bound(cell)}
+
+
+def _content(container: Any) -> Any:
+    """A shallow copy: what the container holds now."""
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _is_same(content: Any, other: Any) -> bool:
+    """Whether both contain the same objects; equal ones do not count as the same."""
+    if isinstance(content, dict):
+        if content.keys() != other.keys():
+            return False
+        content, other = content.values(), other.values()
+    return len(content) == len(other) and all(map(operator.is_, content, other))
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, (dict, set)):
+        container.update(content)
+    else:
+        container.extend(content)

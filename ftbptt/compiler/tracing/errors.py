@@ -1,0 +1,146 @@
+"""Errors of tracing, reworded: the line of the step or loss that caused them, and a remedy.
+
+torch's own messages name its internals. The table of causes below recognises those with a known
+cause by their type or a part of their text; all other errors pass with a note that has the line.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from ..._compat.tracing import UNTRACEABLE
+from ..graphs import aten
+
+# Frames in these folders are not the user's. The separator keeps a neighbour such as
+# ``torchvision`` apart from ``torch``.
+_LIBRARY_FOLDERS = tuple(
+    os.path.join(folder, "")
+    for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+)
+# Code without a file that torch, dataclasses and the import system generate. What a user types at
+# a prompt has no file either (``<stdin>``, ``<ipython-input-...>``), but is theirs.
+_GENERATED_CODE = ("<eval_with_key>", "<string>", "<frozen ")
+
+# What an `if`, `.item()` and a boolean index come to.
+_READ_VALUES = {
+    aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default,
+    aten.nonzero.default, aten.index.Tensor, aten.masked_select.default,
+}  # fmt: skip
+
+
+class _Cause(NamedTuple):
+    """A known cause of a failed trace.
+
+    ``message`` has the fields ``{function}`` ("step LSTM"), ``{line}`` (the user's) and
+    ``{operation}`` (the ATen operation that failed, if torch names it).
+    """
+
+    matches: Callable[[Exception], bool]
+    message: str
+
+
+def _says(*texts: str) -> Callable[[Exception], bool]:
+    return lambda error: any(text in str(error) for text in texts)
+
+
+def _reads_values(error: Exception) -> bool:
+    # "tracing tensor": from torch/fx/experimental/proxy_tensor.py (2.13), where there is no type of
+    # exception for it, and from function_overrides.
+    return isinstance(error, UNTRACEABLE) or "tracing tensor" in str(error)
+
+
+def _operation(error: Exception) -> Any:
+    return getattr(error, "func", None)
+
+
+def _is_value_dependent_operation(error: Exception) -> bool:
+    """Whether one operation needs values, which the user did not ask for in Python."""
+    operation = _operation(error)
+    return _reads_values(error) and operation is not None and operation not in _READ_VALUES
+
+
+# The first match is reported. The comments say where torch 2.13 has the text that is looked for.
+_CAUSES = [
+    _Cause(
+        lambda error: _operation(error) is aten._pack_padded_sequence.default,
+        "{function} packs sequences, and a PackedSequence has no single step\n  {line}\n"
+        "Give padded data with reset= and mask= instead.",
+    ),
+    _Cause(
+        # torch/_functorch/autograd_function.py
+        _says("autograd.Function", "custom_function_call"),
+        "{function} uses a torch.autograd.Function inside another gradient or vmap, or a full "
+        "backward hook, which cannot be traced\n  {line}\n"
+        "To choose the gradient yourself write soft + (hard - soft).detach(): the value of `hard` "
+        "with the gradient of `soft`.",
+    ),
+    _Cause(
+        # torch.autograd.grad (libtorch), backward() (torch/autograd/__init__.py)
+        _says(
+            "does not require grad and does not have a grad_fn",
+            "backward() called inside a functorch transform",
+        ),
+        "{function} takes a gradient by torch.autograd, which cannot be traced\n  {line}\n"
+        "Write it as torch.func.grad(f)(x), which can be differentiated again; for the gradient of "
+        "the loss at a tensor inside the step use make_train_segment(..., taps=).",
+    ),
+    _Cause(
+        # FunctionalizeFallbackKernel (libtorch)
+        _says("mutating a non-functional tensor"),
+        "{function} changes in place a tensor that is not among its arguments. Carry it in the "
+        "state and return it.\n  {line}",
+    ),
+    _Cause(
+        _is_value_dependent_operation,
+        "{function} cannot be compiled: what {operation} does, or the shape of its result, depends "
+        "on the values of a tensor, which are not known while tracing\n  {line}\n"
+        "Write it with other operations; reference_segment runs it unchanged.",
+    ),
+    _Cause(
+        _reads_values,
+        "{function} cannot be compiled: it needs the value of a tensor in Python (an `if` or "
+        "`while` on a tensor, `.item()`, int(tensor), a boolean index)\n  {line}\n"
+        "Only one branch could be traced, so none is. Write it with torch.where, or multiply by "
+        "the condition; for restarts and padding use reset= and mask=.",
+    ),
+]
+
+
+@contextmanager
+def explain_trace_errors(argument: str, function: Any) -> Iterator[None]:
+    """Around the trace of ``function``, which the caller passed as ``argument``."""
+    name = getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
+    try:
+        yield
+    except Exception as error:
+        line = _user_line(error)
+        for cause in _CAUSES:
+            if cause.matches(error):
+                message = cause.message.format(
+                    function=f"{argument} {name}", line=line, operation=_operation(error)
+                )
+                raise RuntimeError(message) from error
+        if not str(error).startswith(f"{argument}: "):
+            error.add_note(f"while {argument} {name} was traced\n  {line}")
+        raise
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the traceback that is not torch's or this package's."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*_LIBRARY_FOLDERS, *_GENERATED_CODE))
+    ]
+    if not frames:
+        return "(no line of the step is on the stack)"
+    last = frames[-1]
+    text = linecache.getline(last.filename, last.lineno or 0).strip()
+    return f'File "{last.filename}", line {last.lineno}, in {last.name}\n    {text}'.rstrip()

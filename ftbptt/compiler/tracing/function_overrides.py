@@ -1,0 +1,244 @@
+"""Functions of torch that cannot be traced, replaced by compositions of functions that can.
+
+Some read values to validate them, some read a number out of a tensor, some have no vmap rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..._trees import differentiable, tree_map
+from ..straight_through import with_gradient_of
+from .detached_writes import DATA, HiddenAliases, written_tensor
+from .rnn import RECURRENT
+
+
+def _embedding_bag(
+    input: Tensor, weight: Tensor, offsets: Any = None, max_norm: Any = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, mode: str = "mean",
+    sparse: bool = False, per_sample_weights: Any = None, include_last_offset: bool = False,
+    padding_idx: Any = None,
+) -> Any:  # fmt: skip
+    """A bag for each row of ``input``; not for bags of unequal lengths, given by ``offsets``."""
+    if input.dim() != 2 or max_norm is not None or scale_grad_by_freq or sparse:
+        return NotImplemented
+    embedded = F.embedding(input, weight)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    counts = torch.ones_like(input) if padding_idx is None else (input != padding_idx).long()
+    if mode == "max":
+        counted = counts.bool().unsqueeze(-1)
+        largest = embedded.masked_fill(~counted, -math.inf).amax(1)
+        return torch.where(counted.any(1), largest, torch.zeros_like(largest))
+    if per_sample_weights is not None:
+        embedded = embedded * per_sample_weights.unsqueeze(-1)
+    total = (embedded * counts.unsqueeze(-1)).sum(1)
+    return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)
+
+
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Any:  # fmt: skip
+    """Without the check for negative variances."""
+    var = torch.as_tensor(var, dtype=input.dtype, device=input.device)
+    if var.dim() and var.shape != input.shape and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    bounded = with_gradient_of(var.clamp(min=eps), var)  # as in torch, the clamp passes it on
+    loss = 0.5 * (bounded.log() + (input - target).square() / bounded)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def _multilabel_margin_loss(
+    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:  # fmt: skip
+    """torch's decomposition (2.11 to 2.13) takes other classes for targets."""
+    if size_average is not None or reduce is not None:
+        return NotImplemented
+    is_listed = (target < 0).cumsum(-1) == 0  # the classes before the first that is negative
+    listed = target.clamp(min=0)
+    is_target = torch.zeros_like(target).scatter_add(-1, listed, is_listed.long()) > 0
+    margins = (1 - input.gather(-1, listed).unsqueeze(-1) + input.unsqueeze(-2)).relu()
+    counted = is_listed.unsqueeze(-1) & ~is_target.unsqueeze(-2)
+    loss = torch.where(counted, margins, 0.0).sum((-2, -1)) / input.shape[-1]
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def _cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    """Without the validation of weights, which also runs if there are none."""
+    if input.dim() > 2 or fweights is not None or aweights is not None:
+        return NotImplemented
+    x = input.reshape(1, -1) if input.dim() < 2 else input
+    centered = x - x.mean(1, keepdim=True)
+    return (centered @ centered.mH / max(x.shape[1] - correction, 0)).squeeze()
+
+
+def _hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
+    """torch has no meta function for the gradients of hardshrink and softshrink."""
+    return torch.where((input >= -lambd) & (input <= lambd), 0.0, input)
+
+
+def _softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
+    small = torch.where(input < -lambd, input + lambd, input * 0)
+    return torch.where(input > lambd, input - lambd, small)
+
+
+def _complex(real: Tensor, imag: Tensor) -> Tensor:
+    """The strides of torch's result are read as numbers by Inductor, which fixes K."""
+    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imag), -1))
+
+
+def _polar(abs: Tensor, angle: Tensor) -> Tensor:
+    # torch's gradient by a negative abs has the other sign.
+    abs = with_gradient_of(abs, abs, abs.detach().sign())
+    return _complex(abs * angle.cos(), abs * angle.sin())
+
+
+def _is_position(entry: Any) -> bool:
+    """Whether it is a tensor of one index, such as the position in a ring buffer."""
+    if not isinstance(entry, Tensor) or entry.dim() or entry.dtype is torch.bool:
+        return False
+    return not differentiable(entry)
+
+
+class _TensorIndex(NamedTuple):
+    """An index like ``[:, t, 2:]`` with one tensor ``t``, which is ``entries[dim]``."""
+
+    entries: list[Any]
+    dim: int  # also the axis that it indexes: no ellipsis is left
+
+
+def _as_tensor_index(x: Tensor, index: Any) -> _TensorIndex | None:
+    """None if it is another kind of index."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    positions = [i for i, entry in enumerate(entries) if _is_position(entry)]
+    others = [entry for i, entry in enumerate(entries) if i not in positions]
+    plain = all(
+        entry is ... or (isinstance(entry, (slice, int)) and not isinstance(entry, bool))
+        for entry in others
+    )
+    if len(positions) != 1 or not plain:
+        return None
+    (dim,) = positions
+    ellipses = [i for i, entry in enumerate(entries) if entry is ...]
+    if ellipses:
+        (ellipsis,) = ellipses
+        added = x.dim() - len(entries)  # the axes that the ellipsis stands for, less one
+        entries[ellipsis : ellipsis + 1] = [slice(None)] * (added + 1)
+        dim += added if dim > ellipsis else 0
+    return _TensorIndex(entries, dim)
+
+
+def _row_numbers(x: Tensor, index: _TensorIndex) -> Tensor:
+    """``[1]``: the position along its axis, counted from the start."""
+    position = index.entries[index.dim].reshape(1).long()
+    return torch.where(position < 0, position + x.shape[index.dim], position)
+
+
+def _within_row(index: _TensorIndex) -> tuple[Any, ...]:
+    """The same index into the one row that was selected, which keeps the axis."""
+    return (*index.entries[: index.dim], 0, *index.entries[index.dim + 1 :])
+
+
+def _getitem(x: Tensor, index: Any) -> Any:
+    """``x[:, t]``, for which torch reads the number in Python if t is a tensor of one number."""
+    tensor_index = _as_tensor_index(x, index)
+    if tensor_index is None:
+        return NotImplemented
+    row = x.index_select(tensor_index.dim, _row_numbers(x, tensor_index))
+    return row[_within_row(tensor_index)]
+
+
+def _setitem(x: Tensor, index: Any, value: Any) -> Any:
+    """``x[:, t] = value``, see :func:`_getitem`."""
+    tensor_index = _as_tensor_index(x, index)
+    if tensor_index is None:
+        return NotImplemented
+    numbers = _row_numbers(x, tensor_index)
+    row = x.index_select(tensor_index.dim, numbers)
+    row[_within_row(tensor_index)] = value
+    x.index_copy_(tensor_index.dim, numbers, row)
+    return x
+
+
+_COMPOSED: dict[Any, Callable[..., Any]] = {
+    **RECURRENT,
+    F.embedding_bag: _embedding_bag,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.multilabel_margin_loss: _multilabel_margin_loss,
+    F.hardshrink: _hardshrink,
+    torch.hardshrink: _hardshrink,
+    Tensor.hardshrink: _hardshrink,
+    F.softshrink: _softshrink,
+    torch.complex: _complex,
+    torch.polar: _polar,
+    torch.cov: _cov,
+    Tensor.cov: _cov,
+    Tensor.__getitem__: _getitem,
+    Tensor.__setitem__: _setitem,
+}
+
+
+# These hand a tensor's values to Python or NumPy: a fake tensor would give wrong ones silently.
+_LEAVES_TORCH = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__}
+
+
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+class Composed(TorchFunctionMode):
+    """While active, the functions above and torch's recurrent layers run as plain operations.
+
+    ``argument``: what runs, "step" or "loss", for errors.
+    """
+
+    def __init__(self, argument: str) -> None:
+        super().__init__()
+        self.argument, self.hidden = argument, HiddenAliases(argument)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _LEAVES_TORCH:
+            raise RuntimeError(f"{func.__name__}() of a tracing tensor")
+        if func is Tensor.register_hook:
+            raise RuntimeError(
+                f"{self.argument}: Tensor.register_hook cannot be compiled, and would be ignored. "
+                "Scale the gradient in the forward (x * s + x.detach() * (1 - s)), or change the "
+                "gradients that the segment returns."
+            )
+        if func == _REQUIRES_GRAD:  # False for fake tensors, but not in the loop they stand for
+            return torch.is_grad_enabled() and differentiable(args[0])
+        if func is Tensor.requires_grad_:
+            # It only matters to torch.func.grad, which may call it; elsewhere it fails.
+            with suppress(RuntimeError):
+                func(*args, **kwargs)
+            return args[0]
+        target = written_tensor(func, args, kwargs)
+        if target is not None:
+            return self.hidden.write(self._run, func, target, args, kwargs)
+        result = self._run(func, args, kwargs)
+        # What the step hides from autograd must be constant when its graph is differentiated.
+        if func == DATA or not torch.is_grad_enabled():
+            result = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, result)
+        self.hidden.note(self._run, func, args, kwargs, result)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result, composed = NotImplemented, _COMPOSED.get(func)
+        if composed is not None:
+            with self:  # the mode is off inside this method; a layer calls dropout
+                result = composed(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result

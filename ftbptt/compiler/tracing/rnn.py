@@ -1,0 +1,109 @@
+"""torch's recurrent layers and cells as plain tensor operations, while a step is traced.
+
+``aten::lstm`` and the like are opaque: they cannot be vmapped, split or differentiated in parts.
+Calls of them run the equations in the documentation of ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``
+instead, the same on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...contract.taps import tap_of
+
+
+def _lstm_cell(
+    x: Tensor, state: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Any = None,
+    b_hh: Any = None, w_hr: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    h, c = state
+    gates = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
+    i, f, g, o = (tap_of(w_ih, name, gate) for name, gate in zip("ifgo", gates, strict=True))
+    c = tap_of(w_ih, "c", f.sigmoid() * c + i.sigmoid() * g.tanh())
+    h = o.sigmoid() * c.tanh()
+    return tap_of(w_ih, "h", h if w_hr is None else F.linear(h, w_hr)), c
+
+
+def _gru_cell(
+    x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+) -> Tensor:
+    r_x, z_x, n_x = F.linear(x, w_ih, b_ih).chunk(3, -1)
+    r_h, z_h, n_h = F.linear(h, w_hh, b_hh).chunk(3, -1)
+    r = tap_of(w_ih, "r", r_x + r_h).sigmoid()
+    z = tap_of(w_ih, "z", z_x + z_h).sigmoid()
+    n = tap_of(w_ih, "n", n_x + r * n_h).tanh()
+    return tap_of(w_ih, "h", n + z * (h - n))
+
+
+def _elman_cell(nonlinearity: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def cell(
+        x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+    ) -> Tensor:
+        a = tap_of(w_ih, "a", F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh))
+        return tap_of(w_ih, "h", nonlinearity(a))
+
+    return cell
+
+
+def _layers(cell: Callable[..., Any]) -> Callable[..., Any]:
+    """Layers of ``cell`` over a chunk, with the signature of ``torch.lstm`` or ``torch.gru``."""
+
+    def run(
+        x: Tensor, hx: Any, weights: Any, has_biases: Any, num_layers: Any, dropout: Any = None,
+        train: Any = None, bidirectional: Any = False, batch_first: Any = False,
+    ) -> Any:  # fmt: skip
+        if not isinstance(has_biases, bool):  # torch's signature for packed data has the weights
+            raise TypeError(
+                "step: a PackedSequence has no single step. Give padded data with reset= and "
+                "mask= instead."
+            )
+        lstm = not isinstance(hx, Tensor)
+        per_layer = len(weights) // num_layers
+        steps: list[Any] = list(x.unbind(1 if batch_first else 0))
+        finals: list[Any] = []
+        for layer in range(num_layers):
+            state = tuple(leaf[layer] for leaf in hx) if lstm else hx[layer]
+            layer_weights = list(weights[layer * per_layer : (layer + 1) * per_layer])
+            if lstm and not has_biases:  # a projection's weight follows the biases
+                layer_weights[2:2] = [None, None]
+            for t, value in enumerate(steps):
+                state = cell(value, state, *layer_weights)
+                steps[t] = state[0] if lstm else state
+            if train and dropout and layer < num_layers - 1:
+                steps = [F.dropout(value, dropout) for value in steps]
+            finals.append(state)
+        out = torch.stack(steps, 1 if batch_first else 0)
+        if lstm:
+            return out, torch.stack([h for h, _ in finals]), torch.stack([c for _, c in finals])
+        return out, torch.stack(finals)
+
+    return run
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Dropout whose noise depends on a shape only, so that it can leave the recurrence."""
+    if not train or p == 0:
+        return x
+    if p == 1:
+        return x * 0
+    keep = torch.rand(x.shape, device=x.device) >= p
+    return x * keep * (1 / (1 - p))
+
+
+_elman_tanh, _elman_relu = _elman_cell(torch.tanh), _elman_cell(torch.relu)
+RECURRENT: dict[Any, Callable[..., Any]] = {
+    torch.lstm: _layers(_lstm_cell),
+    torch.gru: _layers(_gru_cell),
+    torch.rnn_tanh: _layers(_elman_tanh),
+    torch.rnn_relu: _layers(_elman_relu),
+    torch.lstm_cell: _lstm_cell,
+    torch.gru_cell: _gru_cell,
+    torch.rnn_tanh_cell: _elman_tanh,
+    torch.rnn_relu_cell: _elman_relu,
+    torch.dropout: _dropout,
+}

@@ -1,0 +1,218 @@
+"""What a step must return, and what it must not do: checked once, when it is traced."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..._compat.running import is_fake
+from ..._messages import describe_type
+from ..._trees import (
+    in_order_of,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
+from ...contract.step import Step
+from ..graphs import Node, aten, inputs_of, needed_for, value_of
+
+Tree = Any
+
+
+def floating_dtypes(tree: Tree) -> set[torch.dtype]:
+    return {leaf.dtype for leaf in tree_flatten(tree)[0] if leaf.is_floating_point()}
+
+
+def checked_pair(result: Any, state: Tree, x_only: set[torch.dtype]) -> tuple[Tree, Tree]:
+    """``(out_t, next state)`` as the step returned it, the state with its dicts in order.
+
+    ``x_only``: dtypes that x has, but no parameter. Raises TypeError or ValueError if it is not
+    such a pair, or if the state comes out with another structure, dtype or shape.
+    """
+    if not (isinstance(result, (tuple, list)) and len(result) == 2):
+        raise TypeError(
+            f"step: expected (out_t, state), found {describe_type(result)}. Return the output "
+            "and the next state as a pair; a step without output returns its state twice."
+        )
+    out, state_after = result
+    for path, leaf in tree_flatten_with_path(out)[0]:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"step: expected tensors in out_t, found {type(leaf).__name__} at "
+                f"out{keystr(path)}."
+            )
+    state_after = in_order_of(state, state_after)
+    leaves_before, spec_before = tree_flatten_with_path(state)
+    leaves_after, spec_after = tree_flatten_with_path(state_after)
+    if spec_before != spec_after:
+        raise TypeError(
+            "step: the state must keep its structure, so that it can be carried.\n"
+            f"  went in:  {_outline(state)}\n  came out: {_outline(state_after)}\n"
+            "Return the next state in the structure of the state that the step received."
+        )
+    for (path, before), (_, after) in zip(leaves_before, leaves_after, strict=True):
+        _check_state_leaf(f"state{keystr(path)}", before, after, x_only)
+    return out, state_after
+
+
+def _check_state_leaf(name: str, before: Tensor, after: Any, x_only: set[torch.dtype]) -> None:
+    if not isinstance(after, Tensor):
+        raise TypeError(f"step: {name} came out as {type(after).__name__}, not a tensor.")
+    if before.dtype != after.dtype:
+        if after.dtype in x_only:
+            remedy = f"That is the dtype of x, but of no parameter: give x as {before.dtype}."
+        elif before.dtype in x_only:  # as the zeros of state=None have it from x
+            remedy = (
+                f"x is {before.dtype} too, but no parameter is: give x and the state as "
+                f"{after.dtype}."
+            )
+        else:
+            remedy = (
+                f"The carried state must keep its dtype: give it in as {after.dtype}, or return "
+                f"`.to({before.dtype})`."
+            )
+        raise TypeError(
+            f"step: {name} went in as {before.dtype} and came out as {after.dtype}. {remedy}"
+        )
+    if before.shape != after.shape:
+        raise ValueError(
+            f"step: {name} went in with shape {list(before.shape)} and came out with "
+            f"{list(after.shape)}. The carried state must keep its shape: give it in with the "
+            "shape that the step returns."
+        )
+
+
+def _outline(tree: Tree) -> str:
+    """The tree, with the shape of each tensor in its place."""
+    leaves, spec = tree_flatten(tree)
+    return str(tree_unflatten([_Outlined(leaf) for leaf in leaves], spec))
+
+
+class _Outlined:
+    """A leaf that prints as its shape, or its type if it is not a tensor."""
+
+    def __init__(self, leaf: Any) -> None:
+        self.text = str(list(leaf.shape)) if isinstance(leaf, Tensor) else type(leaf).__name__
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def forbid_input_mutation(step: Step, module: fx.GraphModule, names: list[str]) -> None:
+    """Raises RuntimeError if the step writes into an argument. ``names``: one for each input.
+
+    functionalize makes a copy_ of each such write.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node in module.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        if node.args[0] in placeholders:
+            name = names[placeholders.index(node.args[0])]
+            if name.startswith("buffers["):
+                buffer = name[len("buffers") :].strip("[]")
+                raise RuntimeError(
+                    f"step {step.name} changes its buffer {buffer} in place (BatchNorm in train "
+                    "mode does). Buffers are constants of a segment: call module.eval(), or carry "
+                    "the value in the state and return it."
+                )
+            raise RuntimeError(
+                f"step {step.name} changes {name} in place. A step is a pure function: work on a "
+                "clone, or return the new value."
+            )
+
+
+def forbid_trained_captures(argument: str, values: Sequence[Tensor], remedy: str) -> None:
+    """Raises ValueError if a captured tensor requires grad: it would silently get none.
+
+    Raises TypeError if it has no values, because it was made by the function that is traced.
+    """
+    for value in values:
+        if is_fake(value):
+            raise TypeError(
+                f"{argument}: uses a tensor of shape {list(value.shape)} that it makes as an "
+                "nn.Parameter or a module of its own, or that was made while it was traced and "
+                "kept, such as a table that the first call computes. Make it before, and pass it "
+                "in or close over it."
+            )
+        if value.requires_grad:
+            kind = "an nn.Parameter" if isinstance(value, nn.Parameter) else "a tensor"
+            raise ValueError(
+                f"{argument}: uses {kind} of shape {list(value.shape)} that requires grad but was "
+                f"not taken from params, so it would get no gradient. {remedy}"
+            )
+
+
+# Operations whose operands must have one dtype, which fake tensors do not check for all of them.
+_ONE_DTYPE = {
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+    aten.convolution.default,
+}  # fmt: skip
+_CONVERSIONS = {
+    torch.float64: "double", torch.float32: "float", torch.float16: "half",
+    torch.bfloat16: "bfloat16",
+}  # fmt: skip
+
+
+def forbid_mixed_dtypes(step: Step, module: fx.GraphModule, names: Sequence[str]) -> None:
+    """Raises TypeError if a product or convolution has operands of different dtypes.
+
+    Run on real tensors such an operation fails, in another way on each backend. ``names``: one for
+    each input of the graph.
+    """
+    for node in module.graph.nodes:
+        if node.target not in _ONE_DTYPE:
+            continue
+        first, *others = (arg for arg in inputs_of(node) if "val" in arg.meta)
+        for other in others:
+            if value_of(other).dtype != value_of(first).dtype:
+                inputs = dict(zip(module.graph.find_nodes(op="placeholder"), names, strict=True))
+                raise TypeError(
+                    _wrong_leaves(step, inputs, first, other)
+                    or _wrong_leaves(step, inputs, other, first)
+                    or f"step: {step.name} calls {node.target} on operands of different dtypes, "
+                    f"{value_of(first).dtype} and {value_of(other).dtype}. Convert one of them "
+                    "with .to()."
+                )
+
+
+def _wrong_leaves(step: Step, inputs: dict[Node, str], operand: Node, other: Node) -> str | None:
+    """The error if ``operand`` has the dtype of leaves of x or the state, ``other`` of parameters.
+
+    ``inputs`` are the graph's, with the name of each leaf.
+    """
+    dtype, expected = value_of(operand).dtype, value_of(other).dtype
+
+    def leaves(group: str, dtype: torch.dtype) -> dict[str, Node]:
+        return {
+            name: node
+            for node, name in inputs.items()
+            if re.match(rf"{group}\b", name) and value_of(node).dtype == dtype
+        }
+
+    if leaves("params", dtype) or not leaves("params", expected):
+        return None
+    read = needed_for([operand])
+    x, state = leaves("x", dtype), leaves("state", dtype)
+    wrong = [name for name, node in x.items() if node in read]
+    if any(node in read for node in state.values()):
+        wrong = [*x, *state]  # the zeros of state=None have the dtype of x
+    if not wrong:
+        return None
+    verb = "is" if len(wrong) == 1 else "are"
+    convert_params = "."
+    if dtype.is_floating_point:
+        call = "" if step.module is None else f" (module.{_conversion(dtype)})"
+        convert_params = f", or the parameters as {dtype}{call}."
+    return (
+        f"step: {' and '.join(wrong)} {verb} {dtype}, but the parameters are {expected}, and "
+        f"{step.name} multiplies the two. Give {wrong[0]} as {expected} "
+        f"({wrong[0]}.{_conversion(expected)}){convert_params}"
+    )
+
+
+def _conversion(dtype: torch.dtype) -> str:
+    return f"{_CONVERSIONS[dtype]}()" if dtype in _CONVERSIONS else f"to({dtype})"

@@ -1,0 +1,259 @@
+"""step -> StepGraph: one time step as a graph of ATen operations, traced once with fake tensors.
+
+Nothing is computed. A step that needs the value of a tensor in Python (a data-dependent branch,
+``.item()``) or changes something outside itself cannot become a graph; the error names the line
+of the step and a remedy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..._compat.tracing import (
+    FakeTensorMode,
+    calling_compiled_as_written,
+    enable_python_dispatcher,
+    make_fx,
+    unvalidated_distributions,
+    without_log_of_failures,
+    writes_in_place,
+)
+from ..._interrupt import uninterrupted
+from ..._trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from ...contract.step import Step
+from ..graphs import aten
+from ..signature import Autocast, under
+from .custom_gradient import custom_gradients_as_nodes
+from .decompositions import BEFORE_AUTOGRAD, past_autograd
+from .effects import without_step_effects
+from .errors import explain_trace_errors
+from .function_overrides import Composed
+from .step_checks import (
+    checked_pair,
+    floating_dtypes,
+    forbid_input_mutation,
+    forbid_mixed_dtypes,
+    forbid_trained_captures,
+)
+from .vmap_rewrites import REWRITES
+
+Tree = Any
+# torch traces by patching itself, for all threads: one at a time.
+TRACING = threading.RLock()
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """``module(*params, *buffers, *x_t, *state) -> [*out_t, *state]``, on flat lists of tensors.
+
+    ``captures`` are tensors that the step closes over: they follow the buffers as inputs.
+    """
+
+    module: fx.GraphModule
+    captures: list[Tensor]
+    out_spec: TreeSpec
+    outs: int
+
+
+def trace_function(
+    function: Callable[..., Any],
+    examples: Sequence[Tensor],
+    mode: FakeTensorMode,
+    *,
+    before_autograd: bool = False,
+    functional: bool = False,
+    differentiated: fx.GraphModule | None = None,
+) -> fx.GraphModule:
+    """trace_function : function, fake examples of its arguments -> its graph, in core operations
+
+    ``before_autograd``: a graph that will be differentiated keeps the operations that autograd
+    knows. (They decompose into prims, which ``torch.func.vjp`` does not take; and the gradient of
+    a ``split`` is one ``cat``, that of its slices a sum.)
+    ``functional``: the function writes nothing in place. It may then use the vmap rules of
+    ``time_batching``, which functionalize does not take.
+    ``differentiated``: the graph whose gradient the function computes.
+    """
+    table = {
+        **(BEFORE_AUTOGRAD if before_autograd else past_autograd()),
+        **REWRITES,
+    }
+    custom_gradients = custom_gradients_as_nodes() if before_autograd else nullcontext()
+    # Attention as products and a softmax: its fused operation has no vmap rule.
+    plain_attention = sdpa_kernel(SDPBackend.MATH)
+    with (
+        TRACING,
+        uninterrupted(),  # torch's modes and transforms do not survive Ctrl-C
+        mode,
+        enable_python_dispatcher() if mode.shape_env is not None else nullcontext(),
+        torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),  # it reads values
+        calling_compiled_as_written(),
+        unvalidated_distributions(),
+        plain_attention,
+        without_log_of_failures(),
+        custom_gradients as put_custom_gradients_into,
+    ):
+        if differentiated is not None and _has_fourier_transform(differentiated.graph):
+            # functionalize mistakes a size in autograd's formula of one, but not in its graph.
+            function = make_fx(function)(*examples)
+        # Some of autograd's formulas write in place: without mutation, nodes can be moved.
+        pure = function if functional else torch.func.functionalize(function)
+        module = make_fx(pure, decomposition_table=table)(*examples)
+        if _writes_in_place(module.graph):  # as some decompositions do
+            pure = torch.func.functionalize(module)
+            module = make_fx(pure, decomposition_table=table)(*examples)
+        if put_custom_gradients_into is not None:
+            put_custom_gradients_into(module.graph)
+    _make_batchable(module.graph)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def _has_fourier_transform(graph: fx.Graph) -> bool:
+    return any(str(node.target).startswith("aten._fft_") for node in graph.nodes)
+
+
+def _writes_in_place(graph: fx.Graph) -> bool:
+    """Whether an operation changes an intermediate value; writes into inputs do not count."""
+    return any(
+        writes_in_place(node.target) and node.args[0].op != "placeholder" for node in graph.nodes
+    )
+
+
+def _make_batchable(graph: fx.Graph) -> None:
+    """Replaces operations for which vmap has no rule, or a wrong one, by equivalent ones."""
+    for node in graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # a batched value may have other strides
+        elif node.target is aten.sym_size.int:
+            node.target = _size
+        elif node.target is aten.sym_numel.default:
+            node.target = torch.numel
+        elif node.target is aten.as_strided.default and _is_reshape(node):
+            node.target, node.args = aten.reshape.default, node.args[:2]
+        elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
+            _normalize_slice_bounds(node)
+
+
+def _is_reshape(as_strided: fx.Node) -> bool:
+    """Whether it reads all of a contiguous tensor in order, as torch's group norm does."""
+    source, result = as_strided.args[0].meta["val"], as_strided.meta["val"]
+    is_static = all(isinstance(size, int) for size in (*source.shape, *result.shape))
+    if not is_static or source.numel() != result.numel() or len(as_strided.args) > 3:
+        return False
+    return source.is_contiguous() and result.is_contiguous()
+
+
+def _normalize_slice_bounds(node: fx.Node) -> None:
+    """vmap's rules take no bound from the end, nor the largest integer for "to the end"."""
+    dim_index = 1 if node.target is aten.slice.Tensor else 2  # slice_scatter: (x, source, dim, ...)
+    if len(node.args) <= 2:
+        return
+    size = node.args[0].meta["val"].shape[node.args[dim_index]]
+    for bound_index in (dim_index + 1, dim_index + 2):
+        bound = node.args[bound_index] if len(node.args) > bound_index else None
+        if isinstance(size, int) and isinstance(bound, int):
+            from_start = bound + size if bound < 0 else bound
+            node.update_arg(bound_index, min(max(from_start, 0), size))
+
+
+def _size(tensor: Tensor, dim: int) -> Any:
+    return tensor.shape[dim]
+
+
+def trace_step(
+    step: Step,
+    mode: FakeTensorMode,
+    params: Tree,
+    buffers: dict[str, Tensor],
+    x_t: Tree,
+    state: Tree,
+    autocast: Autocast | None,
+) -> StepGraph:
+    """trace_step : step, fake params, buffers, x_t and state, the caller's autocast -> StepGraph
+
+    Raises TypeError or ValueError if the step does not return ``(out_t, state)`` with the state in
+    the structure, dtypes and shapes it came in with, or if it multiplies tensors of different
+    dtypes; RuntimeError if it cannot be traced.
+    """
+    groups = (params, buffers, x_t, state)
+    flat, specs = zip(*(tree_flatten(group) for group in groups), strict=True)
+    names = [
+        f"{name}{keystr(path)}"
+        for name, group in zip(("params", "buffers", "x", "state"), groups, strict=True)
+        for path, _ in tree_flatten_with_path(group)[0]
+    ]
+    sizes = [len(leaves) for leaves in flat]
+    out_specs: list[TreeSpec] = []  # one, once run() was called
+
+    def run(*leaves: Tensor) -> list[Tensor]:
+        trees, start = [], 0
+        for size, spec in zip(sizes, specs, strict=True):
+            trees.append(tree_unflatten(list(leaves[start : start + size]), spec))
+            start += size
+        with Composed("step"), under(autocast):
+            result = step.apply(*trees)
+        x_only = floating_dtypes(x_t) - floating_dtypes(params)
+        out, state_after = checked_pair(result, state, x_only)
+        out_leaves, spec = tree_flatten(out)
+        out_specs[:] = [spec]
+        return [*out_leaves, *tree_flatten(state_after)[0]]
+
+    def traced() -> fx.GraphModule:
+        with explain_trace_errors("step", step):
+            return trace_function(run, examples, mode, before_autograd=True)
+
+    examples = [leaf for leaves in flat for leaf in leaves]
+    module = without_step_effects(step, traced)
+    forbid_input_mutation(step, module, names)
+    if autocast is None:
+        forbid_mixed_dtypes(step, module, names)
+    n_params, n_buffers, _, n_state = sizes
+    captures = lift_captures(
+        "step",
+        module,
+        after=n_params + n_buffers,
+        remedy="Pass it in params (for a module use torch.func.functional_call, or give the module "
+        "itself as step), or detach it.",
+    )
+    outs = len(module.graph.output_node().args[0]) - n_state
+    return StepGraph(module, captures, out_specs[0], outs)
+
+
+def lift_captures(argument: str, module: fx.GraphModule, after: int, remedy: str) -> list[Tensor]:
+    """Turns the tensors that ``argument`` closes over into inputs, after the first ``after``.
+
+    Returns them. Raises TypeError for what cannot be an input, ValueError for a tensor that
+    requires grad; ``remedy`` is what to do about that.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    nodes = module.graph.find_nodes(op="get_attr")
+    values = [getattr(module, node.target) for node in nodes]
+    if any(isinstance(value, torch.Generator) for value in values):
+        raise TypeError(
+            f"{argument}: draws from a torch.Generator, which a graph cannot hold. Draw from "
+            "torch's default generator, which torch.manual_seed sets."
+        )
+    if not all(isinstance(value, Tensor) for value in values):
+        raise TypeError(
+            f"{argument}: uses an operation that contains graphs, such as torch.cond, which cannot "
+            "be done for all steps at once. Write it with torch.where."
+        )
+    forbid_trained_captures(argument, values, remedy)
+    for i, node in enumerate(nodes):
+        with module.graph.inserting_before(placeholders[after]):
+            lifted = module.graph.placeholder(f"captured_{i}")
+            lifted.meta = dict(node.meta)
+        node.replace_all_uses_with(lifted)
+        module.graph.erase_node(node)
+    module.recompile()
+    return values

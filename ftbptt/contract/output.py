@@ -1,0 +1,64 @@
+"""What a segment returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .taps import Tap
+
+
+class SegmentOutput(NamedTuple):
+    """SegmentOutput(grads, state, loss, out), everything detached.
+
+    - ``grads``: d loss / d params, in the structure of ``params``. A parameter that the step never
+      reads, or of an integer dtype, has a gradient of zeros. None from ``evaluate``, ``()`` from
+      it under vmap.
+    - ``state``: the state after the segment, in the structure of the state that went in.
+    - ``loss``: a scalar.
+    - ``out``: the outputs of all K steps, time where it is in ``x``.
+    """
+
+    grads: Any
+    state: Any
+    loss: Tensor
+    out: Any
+
+
+class TappedOutput(NamedTuple):
+    """TappedOutput(grads, state, loss, out, taps): a :class:`SegmentOutput` and what was tapped.
+
+    ``taps``: by name a :class:`Tap` with the tensor's ``value`` and ``grad`` at every step, time
+    where it is in ``out``.
+    """
+
+    grads: Any
+    state: Any
+    loss: Tensor
+    out: Any
+    taps: dict[str, Tap]
+
+
+class EarlyGradients(NamedTuple):
+    """Gradients that are handed over in ``parts`` as soon as each is there, such as to be sent.
+
+    ``parts`` are numbers of the parameters' leaves. ``ready`` is called with the loss and the
+    gradients of a part, for each of them in order; they are those that the segment returns.
+    """
+
+    parts: list[list[int]]
+    ready: Callable[[Tensor, list[Tensor]], None]
+
+    def noting(self, errors: list[BaseException]) -> EarlyGradients:
+        """The same; an error that ``ready`` raises is noted: it is none of the segment's."""
+
+        def ready(loss: Tensor, grads: list[Tensor]) -> None:
+            try:
+                self.ready(loss, grads)
+            except BaseException as error:
+                errors.append(error)
+                raise
+
+        return self._replace(ready=ready)

@@ -1,0 +1,377 @@
+"""From what the user has (a module, a torch cell, a function) to one time step.
+
+A :class:`Step` is a pure function of one time step, ``apply(params, buffers, x_t, state) ->
+(out_t, state)``, with what the engine must know of it: its module, where time lies in its data,
+where the rows of the batch lie in its state, and its zero state if it is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .._compat.modules import COMPILED_PREFIX, uncompiled
+from .._reach import modules_read_by
+from .._trees import tree_leaves, tree_map
+from .taps import Collector, collecting, owners
+
+Tree = Any
+StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+StateCall = Callable[[Tree, Tree], tuple[Tree, Tree]]  # (x_t, state) -> (out_t, state)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One time step of a recurrent model, and the layout of its data.
+
+    Built by :func:`as_step`; ``make_train_segment`` calls that for you.
+    """
+
+    function: StepFunction | None
+    module: nn.Module | None = None
+    call_module: Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]] | None = None
+    batch_first: bool = False  # batched data is [B, K, ...] unless time_dim says otherwise
+    state_batch_dim: int | None = None  # the axis of the rows in the state leaves, if it is given
+    zero_state: Callable[[Tree], Tree] | None = None
+    has_gradient_factors: bool = False  # x is (x, factor), see with_gradient_factors
+    # Read at every call, so looked up once: walking a module takes longer than a small segment.
+    _parameter_names: list[str] | None = field(init=False, repr=False)
+    _buffer_owners: list[tuple[str, nn.Module, str]] = field(init=False, repr=False)
+    _tied: list[tuple[str, str]] = field(init=False, repr=False)
+    _modules: list[nn.Module] = field(init=False, repr=False)
+    _layers: list[nn.RNNBase] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        names, owners = None, []
+        if self.module is not None:
+            names = [name for name, _ in self.module.named_parameters()]
+            for name, _ in self.module.named_buffers():
+                path, _, key = name.rpartition(".")
+                owners.append((name, self.module.get_submodule(path), key))
+        object.__setattr__(self, "_parameter_names", names)
+        object.__setattr__(self, "_buffer_owners", owners)
+        object.__setattr__(self, "_tied", [] if self.module is None else _tied(self.module))
+        modules = modules_read_by(self.function if self.module is None else self.module)
+        object.__setattr__(self, "_modules", modules)
+        layers = [] if self.module is None else _layers(self.module)
+        object.__setattr__(self, "_layers", layers)
+
+    @property
+    def name(self) -> str:
+        if self.module is not None:
+            return type(self.module).__name__
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    @property
+    def batched_axes(self) -> int:
+        """The fewest axes of ``x`` with rows: torch's own modules have features after them."""
+        return 3 if isinstance(self.module, (nn.RNNBase, nn.RNNCellBase)) else 2
+
+    def row_axis(self, leaf: Tensor) -> int:
+        """The axis of the batch's rows in a state leaf."""
+        if self.state_batch_dim is not None:
+            return self.state_batch_dim
+        return 1 if self._is_of_a_layer(leaf) else 0
+
+    def _is_of_a_layer(self, leaf: Tensor) -> bool:
+        """Whether it looks like the ``[L, B, H]`` of one of torch's recurrent layers inside."""
+        return leaf.dim() == 3 and any(
+            leaf.shape[0] == layer.num_layers
+            and leaf.shape[2] in (layer.hidden_size, layer.proj_size)
+            for layer in self._layers
+        )
+
+    def may_be_rows_first(self, leaf: Tensor, state: Sequence[Tensor]) -> bool:
+        """Whether a leaf that looks like ``[L, B, H]`` may as well be ``[B, M, H]``.
+
+        Not if ``state_batch_dim`` says it, nor if the state has as many such leaves as the layers
+        have states.
+        """
+        if self.state_batch_dim is not None or leaf.shape[0] != leaf.shape[1]:
+            return False
+        count = sum(map(self._is_of_a_layer, state))
+        layers = sum(2 if isinstance(layer, nn.LSTM) else 1 for layer in self._layers)
+        return self._is_of_a_layer(leaf) and count != layers
+
+    def parameter_names(self) -> list[str] | None:
+        """The keys that ``params`` must have, or None for a plain function."""
+        return self._parameter_names
+
+    def modes(self) -> tuple[bool, ...]:
+        """Which of the modules that the step reads are in train mode: it changes what it does."""
+        return tuple(module.training for module in self._modules)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's buffers: constants of a segment, read anew at each call."""
+        return {name: getattr(owner, key) for name, owner, key in self._buffer_owners}
+
+    def with_states(self, tapped: bool = False) -> Step:
+        """The same step, its output ``(out_t, state)``: with the state that it was called with.
+
+        ``tapped``: what it taps stays beside the two.
+        """
+
+        def and_state(call: StateCall, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+            out, after = call(x_t, state)
+            return ((out[0], state), out[1]) if tapped else (out, state), after
+
+        return self._wrapped(lambda params, call, x_t, state: and_state(call, x_t, state))
+
+    def with_taps(self, wanted: Sequence[str] | None) -> Step:
+        """The same step on ``(x_t, probes)``, its output ``(out_t, tapped tensors by name)``.
+
+        ``probes`` are added to the tensors that it taps, see :class:`Collector`.
+        """
+
+        def run(params: Tree, call: StateCall, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+            x_t, probes = x_t
+            with collecting(Collector(wanted, probes or None, owners(params))) as collector:
+                out, after = call(x_t, state)
+            collector.check()
+            return (out, collector.values), after
+
+        return self._wrapped(run)
+
+    def with_gradient_factors(self) -> Step:
+        """The same step on ``(x_t, factor)``.
+
+        The gradient at the state that the step before returned is multiplied by the factor; that
+        of a state that a reset puts in its place is not. So it is done where the reset is.
+        """
+        zeros = self.zero_state
+        start = None if zeros is None else lambda x: zeros(x[0])
+        step = self._wrapped(lambda params, call, x, state: call(x[0], state))
+        return replace(step, zero_state=start, has_gradient_factors=True)
+
+    def _wrapped(self, around: Callable[[Tree, StateCall, Tree, Tree], tuple[Tree, Tree]]) -> Step:
+        """The step as ``around(params, call, x_t, state)``; ``call(x_t, state)`` is the step."""
+        if self.module is None:
+            function = self.function
+            assert function is not None
+
+            def wrapped(params: Tree, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+                return around(params, partial(function, params), x_t, state)
+
+            wrapped.__name__ = self.name
+            return replace(self, function=wrapped)
+        call = self.call_module or _call_module
+
+        def call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+            return around(dict(module.named_parameters()), partial(call, module), x_t, state)
+
+        return replace(self, call_module=call_module)
+
+    def own_names(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``params`` by the names of the module; torch.compile puts a prefix before them."""
+        return {name.removeprefix(COMPILED_PREFIX): value for name, value in params.items()}
+
+    def other_name(self, name: str) -> str | None:
+        """The first name of a parameter that is tied to it under ``name``."""
+        return dict(self._tied).get(name)
+
+    def apply(self, params: Tree, buffers: dict[str, Tensor], x_t: Tree, state: Tree) -> Any:
+        if self.module is None:
+            assert self.function is not None
+            return self.function(params, x_t, state)
+        values = {**buffers, **self.own_names(params)}
+        values |= {name: values[first] for name, first in self._tied}
+        # Tied here, once for each place: where a submodule has two names, torch's tie_weights puts
+        # a tensor there twice, and leaves the first of the two in the module.
+        if self.call_module is None:
+            return functional_call(self.module, values, (x_t, state), tie_weights=False)
+        caller = _Caller(self.module, self.call_module)
+        renamed = {f"module.{name}": value for name, value in values.items()}
+        return functional_call(caller, renamed, (x_t, state), tie_weights=False)
+
+
+class _Caller(nn.Module):
+    """Calls a module in another way than ``module(x_t, state)`` under ``functional_call``."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.call = call
+
+    def forward(self, x_t: Tree, state: Tree) -> Any:
+        return self.call(self.module, x_t, state)
+
+
+def as_step(
+    step: nn.Module | StepFunction | Step,
+    *,
+    sequence: bool = False,
+    batch_first: bool | None = None,
+    state_batch_dim: int | None = None,
+) -> Step:
+    """as_step : module or function -> Step
+
+    - a function ``step(params, x_t, state) -> (out_t, state)``;
+    - a module called ``module(x_t, state) -> (out_t, state)``;
+    - torch's ``nn.RNNCell``, ``nn.GRUCell``, ``nn.LSTMCell`` (``out_t`` is the new ``h``) and
+      ``nn.RNN``, ``nn.GRU``, ``nn.LSTM``, with the state they use in torch;
+    - with ``sequence=True``, a module that takes a chunk, ``module(x[K, ...], state) ->
+      (out[K, ...], state)``: it is called on chunks of one step, so a layer in it that mixes steps,
+      such as a convolution over time, would see one at a time.
+
+    ``batch_first`` says that the chunk is ``[B, K, ...]`` (default: what the recurrent modules
+    inside say); ``state_batch_dim`` is the axis of the rows in a state leaf, which ``reset`` and
+    ``mask`` of shape ``[K, B]`` need (default: 1 for leaves like the ``[L, B, H]`` of a torch
+    recurrent layer inside, else 0).
+
+    Raises TypeError for what is none of these, such as a module of TorchScript, and for an option
+    that has no meaning for it; ValueError for a bidirectional layer.
+
+    >>> as_step(nn.LSTMCell(3, 5)).name
+    'LSTMCell'
+    """
+    options = {
+        "sequence": sequence or None,
+        "batch_first": batch_first,
+        "state_batch_dim": state_batch_dim,
+    }
+    if isinstance(step, Step):
+        _refuse(options, "what as_step has made")
+        return step
+    if isinstance(step, type) or not callable(step):
+        raise TypeError(
+            f"step: expected a module, or a function step(params, x_t, state) -> (out_t, state), "
+            f"found {step!r}."
+        )
+    if not isinstance(step, nn.Module):
+        if sequence:
+            raise TypeError(
+                "as_step(sequence=True) needs an nn.Module; for a function, call it on a chunk of "
+                "one step yourself: step(params, x_t, state)."
+            )
+        _refuse(options, "a function", but=["state_batch_dim"])
+        return Step(step, state_batch_dim=state_batch_dim)
+    if isinstance(step, torch.jit.ScriptModule):
+        raise TypeError(
+            "step: a module of torch.jit.script or torch.jit.trace cannot be run with other "
+            "parameters than its own. Pass the module that it was made from."
+        )
+    step = uncompiled(step)  # what torch.compile wraps is compiled here, as part of the segment
+    layers = _layers(step)
+    for layer in layers:
+        if layer.bidirectional:
+            raise ValueError(
+                f"step: {type(layer).__name__}(bidirectional=True) cannot be trained by TBPTT: "
+                "its backward direction reads the sequence from the end, which a segment of K "
+                "steps does not hold, so no state can be carried to the next segment. Use "
+                "bidirectional=False, or train on whole sequences with autograd."
+            )
+    if batch_first is None:
+        batch_first = any(layer.batch_first for layer in layers)
+    if isinstance(step, nn.RNNCellBase):
+        _refuse(options, f"{type(step).__name__}, which takes one step")
+        call = _call_lstm_cell if isinstance(step, nn.LSTMCell) else _call_cell
+        return Step(None, step, call, zero_state=_zero_cell_state(step))
+    if isinstance(step, nn.RNNBase):
+        _refuse(options, f"{type(step).__name__}", but=["sequence", "batch_first"])
+        return Step(
+            None, step, _call_chunk(batch_first), batch_first, None, _zero_layer_state(step)
+        )
+    if sequence:
+        return Step(None, step, _call_chunk(batch_first), batch_first, state_batch_dim)
+    _refuse(options, "a module that takes one step", but=["state_batch_dim"])
+    return Step(None, step, state_batch_dim=state_batch_dim)
+
+
+def _refuse(options: dict[str, Any], what: str, but: Sequence[str] = ()) -> None:
+    for name, value in options.items():
+        if value is not None and name not in but:
+            raise TypeError(f"as_step: {name}={value!r} has no meaning for {what}. Leave it out.")
+
+
+def _call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+    out: tuple[Tree, Tree] = module(x_t, state)
+    return out
+
+
+def _call_cell(cell: nn.Module, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = cell(x_t, h)
+    return h, h
+
+
+def _call_lstm_cell(cell: nn.Module, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+    h, c = cell(x_t, tuple(state))
+    return h, type(state)((h, c)) if type(state) in (tuple, list) else (h, c)
+
+
+def _call_chunk(batch_first: bool) -> Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]]:
+    def call(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+        # An unbatched chunk is [K, D] whatever batch_first says, as in torch.
+        def axis(leaf: Tensor) -> int:
+            return 1 if batch_first and leaf.dim() >= 1 and _is_batched(module, leaf) else 0
+
+        out, state = module(tree_map(lambda leaf: leaf.unsqueeze(axis(leaf)), x_t), state)
+        out_axis = max(axis(leaf) for leaf in _tensors(x_t))
+        return tree_map(lambda leaf: leaf.squeeze(out_axis), out), state
+
+    return call
+
+
+def _tied(module: nn.Module) -> list[tuple[str, str]]:
+    """Further places of parameters and buffers that have several: ``(place, name)``."""
+    names: dict[int, str] = {}
+    tied = []
+    for path, owner in module.named_modules():
+        for kind in (owner.named_parameters, owner.named_buffers):
+            for place, tensor in kind(path, recurse=False, remove_duplicate=False):
+                first = names.setdefault(id(tensor), place)
+                if first != place:
+                    tied.append((place, first))
+    return tied
+
+
+def _layers(module: nn.Module) -> list[nn.RNNBase]:
+    return [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+
+
+def start_of(step: Step, initial_state: Any, params: Tree, x_t: Tree) -> Tree:
+    """The state that ``state=None`` means. Raises TypeError where it is not known."""
+    if callable(initial_state):
+        return initial_state(params)
+    if initial_state is not None:
+        return initial_state
+    if step.zero_state is None:
+        raise TypeError(
+            f"state: None is known only for torch's own cells and layers, but the step is "
+            f"{step.name}. Pass the state, or make_train_segment(initial_state=...)."
+        )
+    return step.zero_state(x_t)
+
+
+def _tensors(tree: Tree) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_batched(module: nn.Module, x_t: Tensor) -> bool:
+    """Whether one step of the data has rows: torch's own layers also take [D] and then [K, D]."""
+    return x_t.dim() >= 2 or not isinstance(module, nn.RNNBase)
+
+
+def _zero_cell_state(cell: nn.RNNCellBase) -> Callable[[Tree], Tree]:
+    def zero_state(x_t: Tensor) -> Tree:
+        h = x_t.new_zeros((*x_t.shape[:-1], cell.hidden_size))
+        return (h, torch.zeros_like(h)) if isinstance(cell, nn.LSTMCell) else h
+
+    return zero_state
+
+
+def _zero_layer_state(layer: nn.RNNBase) -> Callable[[Tree], Tree]:
+    def zero_state(x_t: Tensor) -> Tree:
+        rows = x_t.shape[:-1]
+        hidden = layer.proj_size or layer.hidden_size
+        h = x_t.new_zeros((layer.num_layers, *rows, hidden))
+        if isinstance(layer, nn.LSTM):
+            return h, x_t.new_zeros((layer.num_layers, *rows, layer.hidden_size))
+        return h
+
+    return zero_state

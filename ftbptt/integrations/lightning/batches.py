@@ -1,0 +1,272 @@
+"""Runs batches of sequences in TBPTT windows, for a module that takes chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..._trees import tree_leaves, tree_map
+from ...contract.loss import Loss
+from ...contract.step import as_step
+from ...segment.make_segment import make_train_segment
+from ...training.data.chunk import Chunk, TimeAxes, as_tensors, check_leaves
+from ...training.data.cursor import Span
+from ...training.data.windows import Truncation, Window
+from ...training.segments import Segments
+from ...training.updates.window_stats import WindowStats
+
+Tree = Any
+
+
+class OneStep(nn.Module):
+    """A module for chunks as a module for one time step, which has no axis of time."""
+
+    def __init__(self, module: nn.Module, time_dim: int) -> None:
+        super().__init__()
+        self.module, self.time_dim = module, time_dim
+
+    def forward(self, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+        result = self.module(tree_map(lambda leaf: leaf.unsqueeze(self.time_dim), x_t), state)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(
+                f"forward: expected forward(x, state) to return (out, state), found "
+                f"{type(result).__name__}. Return the state beside the output."
+            )
+        out, state = result
+        return tree_map(self._without_time, out), state
+
+    def _without_time(self, leaf: Tensor) -> Tensor:
+        if not -leaf.dim() <= self.time_dim < leaf.dim() or leaf.shape[self.time_dim] != 1:
+            raise ValueError(
+                f"forward: out has shape {list(leaf.shape)} for a chunk of one step, so its axis "
+                f"{self.time_dim} (time_dim) is not time. Return one output for each step of x."
+            )
+        return leaf.squeeze(self.time_dim)
+
+
+class Batches:
+    """The segments of a module and a loss, and the conversion of batches to their layout.
+
+    Here time is always axis 0 and the batch axis 1, wherever the caller has them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        *,
+        time_dim: int,
+        backend: str,
+        recompute: bool,
+    ) -> None:
+        self.time_dim = time_dim
+        # A subclass with the name of the caller's class, which error messages show.
+        step_class = type(type(module).__name__, (OneStep,), {})
+        self._step: nn.Module = step_class(module, time_dim)
+        self._flags_time_dim = 0 if time_dim == 0 else 1  # of reset, mask and losses per row
+        self.train_segment = make_train_segment(
+            as_step(self._step), self._time_first_loss(loss), backend=backend, time_dim=0,
+            recompute=recompute,
+        )  # fmt: skip
+        self._parameter_names = [name for name, _ in self._step.named_parameters()]
+        self._modules = list(self._step.modules())
+        self._segments: dict[tuple[int, bool], Segments] = {}  # by (context, scaled)
+        self._predict_segments: Segments | None = None
+
+    def _time_first_loss(self, loss: Loss) -> Loss:
+        def time_first_loss(out: Tree, y: Tree) -> Tensor:
+            value = loss(self.time_back(out), self.time_back(y))
+            if isinstance(value, Tensor) and value.dim() == 2:
+                return value.movedim(self._flags_time_dim, 0)
+            return value
+
+        return time_first_loss
+
+    def is_current(self) -> bool:
+        """Whether the module still has the submodules and parameters that this was built from."""
+        return self._modules == list(self._step.modules()) and self._parameter_names == list(
+            self.params()
+        )
+
+    def params(self) -> dict[str, Tensor]:
+        """The module's parameters, by the segment's names for them."""
+        return dict(self._step.named_parameters())
+
+    def segments(self, context: int, scaled: bool) -> Segments:
+        """The segments for windows with a ``context``; ``scaled``: by a gradient scaler."""
+        key = context, scaled
+        if key not in self._segments:
+            self._segments[key] = Segments(self.train_segment, context=context, scaled=scaled)
+        return self._segments[key]
+
+    def chunk(self, item: Any) -> Chunk:
+        """Checks a batch and moves time to the front.
+
+        Raises TypeError for another structure, ValueError if the numbers of steps differ.
+        """
+        if not isinstance(item, Chunk):
+            if not (isinstance(item, (tuple, list)) and 2 <= len(item) <= 4):
+                size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
+                raise TypeError(
+                    "batch: expected (x, y), (x, y, reset) or (x, y, reset, mask), found a "
+                    f"{type(item).__name__}{size}. Return one of these from chunk(batch)."
+                )
+            item = Chunk(*item)
+        item = as_tensors(check_leaves(item))
+        TimeAxes(self.time_dim, self.time_dim).length(Chunk(item.x, item.y))
+        reset, mask = (
+            flags if flags is None or flags.dim() < 2 else flags.movedim(self._flags_time_dim, 0)
+            for flags in (item.reset, item.mask)
+        )
+        chunk = Chunk(self.time_first(item.x), self.time_first(item.y), reset, mask)
+        TimeAxes().length(chunk)
+        return chunk
+
+    def time_first(self, tree: Tree) -> Tree:
+        return _moved(tree, self.time_dim, 0)
+
+    def time_back(self, tree: Tree) -> Tree:
+        return _moved(tree, 0, self.time_dim)
+
+    # -- without gradients ----------------------------------------------------------------------
+
+    def evaluate(self, params: Tree, state: Tree, chunk: Chunk, k: int) -> Iterator[EvaluatedPart]:
+        """Runs a batch in parts of ``k`` steps."""
+        yield from _evaluate(self.segments(0, False), params, state, chunk, k)
+
+    def predict(self, params: Tree, state: Tree, chunk: Chunk, k: int) -> tuple[Tree, Tree]:
+        """``(out, state)`` of all steps, without a target or a loss."""
+        if self._predict_segments is None:
+            segment = self.train_segment.variant(loss=lambda _: _no_loss, context=0)
+            self._predict_segments = Segments(segment)
+        parts = list(_evaluate(self._predict_segments, params, state, chunk, k))
+        out = tree_map(lambda *leaves: torch.cat(leaves), *(part.out for part in parts))
+        return self.time_back(out), parts[-1].state
+
+
+class EvaluatedPart(NamedTuple):
+    """The results of consecutive steps of a batch, time first, and the state after them."""
+
+    out: Tree
+    chunk: Chunk
+    stats: WindowStats
+    state: Tree
+
+
+def _evaluate(
+    segments: Segments, params: Tree, state: Tree, chunk: Chunk, k: int
+) -> Iterator[EvaluatedPart]:
+    axes = TimeAxes()
+    for start in range(0, axes.steps(chunk), k):
+        part = axes.cut(chunk, start, start + k)
+        result = segments.evaluate(params, state, part)
+        state = result.state
+        weight, tokens = segments.weigh(part, state, 0)
+        stats = WindowStats(result.loss, weight, axes.steps(part), tokens)
+        yield EvaluatedPart(result.out, part, stats, state)
+
+
+class TrainedWindow(NamedTuple):
+    """The results of a window. ``chunk``: the steps of ``out``, time first."""
+
+    grads: Tree
+    stats: WindowStats
+    out: Tree
+    chunk: Chunk
+
+
+class Windows:
+    """The windows of one batch, each run when it is asked for, with the current parameters.
+
+    ``state`` is the state after the last step run; once all windows are done, the state after the
+    batch. Windows never start before the first step of the batch.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        truncation: Truncation,
+        params: Tree,
+        state: Tree,
+        chunk: Chunk,
+        *,
+        scaled: bool,
+    ) -> None:
+        self._segments = batches.segments(truncation.context, scaled)
+        self._truncation, self._params, self._chunk = truncation, params, chunk
+        self.state = state
+
+    def run(self, next_scale: Callable[[], Tensor | None]) -> Iterator[TrainedWindow]:
+        """Runs the windows; ``next_scale()`` is the factor for the next loss, or None."""
+        segments, truncation, chunk = self._segments, self._truncation, self._chunk
+        axes = segments.axes(chunk.x)
+        total = axes.steps(chunk)
+        start_state, position = self.state, 0  # the next window's first state, before `position`
+        index = end = 0
+        while (window := truncation.cut(truncation.window(index), total)) is not None:
+            index += 1
+            if not truncation.learns(window):
+                continue
+            span = Span(window, position, axes.cut(chunk, position, window.end))
+            next_start = truncation.window(index).warm
+            state, saved = segments.warm_up(self._params, start_state, span, next_start)
+            trained = segments.trained_part(span)
+            is_within = window.start < next_start < window.end
+            save_at = next_start - window.start if is_within else None
+            scale = next_scale()
+            result, saved_in_window = segments.train(self._params, state, trained, save_at, scale)
+            position, end = min(next_start, window.end), window.end
+            # Steps up to window.start are those of the warm-up, which saved that state.
+            start_state = saved_in_window if position > window.start else saved
+            self.state = result.state
+            weight, tokens = segments.weigh(trained, result.state, segments.context)
+            loss = result.loss if scale is None else result.loss / scale
+            stats = WindowStats(loss, weight, window.end - window.start, tokens)
+            yield TrainedWindow(result.grads, stats, result.out, trained)
+        if end < total:  # steps after the last window with a loss still advance the state
+            rest = axes.cut(chunk, position, total)
+            span = Span(Window(index, total, total, total), position, rest)
+            self.state, _ = segments.warm_up(self._params, start_state, span, total)
+
+
+def _moved(tree: Tree, source: int, target: int) -> Tree:
+    """The tree with an axis of its leaves moved; None (no target) stays None."""
+    return None if tree is None else tree_map(lambda leaf: leaf.movedim(source, target), tree)
+
+
+def _no_loss(out: Tree, y: Tree) -> Tensor:
+    return torch.zeros((), device=tree_leaves(out)[0].device)
+
+
+def zero_state(module: nn.Module, x: Tree) -> Tree:
+    """zero_state : module(x, state), x[1, ...] -> zeros with the structure of its state
+
+    The state that ``state=None`` means to torch's own layers. Raises TypeError if the module does
+    not take None, ValueError if it then starts from something other than zeros.
+    """
+    training = [submodule for submodule in module.modules() if submodule.training]
+    module.eval()  # so that these trial runs draw no random numbers and update no statistics
+    try:
+        with torch.no_grad():
+            try:
+                from_none = module(x, None)
+            except Exception as error:
+                raise TypeError(
+                    f"initial_state: forward(x, None) failed ({type(error).__name__}: {error}), so "
+                    "there is no state to start from. Define initial_state(self, x) -> state."
+                ) from error
+            zeros = tree_map(torch.zeros_like, from_none[1])
+            from_zeros = module(x, zeros)
+    finally:
+        for submodule in training:
+            submodule.training = True
+    pairs = zip(tree_leaves(from_none), tree_leaves(from_zeros), strict=True)
+    if not all(torch.allclose(a, b, equal_nan=True) for a, b in pairs):
+        raise ValueError(
+            "initial_state: forward(x, None) starts from another state than zeros. Define "
+            "initial_state(self, x) -> state, which says from which."
+        )
+    return zeros

@@ -1,0 +1,283 @@
+"""The callback of a Lightning module: updates, schedulers, logs and the carried state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim import LBFGS, Optimizer
+
+from ..._trees import keystr, tree_flatten_with_path, tree_leaves
+from ..._warnings import warn
+from ...training.checkpoints.file import as_plain, from_plain
+from ...training.updates.learner import Learner
+from ...training.updates.window_stats import WindowStats
+
+Tree = Any
+
+
+class TBPTTRun(Callback):
+    """Updates, schedulers, logs and the carried state of a module in a Trainer's run.
+
+    This is a callback so that checkpoints include the carried state, and so that nothing depends on
+    whether hooks of the user's module call ``super()``.
+
+    For a module in manual optimization, which would ignore them, Lightning refuses
+    ``gradient_clip_val`` and ``accumulate_grad_batches`` when it verifies a fit, and drops
+    ``monitor`` from the configuration of schedulers. Here they all apply. So the module is in
+    automatic optimization while a fit is set up, and in manual optimization from ``on_fit_start``.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._learner: Learner | None = None
+        self._loaded: dict[str, Any] | None = None  # the state_dict of a checkpoint
+        self._carried: tuple[int, Tree] | None = None  # (epoch, the state after its last batch)
+        self.stage_states: dict[tuple[str, int], Tree] = {}  # the same by (stage, dataloader_idx)
+        self.pending: list[WindowStats] = []  # windows since the last update
+        self._grad_norm: Tensor | None = None
+        self._last_logs: dict[str, Tensor] | None = None  # train_loss and grad_norm
+
+    # -- the start of a fit ---------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Called before Lightning sets up a fit."""
+        self._learner = self._loaded = self._carried = self._last_logs = None
+        self.pending.clear()
+        self._module.automatic_optimization = True
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.automatic_optimization = False
+        if trainer.world_size > 1:
+            raise ValueError(
+                f"devices: expected one device, found {trainer.world_size}. Gradients do not come "
+                "from autograd here, so no strategy reduces them. Use Trainer(devices=1)."
+            )
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"configure_optimizers: expected one optimizer, found {len(trainer.optimizers)}. "
+                "Return one, such as torch.optim.Adam(self.parameters())."
+            )
+        if isinstance(trainer.optimizers[0], LBFGS):
+            raise TypeError(
+                "optimizer: LBFGS evaluates the loss many times per step, but each window runs "
+                "once. Use another optimizer."
+            )
+
+    def learner(self, params: Tree) -> Learner:
+        """The learner that accumulates gradients of these parameters."""
+        if self._learner is None:
+            # Lightning clips and scales, in its own hooks.
+            self._learner = Learner(
+                params, self._module.trainer.optimizers[0], clip_norm=None, clip_value=None,
+                scheduler=None, scaler=None, ema_decay=None,
+            )  # fmt: skip
+        if not self.pending:
+            self._learner.begin_update()
+        return self._learner
+
+    def scale(self) -> Tensor | None:
+        """The scaler's factor for the next loss, on the device; None without a scaler."""
+        scaler = getattr(self._module.trainer.precision_plugin, "scaler", None)
+        if scaler is None:
+            return None
+        scale: Tensor = scaler.scale(torch.ones((), device=self._module.device))
+        return scale
+
+    # -- an update ------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Makes an optimizer step with the gradients of the pending windows."""
+        module, learner = self._module, self._learner
+        trainer = module.trainer
+        assert learner is not None
+        stats = WindowStats.joined(self.pending)
+        self.pending.clear()
+        learner.ready()
+        optimizer = module.optimizers()
+        assert not isinstance(optimizer, list)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if not p.requires_grad:  # may have been frozen during the run
+                    p.grad = None
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        has_schedulers = bool(trainer.lr_scheduler_configs)
+        scale_before = scaler.get_scale() if scaler is not None and has_schedulers else 0.0
+        hook = trainer.optimizers[0].register_step_pre_hook(self._clip)
+        try:
+            optimizer.step()
+        finally:
+            hook.remove()
+        self._log(stats)
+        # A scaler skips the step if gradients overflow, and then lowers its scale.
+        if has_schedulers and (scaler is None or scaler.get_scale() >= scale_before):
+            self._step_schedulers("step", trainer.global_step, stats)
+
+    def _clip(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A step pre-hook that clips where automatic optimization does.
+
+        That is after ``on_before_optimizer_step``, which Lightning calls, without a scaler, in the
+        closure of the optimizer's step.
+        """
+        closure = kwargs.get("closure")
+        if closure is None:
+            self._clip_now(optimizer)
+            return None
+
+        def closure_and_clip() -> Any:
+            value = closure()
+            self._clip_now(optimizer)
+            return value
+
+        return args, {**kwargs, "closure": closure_and_clip}
+
+    @torch.no_grad()
+    def _clip_now(self, optimizer: Optimizer) -> None:
+        trainer = self._module.trainer
+        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        self._grad_norm = get_total_norm(grads)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._grad_norm = self._grad_norm / scaler.get_scale()  # it unscales in its step
+        self._module.configure_gradient_clipping(
+            optimizer,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        )
+
+    # -- schedulers -----------------------------------------------------------------------------
+
+    def end_of_batch(self, is_last: bool) -> None:
+        """Called after the last update of a batch."""
+        trainer = self._module.trainer
+        self._log_to_lightning()
+        if is_last:
+            self._step_schedulers("epoch", trainer.current_epoch + 1, None, plateau=False)
+        # Lightning logs val_loss, learning rates and the like against this counter of batches. Set
+        # to the number of updates, it puts them on the axis of the updates' logs. Lightning adds
+        # one after the batch, which trainer.global_step already includes.
+        trainer.fit_loop.epoch_loop._batches_that_stepped = max(0, trainer.global_step - 1)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step_schedulers("epoch", trainer.current_epoch + 1, None, plateau=True)
+
+    def _step_schedulers(
+        self, interval: str, count: int, stats: WindowStats | None, plateau: bool | None = None
+    ) -> None:
+        """Steps the schedulers of an interval; ``plateau``: whether only those with a metric."""
+        trainer = self._module.trainer
+        for config in trainer.lr_scheduler_configs:
+            if config.interval != interval or count % config.frequency:
+                continue
+            if plateau is not None and config.reduce_on_plateau != plateau:
+                continue
+            metric = None
+            if config.reduce_on_plateau:
+                metrics = dict(trainer.callback_metrics)
+                if stats is not None:
+                    metrics |= {"train_loss": stats.loss}
+                metric = metrics.get(str(config.monitor))
+                if metric is None and config.strict:
+                    raise ValueError(
+                        f"monitor: {config.monitor!r} of the scheduler is not logged; there are "
+                        f"{', '.join(sorted(metrics)) or 'none'}. Name one of these, or log it "
+                        "before the scheduler's step."
+                    )
+                if metric is None:
+                    continue
+            self._module.lr_scheduler_step(config.scheduler, metric)
+
+    # -- logs -----------------------------------------------------------------------------------
+
+    def _log(self, stats: WindowStats) -> None:
+        """Records an update; every ``log_every_n_steps`` also in the loggers and the bar."""
+        trainer = self._module.trainer
+        norm = stats.loss.new_tensor(float("nan")) if self._grad_norm is None else self._grad_norm
+        self._last_logs, self._grad_norm = {"train_loss": stats.loss, "grad_norm": norm}, None
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not every or trainer.global_step % every:
+            return
+        metrics = {name: float(value) for name, value in self._last_logs.items()}
+        metrics["epoch"] = trainer.current_epoch
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step - 1)
+        bar = trainer.progress_bar_callback
+        if isinstance(bar, TQDMProgressBar) and not bar.is_disabled:
+            self._log_to_lightning()
+            bar.train_progress_bar.set_postfix(bar.get_metrics(trainer, self._module))
+
+    def _log_to_lightning(self) -> None:
+        """Makes the last update's logs visible to callbacks and the bar.
+
+        Not done for every update, since it takes longer than a small window.
+        """
+        if self._last_logs is not None:
+            loss, norm = self._last_logs["train_loss"], self._last_logs["grad_norm"]
+            self._module.log("train_loss", loss, prog_bar=True, logger=False, batch_size=1)
+            self._module.log("grad_norm", norm, logger=False, batch_size=1)
+
+    # -- the carried state ----------------------------------------------------------------------
+
+    def carried(self, start: Tree, epoch: int) -> Tree:
+        """The state a batch begins with; ``start``: the one for the start of a sequence."""
+        if self._loaded is not None:
+            if self._loaded["epoch"] == epoch:
+                self._resume(self._loaded["state"], start, epoch)
+            self._loaded = None
+        if self._carried is None or self._carried[0] != epoch:
+            return start
+        return _check_like(self._carried[1], start)
+
+    def _resume(self, plain: Any, start: Tree, epoch: int) -> None:
+        """Resumes within an epoch; only a loader with a state resumes its data there."""
+        if hasattr(self._module.trainer.train_dataloader, "load_state_dict"):
+            self._carried = epoch, from_plain(plain, start, self._module.device)
+            return
+        warn(
+            "ftbptt: the checkpoint was made within an epoch. Its data starts over, since the "
+            "DataLoader has no state, so the carried state starts over too. A loader with "
+            "state_dict and load_state_dict, such as torchdata's StatefulDataLoader, resumes.",
+            RuntimeWarning,
+        )
+
+    def save_state(self, state: Tree, epoch: int) -> None:
+        """Carries the state after a batch to the next one, if the module asks for it."""
+        if self._module.carry:
+            self._carried = epoch, state
+
+    def stage_state(self, stage: str, loader: int, batch_idx: int, start: Tree) -> Tree:
+        """As :meth:`carried`, for validation, test or prediction."""
+        if batch_idx == 0 or not self._module.carry or (stage, loader) not in self.stage_states:
+            return start
+        return _check_like(self.stage_states[stage, loader], start)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._carried is None:
+            return {}
+        epoch, state = self._carried
+        return {"epoch": epoch, "state": as_plain(state)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+
+def _check_like(state: Tree, start: Tree) -> Tree:
+    """The carried state; ValueError if it does not fit the batch."""
+    leaves, start_leaves = tree_leaves(state), tree_flatten_with_path(start)[0]
+    if len(leaves) != len(start_leaves):
+        raise ValueError(
+            f"carry: the state that forward returns has {len(leaves)} leaves, but initial_state "
+            f"has {len(start_leaves)}. Return the same structure from both."
+        )
+    for leaf, (path, like) in zip(leaves, start_leaves, strict=True):
+        if leaf.shape != like.shape:
+            raise ValueError(
+                f"carry: state{keystr(path)} is {list(leaf.shape)} after the batch before, but "
+                f"this batch begins with {list(like.shape)}. Give batches with the same sequences "
+                "in the same order (drop_last=True, shuffle=False), or carry=False."
+            )
+    return state

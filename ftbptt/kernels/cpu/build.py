@@ -1,0 +1,111 @@
+"""C++ source -> a function, compiled once per source text and cached on disk.
+
+A library is built in a temporary folder and renamed once complete. So a killed build leaves no
+partial library, and processes that build the same source at the same time do not interfere.
+Libraries are sealed: one that was damaged later is rebuilt.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from typing import Any, cast
+
+import torch
+
+from ..._compat.building import compile_cache_dir
+from .sealed import is_sealed, seal
+from .toolchain import commands, forget_precompiled, key_of, precompilation
+
+
+class KernelBuildError(RuntimeError):
+    """The C++ compiler failed on a kernel."""
+
+
+def kernel_cache_dir() -> Path:
+    """The folder of compiled kernels, inside Inductor's cache folder."""
+    return Path(compile_cache_dir(), "ftbptt", torch.backends.cpu.get_cpu_capability())
+
+
+_builders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ftbptt-build")
+_started: dict[Path, Future[None]] = {}
+_precompiled: set[Path] = set()  # cache folders for which this process has started precompiling
+
+
+def start(source: str) -> Path:
+    """start : source of a kernel -> path of its library, which exists once ``finish`` returns
+
+    Kernels are compiled in the background, several at once, while Inductor compiles the program.
+    """
+    folder, key = kernel_cache_dir(), key_of(source)
+    library = folder / f"{key}.so"
+    if library not in _started and not is_sealed(library):
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=folder, prefix="build-")
+        source_file, built = Path(scratch.name) / f"{key}.cpp", Path(scratch.name) / f"{key}.so"
+        source_file.write_text(source)
+        attempts = commands(source_file, built, folder)
+        _started[library] = _builders.submit(_build, scratch, attempts, built, library)
+    return library
+
+
+def finish() -> None:
+    """Waits for all builds that were started.
+
+    Raises :class:`KernelBuildError` if the compiler rejects a source.
+    """
+    builds = dict(_started)
+    abandon()  # all of them, so that one which failed can be started again
+    for build in builds.values():
+        build.result()
+    for folder in {library.parent for library in builds} - _precompiled:
+        precompile = precompilation(folder)
+        if precompile:
+            _precompiled.add(folder)
+            # A daemon: nobody waits for it, not even the end of the process.
+            Thread(target=precompile, name="ftbptt-precompile", daemon=True).start()
+
+
+def abandon() -> None:
+    """Waits for all builds that were started, and ignores their errors."""
+    for build in _started.values():
+        build.exception()
+    _started.clear()
+
+
+@cache
+def load(library: str) -> Callable[[Any, Any], None]:
+    """load : path of a library -> its function ``run(memory, numbers)`` (see ``cpp``)"""
+    finish()
+    run = ctypes.CDLL(library).run
+    run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    run.restype = None
+    return cast(Callable[[Any, Any], None], run)
+
+
+def _build(
+    scratch: tempfile.TemporaryDirectory[str],
+    attempts: list[list[str]],
+    built: Path,
+    library: Path,
+) -> None:
+    """Tries the commands of ``attempts``, which write ``built``; moves that to ``library``."""
+    with scratch:
+        for command in attempts:
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode == 0:
+                break
+        else:
+            errors = [line for line in result.stderr.splitlines() if "error" in line.lower()]
+            raise KernelBuildError(f"no kernel could be compiled: {' '.join(errors[:3])}")
+        if command is not attempts[0]:  # what was precompiled is the problem
+            forget_precompiled(library.parent)
+        seal(built)
+        os.replace(built, library)

@@ -1,0 +1,301 @@
+"""A row loop and its schedule -> C++: one function for all K steps, parallel over rows.
+
+Each thread takes tiles of rows and runs all steps on one tile before it takes the next, so threads
+do not synchronize between steps. ``rows.h`` and ``gemm.h`` hold the code that is the same for all
+loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..accesses import RowPattern
+from ..rowloop import Memory, Product, Read, RowLoop, Value, compute_dtype, reads
+from .nest import NestPrinter, c_type, memory_name
+from .schedule import Nest, make_schedule
+
+# Rows per tile: the values of one step should fit into a core's private cache; a weight that does
+# not fit should be read for many rows at once.
+_TILE_BYTES = 256 << 10
+_LEAST_ROWS, _MOST_ROWS = 8, 64
+
+
+def print_cpp(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
+    """print_cpp : RowLoop, which carries have a history -> source of the kernel
+
+    The function is ``run(memory, numbers)``. ``memory``: pointers to the invariants, weights,
+    sequences, carries, final carries, histories, emits and totals. ``numbers``: the number of
+    steps, the sizes of the row axes, the stride between the steps of each sequence (in elements),
+    and the strides (group, k, n) of each weight.
+    """
+    printer = _Printer(loop, history, reverse)
+    return "\n".join(_indented(printer.lines())) + "\n"
+
+
+def _indented(lines: Iterator[str]) -> Iterator[str]:
+    """The lines indented by the depth of their braces, for people and debuggers."""
+    depth = 0
+    for line in map(str.strip, lines):
+        depth -= line.startswith("}")
+        yield line if line.startswith("#") else "  " * depth + line
+        depth += line.endswith("{")
+
+
+class _Printer:
+    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool) -> None:
+        self.loop, self.history, self.reverse = loop, history, reverse
+        self.schedule = make_schedule(loop)
+        self.products = {
+            op.weight: op for op in loop.operations if isinstance(op, Product)
+        }  # one per weight: all products with a weight have the same k and n
+        self.groups = max((op.grouped for op in self.products.values()), default=0)
+
+    def lines(self) -> Iterator[str]:
+        yield '#include "rows.h"'
+        yield "using namespace ftbptt;"
+        yield ""
+        yield 'extern "C" void run(void* const* memory, const int64_t* numbers) {'
+        yield from self._arguments()
+        yield from self._pack_buffers()
+        yield f"const Tiles tiles(total, {self._axes(0, self.groups)}, {self._tile_rows()});"
+        for i, memory in enumerate(self.loop.totals):
+            t = c_type(compute_dtype(memory.dtype))
+            yield f"Sums<{t}> sums{i}(tiles.threads, {memory.size});"
+        yield "#pragma omp parallel num_threads(tiles.threads) if (tiles.threads > 1)"
+        yield "{"
+        yield from self._pack_weights()
+        yield from self._tile_buffers()
+        yield "for (const Tile tile : tiles.of_thread()) {"
+        yield "const int64_t first = tile.first, rows = tile.rows;"
+        yield from self._load_carries()
+        yield "for (int64_t step = 0; step < steps; ++step) {"
+        t = "steps - 1 - step" if self.reverse else "step"
+        yield f"const int64_t t = {t};"
+        yield from self._step_pointers()
+        for stage in self.schedule.stages:
+            yield from self._product(stage) if isinstance(stage, Product) else self._rows(stage)
+        yield from self._swap_carries()
+        yield from self._add_totals()
+        yield "}"
+        yield from self._store_finals()
+        yield "}"
+        yield "}"
+        yield from self._store_totals()
+        yield "}"
+
+    # -- arguments and weights --------------------------------------------------------------------
+
+    def _arguments(self) -> Iterator[str]:
+        """Names the elements of ``memory`` and ``numbers``, in the order given in ``print_cpp``."""
+        for index, (name, dtype, const) in enumerate(self._tensors()):
+            t = f"const {c_type(dtype)}" if const else c_type(dtype)
+            yield f"{t}* const {name} = static_cast<{t}*>(memory[{index}]);"
+        dims = len(self.loop.rows.dims)
+        yield "const int64_t steps = numbers[0];"
+        for axis in range(dims):
+            yield f"const int64_t axis{axis} = numbers[{1 + axis}];"
+        yield f"const int64_t total = {self._axes(0, dims)};"
+        first_step = 1 + dims
+        for index, i in enumerate(sorted(self.loop.sequences), start=first_step):
+            yield f"const int64_t step{i} = numbers[{index}];"
+        first_stride = first_step + len(self.loop.sequences)
+        for n, weight in enumerate(self.products):  # three strides each: group, k, n
+            yield f"const int64_t* const strides{weight} = numbers + {first_stride + 3 * n};"
+
+    def _tensors(self) -> Iterator[tuple[str, torch.dtype, bool]]:
+        """(name, dtype, whether it is only read) of each pointer in ``memory``."""
+        loop, weights = self.loop, self.loop.weight_dtypes
+        invariants, sequences = sorted(loop.invariants.items()), sorted(loop.sequences.items())
+        yield from ((f"invariant{i}", memory.dtype, True) for i, memory in invariants)
+        yield from ((f"weight{i}", weights[i], True) for i in self.products)
+        yield from ((f"sequence{i}", memory.dtype, True) for i, memory in sequences)
+        yield from ((f"start{i}", memory.dtype, True) for i, memory in enumerate(loop.carries))
+        yield from ((f"final{i}", memory.dtype, False) for i, memory in enumerate(loop.carries))
+        for i, flag in enumerate(self.history):
+            if flag:
+                yield f"history{i}", loop.carries[i].dtype, False
+        yield from ((f"emits{i}", memory.dtype, False) for i, memory in enumerate(loop.emits))
+        yield from ((f"totals{i}", memory.dtype, False) for i, memory in enumerate(loop.totals))
+
+    def _axes(self, start: int, stop: int) -> str:
+        """The product of the sizes of these row axes."""
+        return " * ".join(f"axis{i}" for i in range(start, stop)) or "1"
+
+    def _tile_rows(self) -> int:
+        """The largest number of rows in a tile."""
+        memories = (*self.schedule.scratch, *self.loop.carries, *self.loop.emits)
+        row_bytes = sum(memory.size * compute_dtype(memory.dtype).itemsize for memory in memories)
+        weight_bytes = sum(op.k * op.n for op in self.products.values()) * 4
+        rows = _TILE_BYTES // max(row_bytes, 1)
+        if weight_bytes > _TILE_BYTES:  # weights come from a farther cache: use each for more rows
+            rows *= 2
+        return max(_LEAST_ROWS, min(_MOST_ROWS, rows // 8 * 8))
+
+    def _weights(self, op: Product) -> str:
+        """How many weights the product has."""
+        return str(op.vectors) if op.by_vector else self._axes(0, op.grouped)
+
+    def _pack_buffers(self) -> Iterator[str]:
+        for weight, op in self.products.items():
+            t = c_type(compute_dtype(self.loop.weight_dtypes[weight]))
+            count = self._weights(op)
+            yield f"const int64_t packed_size{weight} = Gemm<{t}>::packed_size({op.k}, {op.n});"
+            yield f"Buffer<{t}> packed{weight}({count} * packed_size{weight});"
+
+    def _pack_weights(self) -> Iterator[str]:
+        if not self.products:
+            return
+        for weight, op in self.products.items():
+            t = c_type(compute_dtype(self.loop.weight_dtypes[weight]))
+            count = self._weights(op)
+            yield (
+                f"pack<{t}>(weight{weight}, strides{weight}, {op.k}, {op.n}, {count}, "
+                f"packed{weight}.data());"
+            )
+        yield "#pragma omp barrier"
+
+    # -- one tile ---------------------------------------------------------------------------------
+
+    def _tile_buffers(self) -> Iterator[str]:
+        for memory in self.schedule.scratch:
+            rows = "1" if memory in self.schedule.one_row else "tiles.rows"
+            t = c_type(compute_dtype(memory.dtype))
+            yield f"Buffer<{t}> {memory_name(memory)}_buffer({rows} * {memory.size});"
+            yield f"{t}* const {memory_name(memory)} = {memory_name(memory)}_buffer.data();"
+        for i, memory in enumerate(self.loop.carries):
+            if not self.history[i]:
+                t = c_type(memory.dtype)
+                yield f"Buffer<{t}> carry{i}_buffer(2 * tiles.rows * {memory.size});"
+        for i, memory in enumerate(self.loop.totals):
+            yield f"auto* const {memory_name(memory)} = sums{i}.of_step();"
+
+    def _load_carries(self) -> Iterator[str]:
+        for i, memory in enumerate(self.loop.carries):
+            t, size = c_type(memory.dtype), memory.size
+            if self.history[i]:
+                slot = "steps * total + first" if self.reverse else "first"
+                target = f"history{i} + ({slot}) * {size}"
+            else:
+                yield f"{t}* carry{i} = carry{i}_buffer.data();"
+                yield f"{t}* next{i} = carry{i} + tiles.rows * {size};"
+                target = f"carry{i}"
+            yield f"copy(start{i} + first * {size}, rows * {size}, {target});"
+
+    def _step_pointers(self) -> Iterator[str]:
+        """Pointers to the tile's carries and emits at this step."""
+        before, after = ("t + 1", "t") if self.reverse else ("t", "t + 1")
+        for i, memory in enumerate(self.loop.carries):
+            if self.history[i]:
+                t, size = c_type(memory.dtype), memory.size
+                yield (
+                    f"const {t}* const carry{i} = "
+                    f"history{i} + (({before}) * total + first) * {size};"
+                )
+                yield f"{t}* const next{i} = history{i} + (({after}) * total + first) * {size};"
+        for i, memory in enumerate(self.loop.emits):
+            t = c_type(memory.dtype)
+            yield f"{t}* const emit{i} = emits{i} + (t * total + first) * {memory.size};"
+
+    def _swap_carries(self) -> Iterator[str]:
+        for i, flag in enumerate(self.history):
+            if not flag:
+                yield f"std::swap(carry{i}, next{i});"
+
+    def _store_finals(self) -> Iterator[str]:
+        for i, memory in enumerate(self.loop.carries):
+            size, source = memory.size, f"carry{i}"
+            if self.history[i]:
+                slot = "first" if self.reverse else "steps * total + first"
+                source = f"history{i} + ({slot}) * {size}"
+            yield f"copy({source}, rows * {size}, final{i} + first * {size});"
+
+    def _add_totals(self) -> Iterator[str]:
+        for i in range(len(self.loop.totals)):
+            yield f"sums{i}.add_step();"
+
+    def _store_totals(self) -> Iterator[str]:
+        for i in range(len(self.loop.totals)):
+            yield f"sums{i}.store(totals{i});"
+
+    # -- one stage --------------------------------------------------------------------------------
+
+    def _row_pointer(self, memory: Memory, row: str) -> str:
+        """Pointer to a row's part of a memory; ``row`` is the index of the row in the tile."""
+        name = memory_name(memory)
+        if memory.kind in ("invariant", "sequence"):
+            base = f"{name} + t * step{memory.index}" if memory.kind == "sequence" else name
+            index = self._row_index(memory.pattern, row)
+            return f"{base} + {index} * {memory.pattern.unit}" if index else base
+        if memory.kind == "total" or memory in self.schedule.one_row:
+            return name
+        return f"{name} + {row} * {memory.size}"
+
+    def _row_index(self, pattern: RowPattern, row: str) -> str:
+        """``row // after % count`` of the pattern; empty if all rows share one part."""
+        start, stop = pattern.axes
+        if start == stop:
+            return ""
+        index = f"(first + {row})"
+        if stop < len(self.loop.rows.dims):
+            index = f"({index} / ({self._axes(stop, len(self.loop.rows.dims))}))"
+        if start > 0:
+            index = f"({index} % ({self._axes(start, stop)}))"
+        return index
+
+    def _tile_pointer(self, memory: Memory, offset: int) -> str:
+        """Pointer to the tile's first row."""
+        pointer = self._row_pointer(memory, "0")
+        return f"{pointer} + {offset}" if offset else pointer
+
+    def _product(self, op: Product) -> Iterator[str]:
+        source, value = op.row.source, op.value
+        a, c = source.memory if isinstance(source, Value) else source, value.memory
+        assert a is not None
+        assert c is not None
+        offset = op.row.offset + (source.offset if isinstance(source, Value) else 0)
+        t = c_type(compute_dtype(value.dtype))
+        lda, ldc, rows = a.pattern.unit if a.kind == "sequence" else a.size, c.size, "rows"
+        a_pointer, c_pointer = self._tile_pointer(a, offset), self._tile_pointer(c, value.offset)
+        packed = f"packed{op.weight}.data()"
+        if op.grouped:
+            # ``tile.group`` counts the groups of the weight with the most grouped axes; a weight
+            # with fewer is shared by several of those groups.
+            group = f"tile.group / ({self._axes(op.grouped, self.groups)})"
+            packed += f" + {group} * packed_size{op.weight}"
+        if not op.by_vector and (lda, ldc) == (op.vectors * op.k, op.vectors * op.n):
+            lda, ldc, rows = op.k, op.n, f"rows * {op.vectors}" if op.vectors > 1 else rows
+        elif op.vectors > 1:
+            yield f"for (int64_t v = 0; v < {op.vectors}; ++v)"
+            a_pointer, c_pointer = f"{a_pointer} + v * {op.k}", f"{c_pointer} + v * {op.n}"
+            packed += f" + v * packed_size{op.weight}" if op.by_vector else ""
+        yield (
+            f"Gemm<{t}>::run({rows}, {op.k}, {op.n}, {a_pointer}, {lda}, {packed}, {c_pointer}, "
+            f"{ldc});"
+        )
+
+    def _rows(self, nests: list[Nest]) -> Iterator[str]:
+        yield "for (int64_t r = 0; r < rows; ++r) {"
+        used: dict[Memory, None] = {}  # an ordered set
+        for nest in nests:
+            for op in nest.operations:
+                for read in reads(op.expression):
+                    memory = _memory_of(read)
+                    if memory is not None:
+                        used[memory] = None
+                if op.value in self.schedule.stored and op.value.memory is not None:
+                    used[op.value.memory] = None
+        for memory in used:
+            constant = "const " if memory.kind in ("invariant", "sequence", "carry") else ""
+            is_internal = memory.kind in ("scratch", "total")
+            dtype = compute_dtype(memory.dtype) if is_internal else memory.dtype
+            name = f"row_{memory_name(memory)}"
+            yield f"{constant}{c_type(dtype)}* const {name} = {self._row_pointer(memory, 'r')};"
+        for nest in nests:
+            yield from NestPrinter(nest, self.schedule.stored).lines()
+        yield "}"
+
+
+def _memory_of(read: Read) -> Memory | None:
+    return read.source.memory if isinstance(read.source, Value) else read.source

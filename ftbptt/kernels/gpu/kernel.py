@@ -1,0 +1,75 @@
+"""A row loop -> the source of a Triton module, with the kernel that suits it."""
+
+from __future__ import annotations
+
+import torch
+
+from ..expressions import Unsupported
+from ..rowloop import RowLoop
+from .affine import affine_next
+from .loop import LoopPrinter
+from .placement import make_tiles
+from .scan import print_scan
+from .split import SplitPrinter, choose_parts, weight_bytes
+
+# Of an H100: multiprocessors, and the shared memory that a program can have. Triton needs a part of
+# it to change the layout of rows.
+_PROCESSORS, _SHARED_BYTES, _SHARED_BYTES_OF_ROWS = 132, 227 << 10, 35 << 10
+
+
+def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
+    """print_triton : RowLoop x which carries have a history -> source of a module with the kernel
+
+    The kernel is ``run(*memory, *workspace, *numbers, ROWS, PRECISION)``, with ``memory`` and
+    ``numbers`` as in ``cpp``. Constants of the module:
+
+    - ``WORKSPACE``: the tensors to allocate for a launch, as (dtype, elements per row, whether it
+      has K + 1 slots, as a history).
+    - ``AXES``: the number of row axes. ``GROUPED``: the leading ones along which a weight varies; a
+      program has rows of one group only.
+    - ``ROW_BYTES``: size of a row of the widest tile.
+    - ``EXACT``: whether, without TF32, some products cannot use a matrix unit.
+    - ``PARTS``: the programs that share a tile of rows. If there are several, the kernel has an
+      argument ``arrivals`` after the workspace, for each tile ``COUNTER`` integers that are zero,
+      and the module has constants ``TILE_ROWS`` and ``WARPS``.
+
+    If the steps compose there is also ``run_composed``. Raises Unsupported.
+    """
+    parts = _parts_of(loop, history)
+    if parts > 1:
+        return SplitPrinter(loop, history, reverse, parts).text()
+    text, affine = LoopPrinter(loop, history, reverse).text(), affine_next(loop)
+    return text if affine is None else text + print_scan(loop, history, affine, reverse=reverse)
+
+
+def describe_triton(loop: RowLoop, history: list[bool]) -> str:
+    """describe_triton : RowLoop x which carries have a history -> what its kernel is"""
+    parts, kernel = _parts_of(loop, history), "one generated Triton kernel for all steps"
+    return kernel if parts == 1 else f"{kernel}, its weights split over {parts} programs"
+
+
+def _parts_of(loop: RowLoop, history: list[bool]) -> int:
+    """The programs that share a tile of rows; 1 if one can hold all weights."""
+    processors, shared_bytes = _sizes()
+    needed = weight_bytes(loop, make_tiles(loop, history, 1))
+    available = shared_bytes - _SHARED_BYTES_OF_ROWS
+    if needed <= available:
+        return 1
+    try:
+        return choose_parts(loop, history, processors, shared_bytes)
+    except Unsupported as reason:
+        raise Unsupported(
+            f"its weights need {needed >> 10} KB of a multiprocessor's shared memory, which has "
+            f"{available >> 10} KB for them; {reason}"
+        ) from None
+
+
+def _sizes() -> tuple[int, int]:
+    """The multiprocessors, and the bytes of shared memory that a program can have."""
+    if not torch.cuda.is_available():
+        return _PROCESSORS, _SHARED_BYTES
+    device = torch.cuda.get_device_properties()
+    # The attribute is missing in torch's type stubs, and on AMD devices.
+    default = device.shared_memory_per_block
+    optin = getattr(device, "shared_memory_per_block_optin", default)
+    return device.multi_processor_count, optin

@@ -1,0 +1,316 @@
+"""A row loop -> Triton: one function for all K steps, in which each program takes a tile of rows.
+
+Programs do not synchronize. Carries stay in registers from step to step, and weights in the shared
+memory of the multiprocessor, where they must fit. For an affine recurrence, whose steps compose,
+the module has a second function (``scan``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..expressions import Unsupported
+from ..rowloop import Memory, Product, Reduce, RowLoop, Value, compute_dtype
+from .expressions import TYPES, literal, type_of
+from .placement import columns, flat
+from .printer import TilePrinter, name_of, with_zeros
+
+_NEUTRAL = {"sum": 0.0, "product": 1.0, "maximum": -math.inf, "minimum": math.inf}
+
+_HEAD = """\
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+
+
+@triton.jit
+def multiplied(a, b):
+    return a * b
+
+"""
+
+
+class LoopPrinter(TilePrinter):
+    """``head``: how the module begins. ``scratch_slots``: of scratch memory, used in turn."""
+
+    head, scratch_slots = _HEAD, 1
+
+    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool, parts: int = 1) -> None:
+        super().__init__(loop, history, reverse, parts)
+        for dtype in _dtypes(loop):
+            type_of(dtype)  # raises Unsupported
+        if any(op.vectors > 1 for op in self.products.values()):
+            raise Unsupported("GPU kernels do not support products of several vectors of a row")
+        self.grouped = max((op.grouped for op in self.products.values()), default=0)
+        self.weights: dict[Any, str] = {}
+        self.inputs: dict[str, str] = {}  # variables, loaded for a step
+
+    # -- the module -------------------------------------------------------------------------------
+
+    def text(self) -> str:
+        self._load_carries()
+        self._step()
+        self._load_inputs_ahead()
+        epilogue = self._store_finals()
+        itemsize = max(compute_dtype(memory.dtype).itemsize for memory in self.loop.carries)
+        row_bytes = itemsize * max((space.width for space in self.spaces), default=1)
+        unspecialized = ", ".join(f'"{name}"' for name in ("steps", *self._axis_names()))
+        lines = [
+            self.head,
+            f"WORKSPACE = {self._workspace()!r}",
+            f"AXES, GROUPED, ROW_BYTES = {len(self.loop.rows.dims)}, {self.grouped}, {row_bytes}",
+            f"EXACT = {any(t.itemsize > 2 for t in self.loop.weight_dtypes.values())}",
+            *self._constants(),
+            "",
+            "",
+            f"@triton.jit(do_not_specialize=[{unspecialized}])",
+            f"def run({', '.join(self._arguments())}, ROWS: tl.constexpr, "
+            "PRECISION: tl.constexpr):",
+            *(f"    {line}" for line in (*self._rows(), *self._indices(), *self.prologue)),
+            "    for step in range(steps):",
+            f"        t = tl.cast({'steps - 1 - step' if self.reverse else 'step'}, tl.int64)",
+            *(f"        {line}" for line in self.body),
+            *(f"    {line}" for line in epilogue),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _constants(self) -> Iterator[str]:
+        """Further constants of the module."""
+        yield "PARTS = 1"
+
+    def _workspace(self) -> list[tuple[str, int, bool]]:
+        scratch = [
+            (compute_dtype(memory.dtype), self.scratch_slots * memory.size, False)
+            for memory in self.scratch
+        ]
+        histories = [
+            (memory.dtype, memory.size, True)
+            for i, memory in enumerate(self.loop.carries)
+            if self.tiles.history[i] and not self.wanted_history[i]
+        ]
+        return [
+            (str(dtype).removeprefix("torch."), size, each_step)
+            for dtype, size, each_step in (*scratch, *histories)
+        ]
+
+    def _rows(self) -> Iterator[str]:
+        axes = self._axis_names()
+        groups = " * ".join(axes[: self.grouped]) or "1"
+        yield from self._program()
+        yield "last = tl.cast(steps, tl.int64)  # 64 bits, like all offsets computed from it"
+        yield f"total = {' * '.join(axes) or '1'}"
+        yield f"rows = total // ({groups})"
+        yield "tiles = tl.cdiv(rows, ROWS)"
+        yield "group = (program // tiles).to(tl.int64)"
+        yield "tile = (program % tiles).to(tl.int64)"
+        yield "row_in_group = tile * ROWS + tl.arange(0, ROWS)[:, None]"
+        yield "inside = row_in_group < rows"
+        yield "row = group * rows + row_in_group"
+
+    def _program(self) -> Iterator[str]:
+        """Which tile the program has."""
+        yield "program = tl.program_id(0)"
+
+    def _indices(self) -> Iterator[str]:
+        for space, name in self.spaces.items():
+            first = f"part * {space.width} + " if space.parts > 1 else ""
+            yield f"{name} = {first}tl.arange(0, {space.width})[None, :]"
+            if space.outer:
+                inner = columns(space.inner_size)
+                yield f"{name}_outer, {name}_inner = {name} // {inner}, {name} % {inner}"
+                yield (
+                    f"{name}_in = ({name}_outer < {space.outer_size}) & "
+                    f"({name}_inner < {space.inner_size})"
+                )
+            elif space.is_padded:
+                yield f"{name}_in = {name} < {space.inner_size}"
+
+    # -- before, in and after the loop ------------------------------------------------------------
+
+    def _load_carries(self) -> None:
+        for i, memory in enumerate(self.loop.carries):
+            space = self.tiles.flat(memory.size)
+            index = f"row * {memory.size} + {self._space(space)}"
+            mask = self._mask(space, "inside")
+            self.prologue.append(f"carry{i} = tl.load(start{i} + {index}{with_zeros(mask)})")
+            if self.tiles.history[i]:
+                slot = "last" if self.reverse else "0"
+                first = self._slot(f"history{i}", slot, memory)
+                self.prologue.append(f"tl.store({first} + {index}, carry{i}{mask})")
+            if i in self.tiles.next_carries:
+                carry = self._converted(f"carry{i}", memory.dtype)
+                self.prologue.append(f"carry{i} = {carry}")
+
+    def _step(self) -> None:
+        # What the previous step stored must be visible, and what it read may be overwritten.
+        awaited = ("carry", "scratch") if self.scratch_slots == 1 else ("carry",)
+        if any(memory.kind in awaited for memory in self.tiles.read_back):
+            self._barrier(self.body)
+        for op in self.loop.operations:
+            if isinstance(op, Product):
+                self._product(op)
+            elif isinstance(op, Reduce):
+                self._reduce(op)
+            else:
+                self._map(op)
+        for i, value in self.tiles.next_carries.items():
+            self.body.append(f"carry{i} = {self._all_columns(value)}")
+            memory = self.loop.carries[i]
+            if memory.dtype != compute_dtype(memory.dtype):  # round it, as memory would
+                rounded = f"carry{i}.to({TYPES[memory.dtype]})"
+                self.body.append(f"carry{i} = {self._converted(rounded, memory.dtype)}")
+
+    def _load_inputs_ahead(self) -> None:
+        """Loads the inputs of the next step before a step, which then waits for no memory."""
+        if not self.inputs:
+            return
+        before, after = "steps - 1", "tl.maximum(t - 1, 0)"
+        if not self.reverse:
+            before, after = "0", "tl.minimum(t + 1, last - 1)"
+        inputs = self.inputs.items()
+        self.prologue += [
+            f"ahead = tl.cast({before}, tl.int64)",
+            *(f"{name} = {loaded}" for name, loaded in inputs),
+        ]
+        self.body = [
+            f"ahead = {after}",
+            *(f"next_{name} = {loaded}" for name, loaded in inputs),
+            *self.body,
+            *(f"{name} = next_{name}" for name in self.inputs),
+        ]
+
+    def _define_loaded(self, source: Memory, name: str, loaded: str) -> None:
+        if source.kind == "sequence":
+            self.inputs[name] = loaded
+        else:
+            super()._define_loaded(source, name, loaded)
+
+    def _step_pointer(self, memory: Memory) -> str:
+        if memory.kind == "sequence":
+            return f"sequence{memory.index} + ahead * step{memory.index}"
+        return super()._step_pointer(memory)
+
+    def _store_finals(self) -> list[str]:
+        lines: list[str] = []
+        if len(self.tiles.next_carries) < len(self.loop.carries):
+            self._barrier(lines)
+        for i, memory in enumerate(self.loop.carries):
+            space = self.tiles.flat(memory.size)
+            index = f"row * {memory.size} + {self._space(space)}"
+            mask = self._mask(space, "inside")
+            if i not in self.tiles.next_carries:
+                slot = "0" if self.reverse else "last"
+                last = self._slot(f"history{i}", slot, memory)
+                lines.append(
+                    f"carry{i} = tl.load({last} + {index}{with_zeros(mask)}{self.load_option})"
+                )
+            lines.append(f"tl.store(final{i} + {index}, carry{i}{mask})")
+        return lines
+
+    # -- operations -------------------------------------------------------------------------------
+
+    def _reduce(self, op: Reduce) -> None:
+        space = self.tiles.space_of(op)
+        neutral = literal(_NEUTRAL[op.kind], compute_dtype(op.value.dtype))
+        x = self._tile(self._operand(op, space), space)
+        if space.is_padded:
+            x = f"tl.where({self._space(space)}_in, {x}, {neutral})"
+        axis, name = "1", name_of(op.value)
+        if space.outer:
+            shape = f"(ROWS, {columns(space.outer_size)}, {columns(space.inner_size)})"
+            axis, x = "2", f"tl.reshape({x}, {shape})"
+        self.body.append(f"{name} = {x}")
+        result = {
+            "sum": f"tl.sum({name}, {axis})",
+            "product": f"tl.reduce({name}, {axis}, multiplied)",
+            "maximum": f"tl.max({name}, {axis})",
+            "minimum": f"tl.min({name}, {axis})",
+        }[op.kind]
+        if op.kind in ("maximum", "minimum"):  # NaN if any element is, as in torch
+            nans = f"tl.sum(({name} != {name}).to(tl.int32), {axis})"
+            result = f"tl.where({nans} > 0, float('nan'), {result})"
+        self.body.append(f"{name} = {result}" + ("" if space.outer else "[:, None]"))
+        self._store(op.value)
+
+    # -- products ---------------------------------------------------------------------------------
+
+    def _product(self, op: Product) -> None:
+        pieces = self.tiles.row_pieces(op)
+        if pieces is None:
+            row = [
+                (self._tile(self._read(read, space), space), first, space.inner_size)
+                for read, space, first in self.tiles.rows_of(op)
+            ]
+        else:
+            row = [(self._all_columns(value), first, value.size) for value, first in pieces]
+        for offset, length in self.tiles.pieces[op.value]:
+            name = name_of(op.value, offset, length)
+            for i, (a, k_first, k) in enumerate(row):
+                if columns(k) != k:
+                    a = f"tl.where({self._space(flat(k))}_in, {a}, 0)"
+                weight = self._weight(op, k_first, k, offset, length)
+                self.body.append(f"{name} = {self._dot(op, a, k, length, weight, name, i == 0)}")
+        if self.tiles.is_stored(op.value):
+            self.body.append(f"{name_of(op.value)} = {name_of(op.value, 0, op.n)}")
+            self._store(op.value)
+
+    def _all_columns(self, value: Value) -> str:
+        return name_of(value, 0, value.size) if value in self.tiles.pieces else name_of(value)
+
+    def _dot(self, op: Product, a: str, k: int, n: int, weight: str, name: str, first: bool) -> str:
+        """``a`` [rows, k] @ ``weight`` [k, n], added to ``name`` if it is not the ``first``."""
+        weight_dtype = self.loop.weight_dtypes[op.weight]
+        kind = type_of(compute_dtype(op.value.dtype))
+        if k == 1 or n == 1:
+            product = f"{a} * {weight}.to({kind})"
+            if k != 1:
+                product = f"tl.sum({product}, 1)[:, None]"
+            return product if first else f"{name} + {product}"
+        if weight_dtype is torch.float64:
+            # Triton derives a product's layout from the narrowest load that an operand depends on,
+            # such as a mask, and has no layout for float64 below 32 bits (3.6, 3.7). A sum hides
+            # the load.
+            a = f"tl.sum(({a})[:, :, None], 2)"
+        accumulator = "" if first else f", acc={name}"
+        return (
+            f"tl.dot({a}.to({TYPES[weight_dtype]}), {weight}{accumulator}, "
+            f"input_precision=PRECISION, out_dtype={kind})"
+        )
+
+    def _weight(self, op: Product, k_first: int, k: int, n_first: int, n: int) -> str:
+        """The variable with the tile [k, n] of a weight, or [1, k] if it has one column.
+
+        ``k_first`` and ``n_first``: the row and column of the weight where the tile starts.
+        """
+        key = (op.weight, k_first, k, n_first, n)
+        if key in self.weights:
+            return self.weights[key]
+        name = self.weights[key] = f"w{len(self.weights)}"
+        w, space = op.weight, flat(k) if n == 1 else self.tiles.flat(n)
+        column = self._space(space)
+        masks = [f"{column}_in"] if space.is_padded else []
+        if n == 1:
+            offset = f"({k_first} + {column}) * k_stride{w} + {n_first} * n_stride{w}"
+        else:
+            offset = f"({n_first} + {column}) * n_stride{w}"
+            rows = f"tl.arange(0, {columns(k)})[:, None]"
+            offset += f" + ({k_first} + {rows}) * k_stride{w}"
+            masks += [f"({rows} < {k})"] if columns(k) != k else []
+        if op.grouped:  # ``group`` counts the groups of the weight with the most grouped axes
+            after = " * ".join(self._axis_names()[op.grouped : self.grouped]) or "1"
+            offset += f" + group // ({after}) * group_stride{w}"
+        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        self.prologue.append(f"{name} = tl.load(weight{w} + {offset}{mask})")
+        return name
+
+
+def _dtypes(loop: RowLoop) -> Iterator[torch.dtype]:
+    """The dtypes of all that a kernel reads, computes and writes."""
+    memories = [*loop.invariants.values(), *loop.sequences.values(), *loop.carries, *loop.emits]
+    yield from (memory.dtype for memory in memories)
+    yield from loop.weight_dtypes.values()
+    yield from (op.value.dtype for op in loop.operations)

@@ -1,0 +1,129 @@
+"""The static part of a segment's call: what its tensors are, and how flat lists of them divide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..compiler.signature import Leaf, Level, Recipe, Signature, Specs
+from ..contract.layout import Layout, SharedLayout
+from ..contract.step import Step
+
+T = TypeVar("T")
+Tree = Any
+InDims = tuple[None, int | None, int, int | None]
+
+
+class Counts(NamedTuple):
+    """How many leaves each group of arguments has, in the order of the flat list."""
+
+    params: int
+    buffers: int
+    initial_state: int
+    state: int
+    x: int
+    y: int
+    reset: int
+    mask: int
+
+
+GROUPS = Counts._fields
+SEQUENCES = {"x", "y", "reset", "mask"}  # whose leaves have time on axis 0
+
+
+class Results(NamedTuple, Generic[T]):
+    """What a segment returns, as flat lists. ``out`` also holds the gradients of the taps."""
+
+    grads: list[T]
+    state: list[T]
+    loss: T
+    out: list[T]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the tensors of a call are. The tensors travel beside it, in one flat list.
+
+    ``shapes`` are those of the leaves without any batch axis, ``batched`` says for each leaf which
+    levels of vmap it has, ``shared_flags`` whether it has the axis of ``in_dims``.
+    """
+
+    specs: Specs
+    counts: Counts
+    buffer_names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    shared: Level | None
+    shared_flags: tuple[bool, ...]
+    time_dim: int
+    context: tuple[Any, ...] = ()
+    levels: tuple[Level, ...] = ()
+    batched: tuple[tuple[bool, ...], ...] = ()
+    probes: int = 0  # the last leaves of x are zeros, by which there is a gradient at every step
+
+    def under_vmap(self, level: Level, flags: Sequence[bool]) -> Call:
+        """The call with one more level of vmap; ``flags`` says which tensors have its axis."""
+        before = self.batched or ((),) * len(flags)
+        batched = tuple((*b, f) for b, f in zip(before, flags, strict=True))
+        return replace(self, levels=(*self.levels, level), batched=batched)
+
+    def is_sequence(self) -> list[bool]:
+        """For each tensor, whether its axis 0 is time."""
+        counts = zip(GROUPS, self.counts, strict=True)
+        return [group in SEQUENCES for group, count in counts for _ in range(count)]
+
+    def groups(self, values: Sequence[Any]) -> dict[str, list[Any]]:
+        """One value for each tensor, by group."""
+        groups, start = {}, 0
+        for name, count in zip(GROUPS, self.counts, strict=True):
+            groups[name] = list(values[start : start + count])
+            start += count
+        return groups
+
+    def results(self, flat: Sequence[T], with_grad: bool) -> Results[T]:
+        """What a segment returns, divided; ``grads`` is empty if they were not asked for."""
+        n_grads = self.counts.params if with_grad else 0
+        loss = n_grads + self.counts.state
+        return Results(
+            list(flat[:n_grads]), list(flat[n_grads:loss]), flat[loss], list(flat[loss + 1 :])
+        )
+
+    def key(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """What a plan is cached by; as the signature, but quick to make."""
+        kinds = tuple((t.dtype, t.device) for t in tensors)
+        return (self.specs, self.counts, self.shapes, kinds, self.shared, self.shared_flags,
+                self.time_dim, self.context, self.levels, self.batched)  # fmt: skip
+
+    def signature(self, tensors: Sequence[Tensor]) -> Signature:
+        batched = self.batched or ((),) * len(tensors)
+        leaves = map(Leaf, self.shapes, *zip(*((t.dtype, t.device) for t in tensors), strict=True),
+                     batched, self.shared_flags)  # fmt: skip
+        g = self.groups(list(leaves))
+        return Signature(
+            self.specs, tuple(g["params"]), tuple(g["buffers"]), tuple(g["initial_state"]),
+            tuple(g["state"]), tuple(g["x"]), tuple(g["y"]),
+            g["reset"][0] if g["reset"] else None, g["mask"][0] if g["mask"] else None,
+            self.levels, self.shared, self.time_dim, self.autocast,
+        )  # fmt: skip
+
+    @property
+    def autocast(self) -> tuple[str, torch.dtype] | None:
+        """The device type and dtype of the caller's autocast, if there is one."""
+        return self.context[-1] if self.context else None
+
+
+def layout_of(step: Step, time_dim: int | None, in_dims: InDims | None, x: Tree) -> Layout:
+    """Where time, rows and a shared batch axis lie in a call with such an ``x``."""
+    layout = Layout.of(step, time_dim, x, batch_axes=0 if in_dims is None else 1)
+    return layout if in_dims is None else SharedLayout(layout.time_dim, *in_dims[1:])
+
+
+def context_of(recipe: Recipe, device_type: str) -> tuple[Any, ...]:
+    """What else a trace depends on: modes of modules, the default dtype, autocast for the data."""
+    autocast = None
+    if torch.is_autocast_enabled(device_type):
+        autocast = device_type, torch.get_autocast_dtype(device_type)
+    return recipe.modes(), torch.get_default_dtype(), autocast

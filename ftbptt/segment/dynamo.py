@@ -1,0 +1,16 @@
+"""Calls that ``torch.compile`` leaves as they are. To import this imports torch's compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+@torch.compiler.disable
+def outside(function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
+    """``function(*args, **kwargs)``, which is not traced."""
+    return function(*args, **kwargs)

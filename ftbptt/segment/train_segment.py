@@ -1,0 +1,396 @@
+"""The contract: ``TrainSegment``, and how it meets ``torch.func.vmap``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat.running import inside_derivative, inside_functorch
+from .._trees import tree_unflatten
+from .._warnings import warn
+from ..backends import Backend, choose
+from ..compiler.plan import Plan, make_plan
+from ..compiler.signature import Recipe, as_traced
+from ..compiler.tracing.trace import TRACING
+from ..contract.layout import Layout, SharedLayout
+from ..contract.loss import Loss, of_first
+from ..contract.output import EarlyGradients, SegmentOutput, TappedOutput
+from .arguments import lay_out
+from .call import Call, InDims, Results, context_of, layout_of
+from .call_cache import Known, Recall, Trees, like
+from .capture import make_executable
+from .compile_cache import use_a_folder_that_works
+from .execute import Executable
+from .explain import Explanation, explain
+from .fallback import run_or_fall_back
+from .probes import find_taps, taps_of, with_probes
+from .vmap import CallInfo, SegmentFunction
+
+Tree = Any
+
+
+class TrainSegment:
+    """train_segment : params, state, x[K, ...], y[K, ...] -> SegmentOutput
+
+    One TBPTT segment as a pure function; made by :func:`make_train_segment`. Nothing given is
+    changed, the state comes back detached, and the call can be put under ``torch.func.vmap``:
+    ``in_dims=(None, 0, 0, 0)`` for a gradient per sequence, ``(0, 0, 0, 0)`` for an ensemble.
+
+    ``reset``: bool, ``[K]`` or ``[K, B]``; where true, the state restarts before the step, and no
+    gradient crosses. ``mask``: the same; where false, the step leaves the state as it was (after
+    the reset, if any) and adds no loss. ``vmap`` does not map keyword arguments: given to a vmapped
+    segment both hold for every sequence; for one each, vmap a function that takes them by position
+    (``lambda state, x, y, reset: train_segment(params, state, x, y, reset=reset)``).
+
+    The step is traced once for each structure, shape and dtype of the arguments, whatever K is.
+    ``trace_count`` and ``compile_count`` tell how often the step was traced and a program was
+    built, so that a loop that recompiles can be noticed.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        backend: str,
+        time_dim: int | None,
+        in_dims: InDims | None,
+        *,
+        tapped: bool = False,
+        reuse_output: bool = False,
+    ) -> None:
+        self.recipe, self._backend, self.tapped = recipe, backend, tapped
+        self.reuses_output = reuse_output
+        self._time_dim, self._in_dims = time_dim, in_dims
+        self._executables: dict[Any, Executable] = {}
+        self._taps: dict[Any, dict[str, Tensor]] = {}
+        self._recall = Recall()
+        self.trace_count = 0
+        self.compile_count = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is compiled is neither copied nor pickled, but made again."""
+        return {**self.__dict__, "_executables": {}, "_taps": {}, "_recall": Recall()}
+
+    def __call__(
+        self,
+        params: Tree,
+        state: Tree,
+        x: Tree,
+        y: Tree,
+        *,
+        reset: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> SegmentOutput:
+        return self._segment(params, state, x, y, reset, mask, with_grad=True)
+
+    def with_early_gradients(
+        self,
+        early: EarlyGradients,
+        params: Tree,
+        state: Tree,
+        x: Tree,
+        y: Tree,
+        *,
+        reset: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> SegmentOutput:
+        """The segment, with gradients handed over while others are still being computed.
+
+        All are returned as well. Not under ``torch.func.vmap``. Where ``backend="auto"`` falls back
+        to another backend, gradients that were not handed over by then are only returned.
+        """
+        return self._segment(params, state, x, y, reset, mask, with_grad=True, early=early)
+
+    def evaluate(
+        self,
+        params: Tree,
+        state: Tree,
+        x: Tree,
+        y: Tree,
+        *,
+        reset: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> SegmentOutput:
+        """evaluate : params, state, x[K, ...], y[K, ...] -> SegmentOutput with ``grads=None``
+
+        As the segment itself, in the same compiled form, without gradients. Under
+        ``torch.func.vmap``, which returns nothing but tensors, ``grads`` is an empty tuple.
+        """
+        return self._segment(params, state, x, y, reset, mask, with_grad=False)
+
+    def explain(
+        self,
+        params: Tree,
+        state: Tree,
+        x: Tree,
+        y: Tree,
+        *,
+        reset: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Explanation:
+        """explain : as the segment itself -> Explanation, to print
+
+        The plan of such a call: its blocks, how each runs and why, the GEMMs, what is saved, FLOPs
+        and bytes. Traces the step if there was no such call before; runs nothing.
+        """
+        call, tensors, _ = self._laid_out(params, state, x, y, reset, mask)
+        executable = self._executable(call, tensors)
+        steps = call.groups(tensors)["x"][0].shape[0]
+        return explain(executable, self.recipe.step.name, steps)
+
+    def plan(
+        self,
+        params: Tree,
+        state: Tree,
+        x: Tree,
+        y: Tree,
+        *,
+        reset: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Plan, dict[str, list[Tensor]]]:
+        """The plan of such a call, and its arguments, flat and with time in front, by group."""
+        call, tensors, _ = self._laid_out(params, state, x, y, reset, mask)
+        return self._executable(call, tensors).plan, call.groups(tensors)
+
+    def layout(self, x: Tree) -> Layout:
+        """Where time and rows lie in data like ``x``."""
+        return layout_of(self.recipe.step, self._time_dim, self._in_dims, x)
+
+    def row_axis(self, leaf: Tensor) -> int:
+        """The axis of the rows in a leaf of the state."""
+        if self._in_dims is not None:
+            return self._in_dims[1] or 0
+        return self.recipe.step.row_axis(leaf)
+
+    @property
+    def batched_axes(self) -> int:
+        """The fewest axes of ``x`` with rows."""
+        return self.recipe.step.batched_axes
+
+    def variant(
+        self,
+        *,
+        states: bool = False,
+        factors: bool = False,
+        loss: Callable[[Loss], Loss] | None = None,
+        context: int | None = None,
+        time_dim: int | None = None,
+    ) -> TrainSegment:
+        """The same segment with another input, output or loss.
+
+        ``states``: ``out`` becomes ``(out, states)``, where ``states`` has the state before each
+        step. ``factors``: ``x`` becomes ``(x, factors)``; the gradient that goes back from a step
+        is multiplied by its factor. ``loss``: called with the loss, returns the one to use.
+        ``context``, ``time_dim``: as in :func:`make_train_segment`; None keeps the segment's. The
+        variant's results are never overwritten, whatever ``reuse_output`` was.
+        """
+        step, new_loss = self.recipe.step, self.recipe.loss
+        if factors:
+            step = step.with_gradient_factors()
+        if states:
+            step, new_loss = step.with_states(self.tapped), of_first(new_loss)
+        if loss is not None:
+            new_loss = loss(new_loss)
+        context = self.recipe.context if context is None else context
+        return TrainSegment(
+            replace(self.recipe, step=step, loss=new_loss, context=context),
+            self._backend,
+            self._time_dim if time_dim is None else time_dim,
+            self._in_dims,
+            tapped=self.tapped,
+        )
+
+    @property
+    def context(self) -> int:
+        """The steps at the start of a segment that have no loss."""
+        return self.recipe.context
+
+    def __repr__(self) -> str:
+        return f"TrainSegment({self.recipe.step.name}, backend={self._backend!r})"
+
+    # -- one call -------------------------------------------------------------------------------
+
+    def _segment(
+        self,
+        params: Tree,
+        state: Tree,
+        x: Tree,
+        y: Tree,
+        reset: Tensor | None,
+        mask: Tensor | None,
+        *,
+        with_grad: bool,
+        early: EarlyGradients | None = None,
+    ) -> SegmentOutput:
+        if torch.compiler.is_compiling():  # around the caller's code: a segment is compiled already
+            from .dynamo import outside  # which imports torch's compiler
+
+            given = (params, state, x, y, reset, mask)
+            return outside(self._segment, *given, with_grad=with_grad, early=early)
+        mapped = inside_functorch()
+        key = trees = None
+        if not mapped and self._in_dims is None and state is not None and not self.tapped:
+            trees = Trees.of((params, state, x, y, reset, mask))
+        if trees is not None:
+            key = (trees.key, with_grad, *self.surroundings(trees.device_type))
+            known = self._recall.find(key)
+            if known is not None:
+                return self.again(known, trees.leaves, params, state, with_grad, early)
+        call, tensors, layout = self._laid_out(params, state, x, y, reset, mask)
+        info = CallInfo()
+        if mapped:
+            if inside_derivative():
+                raise RuntimeError(
+                    "a segment is not differentiable: it returns the gradients itself, as .grads, "
+                    "and everything detached. Call it outside of torch.func.grad, vjp and jvp."
+                )
+            flat = SegmentFunction.apply(self, call, with_grad, info, *tensors)
+        else:
+            flat = tuple(self._run(call, with_grad, info, tensors, early=early))
+            if key is not None and layout.time_dim == 0:
+                initial = call.groups(tensors)["initial_state"]
+                executable = self._executable(call, tensors)
+                self._recall.keep(key, Known(call, executable, initial))
+        return self._output(call, layout, call.results(flat, with_grad), info, with_grad, mapped)
+
+    def _output(
+        self, call: Call, layout: Layout, results: Results[Tensor], info: CallInfo, with_grad: bool,
+        mapped: bool,
+    ) -> SegmentOutput:  # fmt: skip
+        """What the caller gets: in the structure and the layout of the arguments."""
+        grads: Tree = () if mapped else None  # vmap returns nothing but tensors
+        if with_grad:
+            grads = tree_unflatten(results.grads, call.specs.params)
+        leaves, out_leaves = results.state, results.out
+        if isinstance(layout, SharedLayout):
+            leaves = [layout.state_back(leaf) for leaf in leaves]
+            out_leaves = [layout.sequence_back(leaf) for leaf in out_leaves]
+        else:
+            out_leaves = layout.time_back(out_leaves)
+        state = tree_unflatten(leaves, call.specs.state)
+        n_out = info.out_spec.num_leaves
+        out = tree_unflatten(out_leaves[:n_out], info.out_spec)
+        if self.tapped:
+            out, values = out
+            taps = taps_of(values, out_leaves[n_out:])
+            tapped: Any = TappedOutput(grads, state, results.loss, out, taps)
+            return tapped  # a fifth part, for those who asked for it
+        return SegmentOutput(grads, state, results.loss, out)
+
+    def _laid_out(
+        self, params: Tree, state: Tree, x: Tree, y: Tree, reset: Any, mask: Any
+    ) -> tuple[Call, list[Tensor], Layout]:
+        """A call, checked, as flat tensors with time in front."""
+        call, tensors, layout = lay_out(
+            self.recipe, self._time_dim, self._in_dims, params, state, x, y, reset, mask
+        )
+        if self.tapped:
+            key = call.key(tensors)
+            if key not in self._taps:
+                self._taps[key] = find_taps(self.recipe.step, call, tensors)
+            call, tensors = with_probes(call, tensors, self._taps[key])
+        return call, tensors, layout
+
+    def surroundings(self, device_type: str) -> tuple[Any, ...]:
+        """What a call depends on besides its arguments: buffers, modes, autocast, default dtype."""
+        buffers = self.recipe.step.buffers().items()
+        return (
+            tuple((name, b.shape, b.dtype, b.device) for name, b in buffers),
+            *context_of(self.recipe, device_type),
+        )
+
+    def known(self, params: Tree, state: Tree, x: Tree, y: Tree) -> Known | None:
+        """What a call with such arguments runs; None if it has to be checked first."""
+        trees = Trees.of((params, state, x, y, None, None))
+        if trees is None:
+            return None
+        return self._recall.find((trees.key, True, *self.surroundings(trees.device_type)))
+
+    def again(
+        self,
+        known: Known,
+        leaves: list[list[Tensor]],
+        params: Tree,
+        state: Tree,
+        with_grad: bool = True,
+        early: EarlyGradients | None = None,
+    ) -> SegmentOutput:
+        """A call that was checked before. ``leaves`` are those of each argument, not moved."""
+        param_leaves, *others = leaves
+        before = [*param_leaves, *self.recipe.step.buffers().values(), *known.initial]
+        tensors = [leaf.detach() for leaf in (*before, *(t for group in others for t in group))]
+        info = CallInfo()
+        flat = self._run(known.call, with_grad, info, tensors, known.executable, early)
+        results = known.call.results(flat, with_grad)
+        return SegmentOutput(
+            like(params, results.grads) if with_grad else None,
+            like(state, results.state),
+            results.loss,
+            tree_unflatten(results.out, info.out_spec),
+        )
+
+    def _run(
+        self,
+        call: Call,
+        with_grad: bool,
+        info: CallInfo,
+        tensors: Sequence[Tensor],
+        executable: Executable | None = None,
+        early: EarlyGradients | None = None,
+    ) -> list[Tensor]:
+        """The segment on plain tensors: finds or makes the plan, and runs it on its backend."""
+        # A program reads memory, in which a lazy conjugate or negative is not yet computed.
+        tensors = [
+            leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf
+            for leaf in tensors
+        ]
+        with torch.no_grad(), as_traced(call.autocast):
+            if executable is None:
+                executable = self._executable(call, tensors)
+            while executable.instead is not None:
+                executable = executable.instead
+            info.out_spec = executable.plan.out_spec
+            for source, copy in executable.plan.copied:  # the source may have been written to
+                copy.copy_(source)
+            groups = call.groups(tensors)
+            if self._backend != "auto" or executable.backend.name == "eager":
+                return executable.run(groups, with_grad=with_grad, early=early)
+            callers: list[BaseException] = []
+            noted = None if early is None else early.noting(callers)
+            plan = executable.plan
+            result, ran, messages = run_or_fall_back(
+                executable,
+                self.recipe.step.name,
+                tensors[0].device.type,
+                lambda backend: self._on(plan, backend),
+                lambda tried: tried.run(groups, with_grad=with_grad, early=noted),
+                callers,
+            )
+            if ran is not executable:
+                executable.instead = self._executables[call.key(tensors)] = ran
+            for message in messages:
+                warn(message, RuntimeWarning)
+            return result
+
+    def _executable(self, call: Call, tensors: Sequence[Tensor]) -> Executable:
+        key = call.key(tensors)
+        if key in self._executables:
+            return self._executables[key]
+        with TRACING, as_traced(call.autocast):
+            if key not in self._executables:  # another thread may have been first
+                self.trace_count += 1
+                use_a_folder_that_works()
+                recipe = replace(self.recipe, probes=call.probes)
+                steps = call.groups(tensors)["x"][0].shape[0]
+                plan = make_plan(recipe, call.signature(tensors), call.buffer_names, steps)
+                self._executables[key] = self._on(plan, choose(self._backend))
+        return self._executables[key]
+
+    def _on(self, plan: Plan, backend: Backend) -> Executable:
+        return make_executable(plan, backend, self._count_compile, reuse_output=self.reuses_output)
+
+    def _count_compile(self) -> None:
+        self.compile_count += 1

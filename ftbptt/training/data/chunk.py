@@ -1,0 +1,215 @@
+"""Consecutive steps of data, and where the time axis is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._messages import describe_type
+from ..._trees import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+
+Tree = Any
+
+
+class Chunk(NamedTuple):
+    """K consecutive steps: the arguments of ``train_segment`` after ``params`` and ``state``.
+
+    - ``x`` and ``y``: trees of tensors or arrays ``[K, ...]``; ``y`` is None without a target.
+    - ``reset`` and ``mask``: bool, ``[K]`` or ``[K, B]``. Where ``reset`` is true, the state
+      restarts before the step; where ``mask`` is false, the step is padding.
+
+    >>> chunk = Chunk(torch.zeros(20, 4, 3), torch.zeros(20, 4), reset=torch.arange(20) == 7)
+    >>> chunk.x.shape, chunk.mask
+    (torch.Size([20, 4, 3]), None)
+    """
+
+    x: Tree
+    y: Tree = None
+    reset: Tensor | None = None
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TimeAxes:
+    """The time axis in the leaves of ``x`` and of ``y``.
+
+    Flags (``reset`` and ``mask``) of two axes have it where ``x`` has it.
+    """
+
+    x: int = 0
+    y: int = 0
+
+    def _flag_axis(self, flags: Tensor | None) -> int:
+        return self.x if flags is not None and flags.ndim > 1 else 0
+
+    def cut(self, chunk: Chunk, start: int, stop: int) -> Chunk:
+        """Steps ``[start, stop)`` of a chunk."""
+        x, y, reset, mask = chunk
+        x = _slice(x, self.x, start, stop)
+        if y is not None:
+            y = _slice(y, self.y, start, stop)
+        if reset is not None:
+            reset = _slice(reset, self._flag_axis(reset), start, stop)
+        if mask is not None:
+            mask = _slice(mask, self._flag_axis(mask), start, stop)
+        return Chunk(x, y, reset, mask)
+
+    def split(self, chunk: Chunk, size: int) -> list[Chunk]:
+        """The chunk in pieces of ``size`` steps; the last one may be shorter."""
+        count = -(-self.steps(chunk) // size)
+
+        def split_tree(tree: Tree, axis: int) -> Sequence[Tree]:
+            if tree is None:
+                return [None] * count
+            if isinstance(tree, Tensor):
+                return tree.split(size, axis)
+            leaves, spec = tree_flatten(tree)
+            leaves_of_pieces = zip(*(leaf.split(size, axis) for leaf in leaves), strict=True)
+            return [tree_unflatten(piece, spec) for piece in leaves_of_pieces]
+
+        pieces = zip(
+            split_tree(chunk.x, self.x),
+            split_tree(chunk.y, self.y),
+            split_tree(chunk.reset, self._flag_axis(chunk.reset)),
+            split_tree(chunk.mask, self._flag_axis(chunk.mask)),
+            strict=True,
+        )
+        return [Chunk(*piece) for piece in pieces]
+
+    def join(self, chunks: Sequence[Chunk]) -> Chunk:
+        """Chunks one after the other. A chunk without flags has no resets and no padding."""
+        first = chunks[0]
+        if any((chunk.y is None) != (first.y is None) for chunk in chunks):
+            raise ValueError("some have y, others have none")
+
+        def join_trees(trees: Sequence[Tree], axis: int) -> Tree:
+            return tree_map(lambda *leaves: torch.cat(leaves, axis), *trees)
+
+        def join_flags(parts: list[Tensor | None], default: bool) -> Tensor | None:
+            example = next((flags for flags in parts if flags is not None), None)
+            if example is None:
+                return None
+            axis = self._flag_axis(example)
+            filled = []
+            for flags, chunk in zip(parts, chunks, strict=True):
+                if flags is None:
+                    shape = list(example.shape)
+                    shape[axis] = self.length(chunk)
+                    flags = example.new_full(shape, default)
+                filled.append(flags)
+            return torch.cat(filled, axis)
+
+        return Chunk(
+            join_trees([chunk.x for chunk in chunks], self.x),
+            None if first.y is None else join_trees([chunk.y for chunk in chunks], self.y),
+            join_flags([chunk.reset for chunk in chunks], False),
+            join_flags([chunk.mask for chunk in chunks], True),
+        )
+
+    def steps(self, chunk: Chunk) -> int:
+        """The number of steps, read from one leaf: for chunks that :meth:`length` has checked."""
+        steps: int = tree_leaves(chunk.x)[0].shape[self.x]
+        return steps
+
+    def length(self, chunk: Chunk) -> int:
+        """The number of steps. Raises ValueError if leaves differ in it."""
+        parts = [("x", chunk.x, self.x), ("y", chunk.y, self.y)]
+        for name, flags in (("reset", chunk.reset), ("mask", chunk.mask)):
+            parts.append((name, flags, self._flag_axis(flags)))
+        steps: int | None = None
+        first_path = ""
+        for name, tree, axis in parts:
+            for path, leaf in tree_flatten_with_path(tree)[0]:
+                if leaf is None:  # a part that the chunk does not have
+                    continue
+                leaf_path = f"{name}{keystr(path)}"
+                if not -len(leaf.shape) <= axis < len(leaf.shape):
+                    raise ValueError(
+                        f"{leaf_path}: expected time on axis {axis}, found shape "
+                        f"{list(leaf.shape)}."
+                    )
+                if steps is None:
+                    steps, first_path = leaf.shape[axis], leaf_path
+                elif leaf.shape[axis] != steps:
+                    raise ValueError(
+                        f"{leaf_path}: has {leaf.shape[axis]} steps on axis {axis}, but "
+                        f"{first_path} has {steps}. All parts of the data must have the same "
+                        "length; nothing is cut silently."
+                    )
+        assert steps is not None
+        return steps
+
+
+def _slice(tree: Tree, axis: int, start: int, stop: int) -> Tree:
+    if axis == 0 and isinstance(tree, Tensor):  # the common case, for which pytree is slow
+        return tree[start:stop]
+    index = (slice(None),) * axis + (slice(start, stop),)
+    return tree_map(lambda leaf: leaf[index], tree)
+
+
+@contextmanager
+def error_prefix(prefix: str) -> Iterator[None]:
+    """Puts ``prefix`` in front of the message of a TypeError or ValueError raised within."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{prefix}: {error}") from error
+
+
+def as_chunk(item: Any) -> Chunk:
+    """A tuple of the caller as a chunk. Raises TypeError for anything else."""
+    if not isinstance(item, (tuple, list)) or not 2 <= len(item) <= 4:
+        raise TypeError(
+            f"expected (x, y), (x, y, reset) or (x, y, reset, mask), found {describe_type(item)}. "
+            "For data without a target: (x, None). Anything but a tuple is read as an iterable "
+            "of chunks, each of them such a tuple."
+        )
+    return check_leaves(Chunk(*item))
+
+
+def check_leaves(chunk: Chunk) -> Chunk:
+    """The same chunk. Raises TypeError if a leaf is neither a tensor nor an array."""
+    for name, tree in zip(chunk._fields, chunk, strict=True):
+        if isinstance(tree, Tensor) or (tree is None and name != "x"):
+            continue
+        is_tree = name in ("x", "y")
+        leaves = tree_flatten_with_path(tree)[0] if is_tree else [((), tree)]
+        if not leaves:
+            raise TypeError(f"{name}: expected at least one tensor or array, found none.")
+        for path, leaf in leaves:
+            if not hasattr(leaf, "shape"):
+                raise TypeError(
+                    f"{name}{keystr(path)}: expected a tensor or an array, found "
+                    f"{type(leaf).__name__}."
+                )
+    return chunk
+
+
+def has_only_tensors(chunk: Chunk) -> bool:
+    return all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_leaves(tuple(chunk)))
+
+
+def as_tensors(chunk: Chunk) -> Chunk:
+    """The chunk with its arrays copied to tensors, so that writing to them changes no file."""
+    if has_only_tensors(chunk):
+        return chunk
+    import numpy
+
+    def as_tensor(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, Tensor):
+            return leaf
+        return torch.from_numpy(numpy.array(leaf))
+
+    return Chunk(*tree_map(as_tensor, tuple(chunk)))

@@ -1,0 +1,184 @@
+"""The layout of a segment's data and state: where time and rows are, how many, and in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._trees import in_order_of, tree_leaves, tree_map
+from ...contract.layout import Layout, SharedLayout, broadcast_rows
+from ...distributed.shares import share_of
+from ...segment.train_segment import TrainSegment
+from .chunk import Chunk, TimeAxes, check_leaves, error_prefix
+from .rows import count_rows, join_rows, split_rows, valid_steps
+
+Tree = Any
+
+
+class Counts(NamedTuple):
+    """What a chunk has: see :meth:`DataLayout.count`."""
+
+    rows: int | None
+    weight: int | Tensor
+    tokens: int
+
+
+class DataLayout:
+    """Where time and rows are in the data and the state of a segment.
+
+    ``inner`` is the segment that knows; None for a caller's function, which has time on axis
+    ``time_dim`` of data and rows on axis 0 of the state. What is found out from the first data
+    holds for all of it, and is kept.
+    """
+
+    def __init__(self, inner: TrainSegment | None, time_dim: int | None) -> None:
+        self.inner = inner
+        self.first_row = 0  # of this rank's share, among the rows of all
+        self._time_dim = time_dim
+        self._layout: Layout | None = None
+        self._axes: TimeAxes | None = None
+        self._rows: dict[int, int | None] = {}  # by the size of the axis of x where rows would be
+
+    def layout(self, x: Tree) -> Layout:
+        """The layout of the data, of which ``x`` is a part: tensors or arrays."""
+        if self._layout is None:
+            self._layout = self._layout_of(x)
+        return self._layout
+
+    def _layout_of(self, x: Tree) -> Layout:
+        if self.inner is None:
+            return Layout(self._time_dim or 0)
+        if not isinstance(x, Tensor):
+            x = tree_map(lambda leaf: torch.empty(tuple(leaf.shape), device="meta"), x)
+        return self.inner.layout(x)
+
+    def axes(self, x: Tree) -> TimeAxes:
+        """The time axes alone."""
+        if self._axes is None:
+            layout = self.layout(x)
+            self._axes = TimeAxes(layout.x_time, layout.y_time)
+        return self._axes
+
+    def row_axis(self, leaf: Tensor) -> int:
+        """The axis of the rows in a leaf of the state."""
+        return 0 if self.inner is None else self.inner.row_axis(leaf)
+
+    def prepared(self, prepare: Callable[[Tree, Tree], tuple[Tree, Tree]], chunk: Chunk) -> Chunk:
+        """The chunk with ``prepare(x, y)`` as its ``x`` and ``y``.
+
+        Raises TypeError and ValueError if that is not a pair of sequences of the same length, with
+        time on the same axis.
+        """
+        result = prepare(chunk.x, chunk.y)
+        with error_prefix("prepare"):
+            if not isinstance(result, (tuple, list)) or len(result) != 2:
+                raise TypeError(f"expected it to return (x, y), found {type(result).__name__}.")
+            axes, after = self.axes(chunk.x), check_leaves(chunk._replace(x=result[0], y=result[1]))
+            axis_after = self._layout_of(after.x).x_time
+            if axis_after != axes.x:
+                raise ValueError(
+                    f"time is on axis {axes.x} of the x that it is given, but on axis {axis_after} "
+                    "of what it returns. Say where: make_train_segment(..., "
+                    f"time_dim={axis_after})."
+                )
+            steps, steps_after = axes.steps(chunk), axes.length(after)
+            if steps_after != steps:
+                raise ValueError(f"it was given {steps} steps and returned {steps_after}.")
+        return after
+
+    # -- counting ---------------------------------------------------------------------------------
+
+    def rows(self, chunk: Chunk, state: Tree) -> int | None:
+        """The number of rows in the batch; None for data without rows."""
+        return self.count(chunk._replace(mask=None), state, 0, 0).rows
+
+    def weigh(self, chunk: Chunk, state: Tree, context: int) -> tuple[int | Tensor, int]:
+        """The weight and the tokens of :meth:`count`."""
+        counts = self.count(chunk, state, self.axes(chunk.x).steps(chunk), context)
+        return counts.weight, counts.tokens
+
+    def count(self, chunk: Chunk, state: Tree, steps: int, context: int) -> Counts:
+        """The rows of a chunk of ``steps`` steps, the weight of its loss in a mean, its tokens.
+
+        Tokens are the steps of all rows, valid or not. The weight is the number of those with a
+        loss: the valid ones after the first ``context``. With ``in_dims`` the segment's loss is a
+        mean over sequences, however many valid steps each has. There the weight is the number of
+        all steps after ``context``, so that parts of a batch weigh as many as their sequences.
+        """
+        layout = self._layout or self.layout(chunk.x)
+        x = chunk.x if isinstance(chunk.x, Tensor) else tree_leaves(chunk.x)[0]
+        size = x.shape[layout.x_rows] if x.dim() > layout.x_rows else 0
+        if size not in self._rows:
+            batched_axes = 2 if self.inner is None else self.inner.batched_axes
+            self._rows[size] = count_rows(chunk, state, layout, self.row_axis, batched_axes)
+        rows = self._rows[size]
+        all_rows = rows or 1
+        if chunk.mask is None or isinstance(layout, SharedLayout):
+            return Counts(rows, (steps - context) * all_rows, steps * all_rows)
+        weight = valid_steps(chunk.mask, steps, all_rows, context, layout)
+        return Counts(rows, weight, steps * all_rows)
+
+    def valid_steps(self, chunk: Chunk, state: Tree) -> int | Tensor:
+        """The number of valid steps, summed over rows."""
+        rows, steps = self.rows(chunk, state) or 1, self.axes(chunk.x).steps(chunk)
+        if chunk.mask is None:
+            return steps * rows
+        return valid_steps(chunk.mask, steps, rows, 0, self.layout(chunk.x))
+
+    # -- parts of the rows ------------------------------------------------------------------------
+
+    def micro_batches(self, chunk: Chunk, state: Tree, parts: int) -> list[tuple[Chunk, Tree]]:
+        """The chunk and the state in parts of their rows."""
+        if parts == 1:
+            return [(chunk, state)]
+        if self.rows(chunk, state) is None:
+            raise ValueError(
+                "micro_batches: x, y and the state have no rows in common that could be split."
+            )
+        return split_rows(chunk, state, parts, self.layout(chunk.x), self.row_axis)
+
+    def join_states(self, states: list[Tree]) -> Tree:
+        """The states of micro-batches as one."""
+        return join_rows(states, self.row_axis)
+
+    def own_rows(self, rank: int, size: int, chunk: Chunk) -> Chunk:
+        """The rows of a chunk that belong to a rank."""
+        layout = self.layout(chunk.x)
+        x = tree_leaves(chunk.x)[0]
+        if x.dim() <= layout.x_rows:
+            raise ValueError("mesh: x has no rows that could be shared out.")
+        # Raises if there are fewer rows than ranks.
+        self.first_row = share_of(x.shape[layout.x_rows], rank, size).start
+        return split_rows(chunk, (), size, layout, self.row_axis)[rank][0]
+
+    def own_state(self, rank: int, size: int, state: Tree) -> Tree:
+        """The rows of a state that belong to a rank."""
+        if state is None:
+            return None
+        return tree_map(lambda leaf: leaf.tensor_split(size, self.row_axis(leaf))[rank], state)
+
+    def restart_nonfinite_rows(self, state: Tree, initial: Tree, rows: int | None) -> Tree:
+        """The state, with rows that are not finite replaced by those of ``initial`` (None: zeros).
+
+        Data without rows (None) is replaced as one.
+        """
+        if initial is None:
+            initial = tree_map(torch.zeros_like, state)
+        initial = tree_map(self._with_row_axis, in_order_of(state, initial), state)
+        leaves = tree_leaves(state)
+        if rows is None:
+            return state if all(leaf.isfinite().all() for leaf in leaves) else initial
+        for leaf in leaves:
+            axis = self.row_axis(leaf)
+            is_bad = ~torch.isfinite(leaf.movedim(axis, 0).reshape(leaf.shape[axis], -1)).all(1)
+            state = broadcast_rows(torch.where, is_bad, initial, state, self.row_axis)
+        return state
+
+    def _with_row_axis(self, initial: Tensor, leaf: Tensor) -> Tensor:
+        """A leaf of ``initial_state``, with a row axis if it has none, as ``leaf`` has it."""
+        if initial.dim() == leaf.dim() - 1:
+            return initial.unsqueeze(self.row_axis(leaf))
+        return initial

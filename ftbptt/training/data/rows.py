@@ -1,0 +1,87 @@
+"""The rows of a batch: how many there are, and how a batch is split into parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._trees import tree_leaves, tree_map
+from ...contract.layout import Layout, SharedLayout
+from .chunk import Chunk
+
+Tree = Any
+
+
+def count_rows(
+    chunk: Chunk, state: Tree, layout: Layout, row_axis: Callable[[Tensor], int], batched_axes: int
+) -> int | None:
+    """The number of rows in the batch; None for data without rows.
+
+    ``batched_axes`` is the fewest axes that ``x`` has with rows. Where neither that nor a flag
+    decides, an axis of ``x`` is taken for rows, and not for features, if ``y`` and the state have
+    it too.
+    """
+    for flags in (chunk.reset, chunk.mask):
+        if flags is not None and flags.dim() > 1:
+            return int(flags.shape[layout.x_rows])
+    x = tree_leaves(chunk.x)[0]
+    if isinstance(layout, SharedLayout):
+        return int(x.shape[layout.x_rows])
+    if x.dim() < batched_axes:
+        return None
+    if x.dim() == 2 and any(leaf.dim() < 2 for leaf in tree_leaves(chunk.y) if leaf is not None):
+        return None
+    rows = int(x.shape[layout.x_rows])
+    state_has_rows = all(
+        leaf.dim() > row_axis(leaf) and leaf.shape[row_axis(leaf)] == rows
+        for leaf in tree_leaves(state)
+        if isinstance(leaf, Tensor)
+    )
+    return rows if state_has_rows else None
+
+
+def valid_steps(mask: Tensor, steps: int, rows: int, context: int, layout: Layout) -> Tensor:
+    """The number of steps with a loss, summed over rows, on the mask's device."""
+    if mask.dim() == 1:
+        return mask[context:].sum() * rows
+    return mask.narrow(layout.x_time, context, steps - context).sum()
+
+
+def split_rows(
+    chunk: Chunk, state: Tree, parts: int, layout: Layout, row_axis: Callable[[Tensor], int]
+) -> list[tuple[Chunk, Tree]]:
+    """The chunk and the state in at most ``parts`` nearly equal parts of their rows, none empty."""
+    parts = min(parts, tree_leaves(chunk.x)[0].shape[layout.x_rows])
+
+    def split(tree: Tree, axis_of: Callable[[Tensor], int | None]) -> list[Tree]:
+        if tree is None:
+            return [None] * parts
+
+        def part(leaf: Tensor, i: int) -> Tensor:
+            axis = axis_of(leaf)
+            return leaf if axis is None else torch.tensor_split(leaf, parts, axis)[i]
+
+        return [tree_map(lambda leaf, i=i: part(leaf, i), tree) for i in range(parts)]
+
+    def flag_axis(flags: Tensor) -> int | None:
+        return layout.x_rows if flags.dim() > 1 else None
+
+    chunks = zip(
+        split(chunk.x, lambda leaf: layout.x_rows),
+        split(chunk.y, lambda leaf: layout.y_rows),
+        split(chunk.reset, flag_axis),
+        split(chunk.mask, flag_axis),
+        strict=True,
+    )
+    states = split(state, row_axis)
+    return [(Chunk(*leaves), part) for leaves, part in zip(chunks, states, strict=True)]
+
+
+def join_rows(states: list[Tree], row_axis: Callable[[Tensor], int]) -> Tree:
+    """The states of parts of the rows as one."""
+    if len(states) == 1:
+        return states[0]
+    return tree_map(lambda *leaves: torch.cat(leaves, row_axis(leaves[0])), *states)

@@ -1,0 +1,383 @@
+"""Gradients in, parameters out: accumulation, clipping, the optimizer's step, the averages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.utils import get_total_norm
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from ..._compat.running import versions_of
+from ..._compat.training import forget_unscaled
+from ..._trees import (
+    differentiable,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_unflatten,
+)
+from .optimizers import FunctionalOptimizer, Sharded
+from .window_stats import share
+
+Tree = Any
+
+
+class Learner:
+    """Averages the gradients of windows, and updates the parameters with the average."""
+
+    def __init__(
+        self,
+        params: Tree,
+        optimizer: Optimizer | FunctionalOptimizer,
+        *,
+        clip_norm: float | None,
+        clip_value: float | None,
+        scheduler: Any,
+        scaler: GradScaler | None,
+        ema_decay: float | None,
+    ) -> None:
+        self.params, self.optimizer = params, optimizer
+        self.clip_norm, self.clip_value = clip_norm, clip_value
+        self.scheduler, self.scaler = scheduler, scaler
+        self.trained_indices: list[int] = []  # among the leaves of params
+        self._shapes_checked = False
+        self.opt_state: Tree = None
+        if isinstance(optimizer, Optimizer):
+            if isinstance(optimizer, LBFGS):
+                raise TypeError(
+                    "optimizer: LBFGS evaluates the loss many times in a step, but a window of a "
+                    "stream is run once. Give another one, or call train_segment in its closure."
+                )
+            self._find_trained(optimizer)
+        elif isinstance(optimizer, FunctionalOptimizer):
+            leaves = tree_leaves(params)
+            self.trained_indices = [i for i, leaf in enumerate(leaves) if differentiable(leaf)]
+            self.opt_state = optimizer.init(params)
+        else:
+            raise TypeError(
+                "optimizer: expected a torch.optim.Optimizer, or an object with init(params) and "
+                f"update(grads, state, params), found {type(optimizer).__name__}."
+            )
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise ValueError(
+                "scheduler: it changes the learning rate of another optimizer. Build it from the "
+                "one that is passed as optimizer."
+            )
+        if scaler is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError("scaler: needs a torch.optim.Optimizer, which it steps itself.")
+        self._update_ema = None if ema_decay is None else get_ema_multi_avg_fn(ema_decay)
+        self.ema: list[Tensor] | None = None
+        if ema_decay is not None:
+            self.ema = [leaf.detach().clone() for leaf in self._averaged_leaves()]
+        # The mean of the gradients so far, and its weight in valid steps.
+        self.gathered: tuple[list[Tensor], Any] | None = None
+        # Whether the step writes to the gradients, as SGD(foreach=True, nesterov=True) does. Known
+        # after the first step.
+        self.changes_gradients = True
+
+    def _find_trained(self, optimizer: Optimizer) -> None:
+        """Finds the leaves of the parameters that the optimizer holds."""
+        _check_in_params(optimizer, self.params)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._group_count = len(optimizer.param_groups)
+        self.trained_indices = [
+            i
+            for i, leaf in enumerate(tree_leaves(self.params))
+            if id(leaf) in held and differentiable(leaf)
+        ]
+        self._trained = self.trained
+        self._unique = list({id(p): p for p in self._trained}.values())
+        self._shapes_checked = False
+
+    def begin_update(self) -> None:
+        """Must be called before an update's first window: a group may have been added."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, Optimizer) and len(optimizer.param_groups) != self._group_count:
+            self._find_trained(optimizer)
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The leaves of the parameters that updates change."""
+        leaves = tree_leaves(self.params)
+        return [leaves[i] for i in self.trained_indices]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the step is a collective: all ranks have to make it."""
+        return isinstance(self.optimizer, Sharded)
+
+    @property
+    def learning_rate(self) -> float | None:
+        if not isinstance(self.optimizer, Optimizer):
+            return None
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def scale(self) -> Tensor | None:
+        """The factor of the loss, read without waiting for the device; None without a scaler."""
+        if self.scaler is None:
+            return None
+        return self.scaler.scale(torch.ones((), device=self._trained[0].device))
+
+    def add(self, grads: Tree, weight: Any) -> None:
+        """Adds the gradients of a mean loss over ``weight`` valid steps to the weighted mean."""
+        if not self._shapes_checked:
+            self._check_shapes(grads)
+        new = tree_leaves(grads)
+        if len(new) > len(self.trained_indices):
+            new = [new[i] for i in self.trained_indices]
+        if self.gathered is not None:
+            old, old_weight = self.gathered
+            total = old_weight + weight
+            fraction = share(weight, total)
+            # The mean is moved towards the new gradients: a sum could overflow in float16.
+            new = [a + (b - a) * fraction for a, b in zip(old, new, strict=True)]
+            weight = total
+        self.gathered = new, weight
+
+    def _check_shapes(self, grads: Tree) -> None:
+        """Raises ValueError for gradients whose shapes are not those of the parameters.
+
+        Only the first gradients are checked: later ones come from the same segment.
+        """
+        leaves = tree_flatten_with_path(grads)[0]
+        if len(leaves) > len(self.trained_indices):
+            leaves = [leaves[i] for i in self.trained_indices]
+        for (path, grad), leaf in zip(leaves, self.trained, strict=True):
+            if grad.shape != leaf.shape:
+                raise ValueError(
+                    f"grads{keystr(path)}: has shape {list(grad.shape)}, but the parameter has "
+                    f"{list(leaf.shape)}. A segment under torch.func.vmap returns a gradient for "
+                    "each of the samples that it maps over: average them first, in a function "
+                    "around it."
+                )
+        self._shapes_checked = True
+
+    def forget(self) -> None:
+        """Drops the gradients so far: a window that is run again must not count twice."""
+        self.gathered = None
+        if self.scaler is not None:
+            forget_unscaled(self.scaler, self.optimizer)
+
+    def ready(self) -> tuple[list[Tensor], Tensor | None]:
+        """The gradients of the update, unscaled and clipped, and their norm before clipping.
+
+        The norm is None if nothing is clipped.
+        """
+        assert self.gathered is not None
+        grads, _ = self.gathered
+        self.gathered = None
+        if isinstance(self.optimizer, Optimizer):
+            grads = self._assign(grads)
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+        clips = self.clip_norm is not None or self.clip_value is not None
+        norm = get_total_norm(grads) if clips else None
+        if self.clip_norm is not None and norm is not None:
+            factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            for grad in grads:
+                grad.mul_(factor)
+        if self.clip_value is not None:
+            for grad in grads:
+                grad.clamp_(-self.clip_value, self.clip_value)
+        return grads, norm
+
+    def _assign(self, grads: list[Tensor]) -> list[Tensor]:
+        """Assigns the gradients to ``.grad``, and returns those that were assigned."""
+        if len(self._unique) < len(self._trained):  # a tensor occurs in params more than once
+            total: dict[int, Tensor] = {}
+            for p, grad in zip(self._trained, grads, strict=True):
+                total[id(p)] = total[id(p)] + grad if id(p) in total else grad
+            grads = list(total.values())
+        assigned = []
+        for p, grad in zip(self._unique, grads, strict=True):
+            # A parameter without requires_grad is frozen, by torch's convention. For a plain tensor
+            # that is just the default, and gradients do not come from autograd here: one that
+            # the optimizer holds is meant to be trained.
+            if p.requires_grad or not isinstance(p, nn.Parameter):
+                p.grad = grad
+                assigned.append(grad)
+            else:
+                p.grad = None
+        return assigned
+
+    def step(self, grads: list[Tensor]) -> bool:
+        """Makes the update, with the gradients of :meth:`ready`; false if the scaler skipped it."""
+        stepped, versions = True, versions_of(grads)
+        if not isinstance(self.optimizer, Optimizer):
+            leaves, spec = tree_flatten(self.params)
+            all_grads = [torch.zeros_like(leaf) for leaf in leaves]
+            for i, grad in zip(self.trained_indices, grads, strict=True):
+                all_grads[i] = grad
+            self.params, self.opt_state = self.optimizer.update(
+                tree_unflatten(all_grads, spec), self.opt_state, self.params
+            )
+        elif self.scaler is None:
+            self.optimizer.step()
+        else:
+            before = self.scaler.get_scale() if self.scheduler is not None else 0.0
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            # The scaler skips a step with infinite gradients, and lowers its scale after it.
+            stepped = self.scheduler is None or self.scaler.get_scale() >= before
+        self.changes_gradients = versions != versions_of(grads)
+        if self._update_ema is not None and self.ema is not None:
+            self._update_ema(self.ema, self._averaged_leaves(), 0)
+        return stepped
+
+    def follow_schedule(self) -> None:
+        """Steps the scheduler. To be called after each step of the optimizer."""
+        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step()
+
+    def _averaged_leaves(self) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(self.params) if differentiable(leaf)]
+
+    @property
+    def ema_params(self) -> Tree:
+        """The moving average, in the structure of the parameters; None without ``ema_decay``."""
+        if self.ema is None:
+            return None
+        leaves, spec = tree_flatten(self.params)
+        average = iter(self.ema)
+        return tree_unflatten(
+            [next(average) if differentiable(leaf) else leaf for leaf in leaves], spec
+        )
+
+    def after_report(self, loss: float) -> None:
+        """Steps a scheduler that needs the loss, which has just been read."""
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        opt_state: Any
+        if isinstance(self.optimizer, Optimizer):
+            opt_state = _full_state(self.optimizer)
+        else:
+            opt_state = tree_leaves(self.opt_state)
+        return {
+            "kinds": self._kinds(),
+            "names": _names(self.params),
+            "params": tree_leaves(self.params),
+            "optimizer": opt_state,
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "ema": self.ema,
+        }
+
+    def _kinds(self) -> dict[str, str | None]:
+        """The classes of the optimizer, the scheduler, ...; None for those that are not used."""
+        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
+        kinds = {name: None if x is None else type(x).__name__ for name, x in parts.items()}
+        return kinds | {"ema": None if self.ema is None else "moving average"}
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raises ValueError for the state of another model, or of a run with other options."""
+        for name, kind in self._kinds().items():
+            saved_kind = state["kinds"][name]
+            if kind != saved_kind:
+                raise ValueError(
+                    f"{name}: this run has {kind or 'none'}, but the checkpoint was made with "
+                    f"{saved_kind or 'none'}. Resume with the options that the run was started "
+                    "with."
+                )
+        _check_like("params", "model", self.params, state["params"])
+        names = _names(self.params)
+        if names != state["names"]:
+            raise ValueError(
+                f"params: its leaves are {', '.join(names)}, but in the checkpoint "
+                f"{', '.join(state['names'])}: it belongs to a different model, or to one that "
+                "was built in another order."
+            )
+        if isinstance(self.optimizer, Optimizer):
+            sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+            saved_sizes = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+            if sizes != saved_sizes:
+                raise ValueError(
+                    f"optimizer: its groups have {sizes} tensors, but the checkpoint's "
+                    f"{saved_sizes}. "
+                    "Resume with the same groups."
+                )
+        else:
+            _check_like("optimizer's state", "optimizer", self.opt_state, state["optimizer"])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what :meth:`state_dict` returned, once :meth:`check` has accepted it.
+
+        Writes the caller's tensors in place.
+        """
+        leaves, spec = tree_flatten(self.params)
+        if isinstance(self.optimizer, Optimizer):
+            with torch.no_grad():
+                for leaf, value in zip(leaves, state["params"], strict=True):
+                    leaf.copy_(value)
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            opt_leaves, opt_spec = tree_flatten(self.opt_state)
+            self.params = tree_unflatten(_moved(state["params"], leaves), spec)
+            self.opt_state = tree_unflatten(_moved(state["optimizer"], opt_leaves), opt_spec)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            for average, value in zip(self.ema, state["ema"], strict=True):
+                average.copy_(value)
+
+
+def _full_state(optimizer: Optimizer) -> dict[str, Any] | None:
+    """The optimizer's state. For a sharded one a collective, and None but on the first rank."""
+    if isinstance(optimizer, Sharded):
+        optimizer.consolidate_state_dict(to=0)
+        return optimizer.state_dict() if optimizer.rank == 0 else None
+    return optimizer.state_dict()
+
+
+def _names(tree: Tree) -> list[str]:
+    """The paths of the leaves."""
+    return [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
+
+
+def _moved(values: list[Any], like: list[Any]) -> list[Any]:
+    """The values, each tensor on the device of its counterpart in ``like``."""
+    return [
+        value.to(leaf.device) if isinstance(leaf, Tensor) else value
+        for value, leaf in zip(values, like, strict=True)
+    ]
+
+
+def _check_like(name: str, owner: str, tree: Tree, saved: list[Any]) -> None:
+    """Raises ValueError if the saved leaves differ from those of ``tree`` in shape or dtype."""
+    leaves = tree_leaves(tree)
+    if len(leaves) != len(saved):
+        raise ValueError(
+            f"{name}: has {len(leaves)} leaves, but the checkpoint has {len(saved)}: it belongs "
+            f"to a different {owner}."
+        )
+    for path, leaf, value in zip(_names(tree), leaves, saved, strict=True):
+        if not (isinstance(leaf, Tensor) and isinstance(value, Tensor)):
+            continue
+        if leaf.shape != value.shape or leaf.dtype != value.dtype:
+            raise ValueError(
+                f"{name}{path}: is {leaf.dtype} {list(leaf.shape)}, but in the checkpoint "
+                f"{value.dtype} {list(value.shape)}: it belongs to a different {owner}."
+            )
+
+
+def _check_in_params(optimizer: Optimizer, params: Tree) -> None:
+    """Raises ValueError if the optimizer holds a tensor that is not one of ``params``."""
+    ids = {id(leaf) for leaf in tree_leaves(params)}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if id(p) not in ids:
+                raise ValueError(
+                    f"optimizer: its tensor {i} of group {g}, of shape {list(p.shape)}, is not "
+                    "one of the tensors in params, so it would never get a gradient. Build the "
+                    "optimizer from those tensors: params = dict(model.named_parameters()); "
+                    "torch.optim.Adam(params.values())."
+                )

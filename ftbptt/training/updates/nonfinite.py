@@ -1,0 +1,140 @@
+"""Losses that are not finite: where they come from, and what a run does about them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._trees import differentiable, keystr, tree_flatten_with_path
+from ..._warnings import warn
+from ...contract.layout import Layout
+from ...contract.output import SegmentOutput
+from ..data.chunk import Chunk
+from .learner import Learner
+
+Tree = Any
+
+
+class Guard:
+    """Checks losses and norms, and reacts as ``mode`` says: "stop", "skip" or "raise"."""
+
+    def __init__(self, mode: str, learner: Learner) -> None:
+        self.mode, self.learner = mode, learner
+        self.lost = False  # the parameters are not finite either
+        self._began_finite = True
+
+    def begin(self) -> None:
+        """Notes whether the parameters are finite at the start: a -inf among them may be meant."""
+        self._began_finite = not nonfinite_parameter(self.learner.params)
+
+    def spoiled(self) -> str:
+        """Describes a parameter that is not finite, if all were at the start; empty if none is."""
+        return nonfinite_parameter(self.learner.params) if self._began_finite else ""
+
+    def is_sound(self, value: Tensor) -> bool:
+        """Whether ``value`` is finite. On a GPU, unless the mode is "skip", it is not checked.
+
+        The check waits for the device, so there it is left to the next report; on a CPU it is free.
+        """
+        if not value.is_cpu and self.mode != "skip":
+            return True
+        return bool(torch.isfinite(value).all()) if value.dim() else math.isfinite(value)
+
+    def stops(self, problem: str, if_stopped: str) -> bool:
+        """Warns of the problem, and says whether the run is to stop.
+
+        ``if_stopped`` is what the warning adds if it does. Raises FloatingPointError in mode
+        "raise".
+        """
+        mode = self.mode
+        if nonfinite_parameter(self.learner.trained):
+            self.lost = True
+            if mode == "skip":  # every later window would be skipped
+                mode = "stop"
+                if_stopped = "The run stops: parameters that are not finite stay so."
+        consequence = {"stop": if_stopped, "skip": "It is left out.", "raise": ""}[mode]
+        message = f"ftbptt: {problem}. {consequence}".strip()
+        if mode == "raise":
+            raise FloatingPointError(message)
+        warn(message, RuntimeWarning)
+        return mode == "stop"
+
+
+def nonfinite_window(
+    params: Tree,
+    result: SegmentOutput,
+    chunk: Chunk,
+    layout: Layout,
+    position: int,
+    row: int | None,
+) -> str:
+    """Describes where a window is not finite: in its data, its output, a parameter or a gradient.
+
+    ``position`` is the chunk's first step in the epoch, ``row`` its first row in the batch; None
+    for data without rows.
+    """
+    x_rows, y_rows = (None, None) if row is None else (layout.x_rows, layout.y_rows)
+    first_row = row or 0
+    descriptions = [
+        _first_step("x", chunk.x, layout.x_time, x_rows, position, first_row),
+        _first_step("y", chunk.y, layout.y_time, y_rows, position, first_row),
+        _first_step("out", result.out, layout.x_time, x_rows, position, first_row),
+        nonfinite_parameter(params),
+        _first_leaf("grads", result.grads, "is the first gradient that is not finite"),
+    ]
+    message = "; ".join(text for text in descriptions if text)
+    return message or "parameters, inputs, outputs and gradients are finite"
+
+
+def nonfinite_parameter(params: Tree) -> str:
+    """Describes the first parameter that is not finite; empty if all are finite."""
+    return _first_leaf("params", params, "is not finite already")
+
+
+def _first_step(
+    name: str, tree: Tree, time: int, rows: int | None, position: int, first_row: int
+) -> str:
+    """Describes the first step, over all leaves, with a value that is not finite.
+
+    ``time`` and ``rows`` are axes; None for ``rows`` that the tree does not have.
+    """
+    first_step: int | None = None
+    description = ""
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        bad = _nonfinite(leaf)
+        if bad is None or not bad.any():
+            continue
+        step = _first_true(bad, time)
+        if first_step is not None and step >= first_step:
+            continue
+        first_step = step
+        description = f"{name}{keystr(path)} is first not finite at step {position + step}"
+        if rows is not None and bad.dim() > max(rows, time):
+            # Without the axis of time, an axis after it moves forward by one.
+            row = _first_true(bad.select(time, step), rows - (rows > time))
+            description += f", row {first_row + row}"
+    return description
+
+
+def _first_true(flags: Tensor, axis: int) -> int:
+    """The first index along ``axis`` at which any flag is set."""
+    flags = flags.movedim(axis, 0)
+    return int(flags.reshape(len(flags), -1).any(1).nonzero()[0])
+
+
+def _first_leaf(name: str, tree: Tree, predicate: str) -> str:
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        bad = _nonfinite(leaf)
+        if bad is not None and bad.any():
+            return f"{name}{keystr(path)} {predicate}"
+    return ""
+
+
+def _nonfinite(leaf: Any) -> Tensor | None:
+    """Flags of the values that are not finite; None for a leaf that cannot have any."""
+    if not isinstance(leaf, Tensor) or not differentiable(leaf):
+        return None
+    return ~torch.isfinite(leaf)

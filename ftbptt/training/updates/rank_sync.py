@@ -1,0 +1,222 @@
+"""Updates that several processes make together, from the mean gradient over all valid steps.
+
+Each rank trains on its own rows. In an update the ranks sum their gradients, weighted by valid
+steps, and with them the numbers that they must agree on: whether any rank still has data, whether
+losses are to be read now, whether a rank has to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._interrupt import uninterrupted
+from ..._warnings import warn
+from ...contract.output import EarlyGradients
+from ...distributed.ranks import RankFailed, Ranks
+from ...distributed.reduction import Reduction
+from .learner import Learner
+from .window_stats import WindowStats
+
+_STOPPING, _FAILED = 1, 2  # a rank's status; 0 while it goes on
+_BASE = 4096  # the steps of all ranks are summed as two digits, each exact in float32
+
+
+class _Numbers(NamedTuple):
+    """What the ranks sum up besides gradients; a status for each rank follows it."""
+
+    weight_high: float  # the valid steps, weight_high * _BASE + weight_low
+    weight_low: float
+    weighted_loss: float
+    tokens: float
+    has_stats: float  # the rank has a window that counts
+    more: float  # the rank has a window
+    due: float  # losses are to be read; only the first rank says so
+    seconds: float  # that the run took; of the first rank only
+
+
+class JointUpdate(NamedTuple):
+    """The result of all ranks.
+
+    ``stats``
+        those of the windows of all ranks; None if no rank had a window that counts
+    ``more``
+        whether a rank had a window at all
+    ``grads``
+        the mean gradients
+    ``due``
+        whether losses are to be read
+    ``seconds``
+        how long the run took, by the first rank's clock
+    ``stopping``, ``failed``
+        the ranks that stop the run, and those that left it
+    """
+
+    stats: WindowStats | None
+    more: bool
+    grads: list[Tensor]
+    due: bool
+    seconds: float
+    stopping: list[int]
+    failed: list[int]
+
+
+class RankSync:
+    """Makes a learner's updates those of all ranks."""
+
+    def __init__(self, ranks: Ranks, learner: Learner, dtype: torch.dtype | None) -> None:
+        self.ranks, self.learner, self.dtype = ranks, learner, dtype
+        self.bytes_reduced = 0  # bytes that this rank has sent in reductions of gradients
+        self.has_left = False  # this rank has left the run, and the others know
+        self._begun: Reduction | None = None  # of the update in progress
+
+    def early(
+        self, weight: float | Tensor, is_sound: Callable[[Tensor], bool]
+    ) -> EarlyGradients | None:
+        """Sends the gradients of a window, which is a full update, while they are computed.
+
+        None if there is one bucket only, for which all gradients have to be there.
+        """
+        reduction = self._new_reduction()
+        if len(reduction.buckets) == 1:
+            return None
+        self._begun = reduction
+        number = float(weight)
+
+        def ready(loss: Tensor, grads: list[Tensor]) -> None:
+            with uninterrupted():  # a bucket that is sent must be recorded as sent
+                reduction.add_bucket(grads if is_sound(loss) else None, number)
+
+        trained = self.learner.trained_indices
+        parts = [[trained[i] for i in bucket] for bucket in reduction.buckets]
+        return EarlyGradients(parts, ready)
+
+    def _new_reduction(self) -> Reduction:
+        numbers = len(_Numbers._fields) + self.ranks.size
+        return Reduction(self.ranks, self.learner.trained, self.dtype, numbers)
+
+    def update(
+        self,
+        stats: WindowStats | None,
+        more: bool,
+        index: int,
+        due: bool,
+        stops: bool,
+        seconds: float = 0.0,
+    ) -> JointUpdate:
+        """Joins the windows of all ranks; the learner then has the gradients of all.
+
+        ``stats`` is None if this rank has no window that counts, ``more`` false if it has none at
+        all. Raises :class:`RankFailed` if another rank has left the run.
+        """
+        learner, grads = self.learner, None
+        if stats is not None and learner.gathered is not None:
+            grads = learner.gathered[0]
+        joint = self._join(grads, stats, more=more, due=due, stops=stops, seconds=seconds)
+        if joint.failed:
+            self.has_left = True
+            first = joint.failed[0]
+            reasons = self.ranks.gather(None)
+            raise RankFailed(f"rank {first} has left the run: {reasons[first]}")
+        if joint.stopping and not stops:
+            warn(
+                f"ftbptt: rank {joint.stopping[0]} stops the run before update {index}.",
+                RuntimeWarning,
+            )
+        learner.gathered = None
+        if joint.stats is not None:
+            learner.gathered = joint.grads, joint.stats.weight
+        return joint
+
+    def check(self, index: int, stops: bool) -> bool:
+        """Whether a rank stops the run before update ``index``; ``stops``: this one does.
+
+        Raises :class:`RankFailed` if one has left.
+        """
+        return bool(self.update(None, False, index, False, stops).stopping)
+
+    def close(self, index: int) -> None:
+        """Waits until all ranks end the run, before update ``index``.
+
+        Raises :class:`RankFailed` if one leaves it by an error.
+        """
+        while not self.has_left:
+            joint = self.update(None, False, index, False, True)
+            self.has_left = len(joint.stopping) == self.ranks.size
+
+    def leave(self, reason: str) -> None:
+        """Tells the other ranks, which wait for the next update, that this rank leaves, and why.
+
+        Raises :class:`RankFailed` if they cannot be reached.
+        """
+        if self.has_left or not self.ranks.alive:
+            return
+        self.has_left = True
+        self._join(None, None, failed=True)
+        self.ranks.gather(reason)
+
+    def _join(
+        self,
+        grads: list[Tensor] | None,
+        stats: WindowStats | None,
+        *,
+        more: bool = False,
+        due: bool = False,
+        stops: bool = False,
+        failed: bool = False,
+        seconds: float = 0.0,
+    ) -> JointUpdate:
+        """Sums gradients and numbers over the ranks. A collective.
+
+        ``grads`` and ``stats`` are None if this rank has no window that counts. ``due`` and
+        ``seconds`` are read on the first rank only.
+        """
+        weight, loss, tokens = 0.0, 0.0, 0
+        if stats is not None:
+            if stats.loss.dim():
+                raise ValueError(
+                    "mesh: ranks share the mean of one loss, but the segment returns one of shape "
+                    f"{list(stats.loss.shape)}. An ensemble needs no mesh: each rank trains its"
+                    " own, ftbptt.distributed.own_models."
+                )
+            weight, loss, tokens = float(stats.weight), float(stats.loss), stats.tokens
+        reduction = self._begun = self._begun or self._new_reduction()
+        is_first = self.ranks.rank == 0
+        high, low = divmod(weight, _BASE)
+        numbers = _Numbers(
+            weight_high=high,
+            weight_low=low,
+            weighted_loss=weight * loss if weight else 0.0,
+            tokens=tokens,
+            has_stats=stats is not None,
+            more=more,
+            due=due and is_first,
+            seconds=seconds if is_first else 0.0,
+        )
+        statuses = [0] * self.ranks.size
+        statuses[self.ranks.rank] = _FAILED if failed else _STOPPING * stops
+        sums = reduction.finish(grads, weight, [*numbers, *statuses])
+        self._begun = None  # only now: after an error, leave() has to complete the reduction
+        self.bytes_reduced += reduction.nbytes
+        total = _Numbers(*sums[: len(numbers)])
+        all_statuses = sums[len(numbers) :]
+        total_weight = total.weight_high * _BASE + total.weight_low
+        divisor = max(total_weight, 1.0)
+        joint_stats = None
+        if total.has_stats:
+            dtype = torch.promote_types(self.learner.trained[0].dtype.to_real(), torch.float32)
+            mean_loss = torch.tensor(total.weighted_loss / divisor, dtype=dtype)
+            steps = 0 if stats is None else stats.steps
+            joint_stats = WindowStats(mean_loss, int(total_weight), steps, int(total.tokens))
+        return JointUpdate(
+            joint_stats,
+            more=bool(total.more),
+            grads=reduction.mean(divisor),
+            due=bool(total.due),
+            seconds=total.seconds,
+            stopping=[rank for rank, status in enumerate(all_statuses) if status == _STOPPING],
+            failed=[rank for rank, status in enumerate(all_statuses) if status == _FAILED],
+        )
