@@ -157,14 +157,13 @@ def compiled_function(
 
 def usage(ptx: str) -> dict[str, int]:
     """What the assembler says of a kernel."""
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas  # it has several, for several versions
 
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         done = subprocess.run(
-            [ptxas, "-v", "-arch=sm_90a", source, "-o", f"{folder}/kernel.cubin"],
+            [get_ptxas(90).path, "-v", "-arch=sm_90a", source, "-o", f"{folder}/kernel.cubin"],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
     spilled = re.findall(r"(\d+) bytes spill", done.stderr)

@@ -86,6 +86,7 @@ def launch(
             *inputs, *outputs, *workspace, *numbers,
             ROWS=rows,
             num_stages=1,  # pipelining would read values of later steps before they are written
+            enable_fp_fusion=True,  # a * b + c as one operation; no longer a default in Triton 3.10
             **options,
         )  # fmt: skip
 
