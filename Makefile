@@ -17,12 +17,12 @@ test-all: lint
 
 # On a machine with a GPU, whose torch, Triton and pytest are used as they are.
 test-gpu:
-	$(PYTHON) -m pytest tests/test_gpu.py $(ARGS)
+	$(PYTHON) -m pytest tests/gpu/test_gpu.py $(ARGS)
 
 # Two thousand random cells, and scan blocks, others at each call; takes hours.
 fuzz: $(VENV)/ready
-	CELLS=2000 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal tests/test_random_cells.py \
-	  tests/test_random_scans.py $(ARGS)
+	CELLS=2000 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal tests/segment/test_random_cells.py \
+	  tests/kernels/test_random_scans.py $(ARGS)
 
 lint: $(VENV)/ready
 	$(PY) -m ruff check .

@@ -1,4 +1,4 @@
-"""One table of cells (`cells.py`) and one oracle (`oracle.py`), crossed with everything."""
+"""One table of ``cells`` and one ``oracle``, crossed with everything. A folder for each package."""
 
 import os
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from . import interpreter
 from .cells import problem
-from .ranks import Ranks
+from .distributed.ranks import Ranks
+from .kernels import interpreter
 
 if not torch.cuda.is_available():
-    collect_ignore = ["test_gpu.py"]
+    collect_ignore = ["gpu/test_gpu.py"]
 
 
 def _globals() -> dict[str, Any]:

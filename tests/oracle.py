@@ -13,7 +13,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from ftbptt import SegmentOutput, reference_segment
 
-from .problem import Problem
+from .cells.problems import Problem
 
 Tree = Any
 TOLERANCE = 1e-10  # relative, in float64

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ftbptt import SegmentOutput, reference_segment
 
 from .cells import problem
-from .problem import Problem
+from .cells.problems import Problem
 
 N = 4  # sequences, or models
 Tree = Any

@@ -1,0 +1,1 @@
+"""What becomes of a step: the graph, its gradient, its blocks."""

@@ -1,0 +1,109 @@
+"""Steps that stop, change or replace their gradient get that gradient, or an error.
+
+Tracing records what a step computes; these tests cover the ways in which a step overrides autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ftbptt import make_train_segment
+
+from ..cells.problems import mse
+from ..oracle import check
+from .test_ops import check_both, problem_with
+
+Tree = Any
+
+
+@torch.no_grad()
+def measured(w: Tensor, h: Tensor) -> Tensor:
+    return torch.sigmoid(h @ w)
+
+
+def in_a_block(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = torch.sigmoid(x @ w + h)
+    return torch.tanh(gate * (x @ w) + h)
+
+
+def half_off(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+    with torch.set_grad_enabled(False):
+        gate = torch.sigmoid(x @ w)
+        with torch.enable_grad():
+            through = torch.tanh(h @ w)
+    return torch.tanh(gate * through + h)
+
+
+STOPPED = {
+    "detach": lambda w, x, h: torch.tanh(h @ w + (x @ w).detach() * h),
+    "straight through": lambda w, x, h: torch.tanh(h @ w + x) + (h.round() - h).detach(),
+    "no_grad block": in_a_block,
+    "no_grad decorator": lambda w, x, h: torch.tanh(measured(w, h) + x @ w + h),
+    "set_grad_enabled": half_off,
+    "data": lambda w, x, h: torch.tanh(h @ w + x) * (h @ w).data.sigmoid(),
+    "all detached": lambda w, x, h: torch.tanh(h.detach() @ w + x),
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_stopped(name: str) -> None:
+    check_both(problem_with(STOPPED[name]))
+
+
+def test_the_workaround_for_a_custom_gradient() -> None:
+    """A surrogate gradient without autograd.Function."""
+
+    def spike(v: Tensor) -> Tensor:
+        soft = v / (1 + v.abs())
+        return soft + ((v > 0).to(v.dtype) - soft).detach()
+
+    check_both(
+        problem_with(lambda w, x, h: 0.8 * h + x @ w - spike(h), out=lambda w, x, h: spike(h) + h)
+    )
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_hook_on_the_gradient(guarded: bool) -> None:
+    """Clipping inside the step: exact, or an error that names the hook; never ignored."""
+
+    def after(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+        h = torch.tanh(h @ w + x)
+        if h.requires_grad or not guarded:
+            h.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        return h
+
+    made = problem_with(after)
+    segment = make_train_segment(made.step, mse, backend="eager")
+    refusal = ""
+    try:
+        check(segment, made, 4)
+    except RuntimeError as error:
+        refusal = str(error)
+    assert not refusal or "hook" in refusal
+
+
+def test_requires_grad_is_as_in_eager() -> None:
+    """``if h.requires_grad`` must take the branch that the eager loop takes for weights."""
+
+    def after(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(h @ w + x) if w.requires_grad else torch.tanh(h @ w - x)
+
+    check_both(problem_with(after))
+
+
+def test_a_segment_inside_torch_func_grad_is_an_error() -> None:
+    """Its results are detached in eager torch; torch.func must not silently return zeros."""
+    made = problem_with(lambda w, x, h: torch.tanh(h @ w + x))
+    segment = make_train_segment(made.step, mse, backend="eager")
+    _, state, x, y = made.data(4)
+
+    def value(w: Tensor) -> Tensor:
+        return segment({"w": w}, state, x, y).loss
+
+    with pytest.raises(RuntimeError, match=r"not differentiable|detached"):
+        torch.func.grad(value)(made.params["w"])

@@ -1,0 +1,1 @@
+"""What a segment means: steps, losses, taps, and the oracle itself."""

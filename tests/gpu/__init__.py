@@ -1,0 +1,1 @@
+"""On a GPU, and on an emulation of one."""

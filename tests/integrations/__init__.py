@@ -1,0 +1,1 @@
+"""Ignite and Lightning."""

@@ -1,0 +1,1 @@
+"""Kernels of scan blocks, in C++ and in Triton."""

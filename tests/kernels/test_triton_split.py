@@ -1,0 +1,109 @@
+"""Kernels whose weights are split over programs that share rows, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ftbptt.backends.fused import _source_for
+from ftbptt.kernels.gpu import kernel as triton_kernel
+from ftbptt.kernels.gpu import placement
+from ftbptt.kernels.gpu import split as triton_split
+
+from ..cells import CELLS, problem, slow_but
+from ..oracle import check, check_low_precision
+from ..segment.test_parity import MASKABLE_ROWS, check_all_steps, flags
+from ..segment.test_parity import where_time_is as over_time
+from . import programs_at_once
+from . import test_fused_operations as operations
+from .scans import Scan, random
+from .test_fused import make
+from .test_fused_shapes import data_for, gated
+
+QUICK = ["lstm_readout", "layer_norm_lstm", "counter_and_flag"]
+
+
+@pytest.fixture(autouse=True)
+def split(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever can be split is, between up to four programs, with at least two columns each."""
+    monkeypatch.setattr(triton_kernel, "_SHARED_BYTES_OF_ROWS", triton_kernel._SHARED_BYTES)
+    monkeypatch.setattr(placement, "_LEAST_COLUMNS", 2)
+    monkeypatch.setattr(placement, "_MOST_COLUMNS", 16)
+    monkeypatch.setattr(triton_split, "_LEAST_OF_A_WARP", 1)
+    monkeypatch.setattr(triton_split, "_PARTS", (2, 4))
+
+
+@pytest.fixture(params=[False, True], ids=["the first ahead", "the last ahead"])
+def order(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Which program runs ahead of the others."""
+    monkeypatch.setattr(programs_at_once.Launch, "backwards", request.param)
+
+
+def parts(scan: Scan) -> int:
+    (line,) = [x for x in _source_for(scan.block, False)[2].splitlines() if x.startswith("PARTS")]
+    return int(line.split("= ")[1].split(",")[0])
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, CELLS))
+def test_cells(name: str) -> None:
+    check_all_steps(make(problem(name)), name)
+
+
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("units", [3, 16, 33])
+def test_rows_and_units(rows: int, units: int) -> None:
+    scan = Scan(gated, *data_for(4, (rows,), units))
+    assert parts(scan) > 1
+    scan.check()
+
+
+@pytest.mark.usefixtures("order")
+def test_what_others_still_read_is_not_written() -> None:
+    """Between two steps that use scratch memory is one barrier only."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        return [torch.tanh(x[0] + torch.sigmoid(carried[0]) @ given[0])], []
+
+    scan = Scan(step, [random(16, 16)], [random(4, 3, 16, seed=1)], [random(3, 16)], [False])
+    source = _source_for(scan.block, False)[2]
+    assert source.count("= meet(") == 1
+    assert "scratch0" in source
+    scan.check()
+
+
+def test_rows_of_several_axes_and_weights_of_each_group() -> None:
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        return [torch.tanh(x[0] + torch.bmm(carried[0], given[0]))], []
+
+    scan = Scan(step, [random(3, 8, 8)], [random(4, 3, 17, 8, seed=1)], [random(3, 17, 8)])
+    assert parts(scan) == 4
+    scan.check()
+
+
+@pytest.mark.parametrize("table", ["REDUCTIONS", "VIEWS"])
+def test_features(table: str) -> None:
+    chosen = getattr(operations, table).values()
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        h = (carried[0].flatten(1) @ given[0]).view(2, 3, 4, 5)
+        h = torch.tanh(h + x[0])
+        return [h], [operation(h) for operation in chosen]
+
+    carry = random(2, 3, 4, 5)
+    Scan(step, [random(60, 60)], [random(3, *carry.shape, seed=1)], [carry]).check()
+
+
+@pytest.mark.parametrize("name", slow_but(["gru_batch_first"], MASKABLE_ROWS))
+def test_mask_and_reset_by_row(name: str) -> None:
+    given, segment = problem(name), make(problem(name))
+    reset = over_time(given, flags(5, given.rows, seed=1))
+    mask = over_time(given, flags(5, given.rows, seed=2, true=0.7))
+    check(segment, given, 5, reset=reset, mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_low_precision(dtype: torch.dtype) -> None:
+    check_low_precision(make(problem("lstm_readout", dtype)), problem("lstm_readout", dtype), 7)

@@ -1,0 +1,1 @@
+"""Calls of a segment: every cell against the oracle, and all that goes around it."""

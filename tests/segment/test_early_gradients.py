@@ -1,0 +1,121 @@
+"""Gradients that are handed over in parts are those of the segment, each once and in order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ftbptt import make_train_segment
+from ftbptt.backends import EAGER
+from ftbptt.contract.output import EarlyGradients
+from ftbptt.segment import execute
+
+from ..cells import CELLS, problem, slow_but
+from ..cells.problems import Problem
+from ..oracle import assert_close, reference
+
+STEPS = 37
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small cells as if they were large: several chunks of steps."""
+    monkeypatch.setattr(execute, "_UNCUT_BYTES", 0)
+    monkeypatch.setattr(execute, "_CHUNK_BYTES", 0)
+
+
+def check_parts(given: Problem, backend: str) -> Any:
+    """The last leaves first, in three parts; what was handed over is what is returned."""
+    segment = make_train_segment(
+        given.step, given.loss, backend=backend, time_dim=given.time_dim or None
+    )
+    count = len(tree_leaves(given.params))
+    order = list(reversed(range(count)))
+    parts = [own for own in (order[:1], order[1:3], order[3:]) if own]
+    handed: list[list[Tensor]] = []
+    losses: list[Tensor] = []
+
+    def ready(loss: Tensor, grads: list[Tensor]) -> None:
+        losses.append(loss)
+        handed.append([grad.clone() for grad in grads])
+
+    early = EarlyGradients(parts, ready)
+    for _ in range(2):  # the second call is recalled
+        handed.clear()
+        found = segment.with_early_gradients(early, *given.data(STEPS))
+        assert_close(found, reference(given, STEPS))
+        assert len(handed) == len(parts)
+        leaves = tree_leaves(found.grads)
+        for part, own in zip(parts, handed, strict=True):
+            for i, grad in zip(part, own, strict=True):
+                assert torch.equal(grad, leaves[i])
+    assert all(torch.equal(loss, found.loss) for loss in losses)
+    return segment
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_eager(name: str, short_chunks: None) -> None:
+    check_parts(problem(name), "eager")
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_of_a_small_cell(name: str) -> None:
+    check_parts(problem(name), "eager")
+
+
+@pytest.mark.parametrize("name", slow_but(["embedding_tied"], CELLS))
+def test_fused(name: str, short_chunks: None) -> None:
+    check_parts(problem(name), "fused")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lstm_readout", "embedding_tied", "layer_norm_lstm"])
+def test_compiled(name: str, short_chunks: None) -> None:
+    segment = check_parts(problem(name), "compile")
+    assert segment.trace_count == 1
+    built = segment.compile_count
+    check_again = segment.with_early_gradients(
+        EarlyGradients([[0]], lambda loss, grads: None), *problem(name).data(5)
+    )
+    assert_close(check_again, reference(problem(name), 5))
+    assert segment.compile_count <= built + 2  # other parts, for any K
+
+
+def test_an_error_in_what_is_called_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``auto`` it was taken for one of the backend, which another one made up for."""
+    monkeypatch.setattr(
+        "ftbptt.segment.train_segment.choose", lambda name: replace(EAGER, name="fused")
+    )
+    given = problem("gru_cell")
+    segment = make_train_segment(given.step, given.loss)
+
+    def ready(loss: Tensor, grads: list[Tensor]) -> None:
+        raise ConnectionError("a peer is gone")
+
+    with pytest.raises(ConnectionError, match="a peer is gone"):
+        segment.with_early_gradients(EarlyGradients([[0], [1]], ready), *given.data(3))
+
+
+def test_the_first_is_there_before_the_others(short_chunks: None, monkeypatch: Any) -> None:
+    """When a part is handed over, those after it have not been computed."""
+    given = problem("lstm_readout")
+    segment = make_train_segment(given.step, given.loss, backend="eager")
+    done: list[Any] = []
+    run = execute.Executable.run_chunk
+
+    def noting(self: Any, name: Any, *args: Any) -> Any:
+        done.append(name)
+        return run(self, name, *args)
+
+    monkeypatch.setattr(execute.Executable, "run_chunk", noting)
+    early = EarlyGradients([[3], [2], [0, 1]], lambda loss, grads: done.append("handed over"))
+    segment.with_early_gradients(early, *given.data(STEPS))
+    ends = done[done.index("alone") :]
+    assert [n if isinstance(n, str) else n[0] for n in ends] == [
+        "alone", "part", "handed over", "part", "handed over", "part", "handed over", "part",
+    ]  # fmt: skip

@@ -1,0 +1,105 @@
+"""Segments in several threads, and with worker processes that load data."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from ftbptt import SegmentOutput, make_train_segment
+from ftbptt.training import train_stream
+
+from ..cells.problems import mse, named
+from ..oracle import assert_close
+
+STEPS, ROWS = 6, 3
+
+
+def problems() -> list[tuple[nn.Module, tuple[Any, ...]]]:
+    """Cells of several kinds and sizes, with their arguments."""
+    made: list[tuple[nn.Module, tuple[Any, ...]]] = []
+    for hidden, kind in zip(
+        (3, 4, 5, 6), (nn.GRUCell, nn.RNNCell, nn.GRUCell, nn.LSTMCell), strict=True
+    ):
+        torch.manual_seed(hidden)
+        cell = kind(2, hidden).double()
+        x, y = torch.randn(STEPS, ROWS, 2).double(), torch.randn(STEPS, ROWS, hidden).double()
+        made.append((cell, (named(cell), None, x, y)))
+    return made
+
+
+def at_once(calls: list[Callable[[], SegmentOutput]]) -> list[SegmentOutput]:
+    """Runs each call in its own thread, all starting together."""
+    start = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], SegmentOutput]) -> SegmentOutput:
+        start.wait()
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("auto", marks=pytest.mark.slow)])
+def test_one_segment_per_thread(backend: str) -> None:
+    """Each thread traces, compiles and runs another segment."""
+    made = problems()
+    expected = [make_train_segment(c, mse, backend="eager")(*arguments) for c, arguments in made]
+    segments = [make_train_segment(cell, mse, backend=backend) for cell, _ in made]
+    for _ in range(3):
+        results = at_once([
+            lambda s=segment, arguments=arguments: s(*arguments)
+            for segment, (_, arguments) in zip(segments, made, strict=True)
+        ])  # fmt: skip
+        for result, like in zip(results, expected, strict=True):
+            assert_close(result, like)
+
+
+def test_one_segment_for_all_threads() -> None:
+    """All threads make the first call of its kind at once."""
+    cell, arguments = problems()[0]
+    expected = make_train_segment(cell, mse, backend="eager")(*arguments)
+    for _ in range(5):
+        segment = make_train_segment(cell, mse, backend="eager")
+        for result in at_once([lambda s=segment: s(*arguments)] * 4):
+            assert_close(result, expected)
+
+
+class Pieces(Dataset[tuple[Tensor, Tensor]]):
+    """A stream in pieces, in order."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(7, ROWS, 2, generator=generator)
+        return x.double(), torch.zeros(7, ROWS, 3).double()
+
+
+@pytest.mark.parametrize("start", [None, "fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_workers_of_a_data_loader(start: str | None) -> None:
+    def trained(loader: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        cell = nn.GRUCell(2, 3).double()
+        params = named(cell)
+        segment = make_train_segment(cell, mse, backend="eager")
+        optimizer = torch.optim.SGD(params.values(), lr=0.1)
+        for _ in train_stream(
+            segment, params, None, loader, optimizer, k1=4, epochs=2, progress=False
+        ):
+            pass
+        return params
+
+    workers: dict[str, Any] = {}
+    if start is not None:
+        workers = {"num_workers": 2, "multiprocessing_context": start}
+    params = trained(DataLoader(Pieces(), batch_size=None, **workers))
+    assert_close(params, trained([Pieces()[i] for i in range(len(Pieces()))]))

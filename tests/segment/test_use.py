@@ -1,0 +1,200 @@
+"""What a user relies on around the numbers: chaining, optimizers, plans, and what is theirs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+import ftbptt
+from ftbptt import make_train_segment
+
+from ..cells import problem
+from ..cells.problems import Draw, Problem
+from ..oracle import assert_close, check, reference
+
+Segments = Callable[..., Any]
+
+
+def make(given: Problem, **options: Any) -> Any:
+    options = {"backend": "eager", "time_dim": given.time_dim or None} | options
+    return ftbptt.make_train_segment(given.step, given.loss, **options)
+
+
+def test_segments_chain(segments: Segments) -> None:
+    """The state goes from segment to segment; a ragged tail needs no second trace."""
+    segment, given = segments("stacked_lstm_cells", "eager"), problem("stacked_lstm_cells")
+    params, state, x, y = given.data(17)
+    expected_state, traced = state, []
+    for first in (0, 7, 14):
+        now = slice(first, first + 7)
+        found = segment(params, state, x[now], y[now])
+        piece = Problem(
+            given.step, params, expected_state, lambda _, n=now: x[n], lambda _, n=now: y[n],
+            given.loss,
+        )  # fmt: skip
+        expected = reference(piece, 7)
+        assert_close(found, expected)
+        state, expected_state = found.state, expected.state
+        traced.append(segment.trace_count)
+    assert traced[0] == traced[-1]
+
+
+def test_gradients_can_be_written_to(segments: Segments) -> None:
+    """An optimizer step in place, and the next segment sees the new parameters."""
+    given = problem("elman")
+    segment = segments("elman", "eager")
+    params = {name: p.clone() for name, p in given.params.items()}
+    optimizer = torch.optim.SGD([p.requires_grad_() for p in params.values()], lr=0.1)
+    losses = []
+    for _ in range(5):
+        found = segment(params, given.state, given.x(7), given.y(7))
+        for name, p in params.items():
+            p.grad = found.grads[name]
+        torch.nn.utils.clip_grad_norm_(params.values(), 0.5)
+        optimizer.step()
+        losses.append(found.loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_the_result_of_one_call_survives_the_next(segments: Segments) -> None:
+    segment, given = segments("lstm_readout", "eager"), problem("lstm_readout")
+    first = segment(*given.data(7))
+    kept = tree_map(torch.clone, first)
+    other = problem("lstm_readout", seed=1)
+    segment(given.params, other.state, other.x(7), other.y(7))
+    assert_close(first, kept, tolerance=0)
+
+
+def test_a_step_without_randomness_draws_nothing(segments: Segments) -> None:
+    before = torch.get_rng_state()
+    check(segments("layer_norm_lstm", "eager"), problem("layer_norm_lstm"), 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_other_shapes_and_dtypes_are_other_plans() -> None:
+    given = problem("elman")
+    segment = make(given)
+    params, state, x, y = given.data(3)
+    check(segment, given, 3)
+    smaller = segment(params, state[:1], x[:, :1], y[:, :1])
+    assert smaller.out.shape == (3, 1, 4)
+    low = problem("elman", torch.float32)
+    assert segment(*low.data(3)).loss.dtype == torch.float32
+    assert segment.trace_count == 3
+    check(segment, given, 5)
+    assert segment.trace_count == 3
+
+
+@pytest.mark.parametrize("name", ["lstm_readout", "gru_3_layers", "min_gru", "delay_line"])
+def test_explain(name: str, segments: Segments) -> None:
+    text = str(segments(name, "eager").explain(*problem(name).data(7)))
+    assert "eager" in text
+    assert "map" in text
+    if name in ("lstm_readout", "gru_3_layers"):
+        assert "scan" in text
+        assert "GEMM" in text.upper()
+
+
+def test_all_leaves_of_the_result_are_the_users_own(segments: Segments) -> None:
+    """Writing into the result must not reach into what was given, nor into the plan."""
+    segment, given = segments("exchanged_state", "eager"), problem("exchanged_state")
+    expected = reference(given, 3)
+    own = given.data(3)
+    found = segment(*own)
+    for leaf in tree_leaves((found.grads, found.state)):
+        leaf.zero_()
+    assert_close(segment(*own), expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("fused", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_outputs_are_the_users_own(mapped: bool, backend: str) -> None:
+    """Each in its own memory, as the plain loop stacks them: whatever of the step they are."""
+
+    def step(params: Any, x_t: Tensor, state: Any) -> Any:
+        h, last = state
+        new = torch.tanh(h * params["w"] + x_t)
+        out = [x_t, x_t[..., 1:], params["w"], params["w"] * 2, h, new, new, new[..., 0], last]
+        out += [new.T.split(1)[0], torch.zeros(2)]
+        return [value.double() for value in out], (new, x_t)
+
+    def loss(out: Any, y: Tensor) -> Tensor:
+        return sum(((own - y[..., :1].mean()) ** 2).sum() for own in out)
+
+    draw = Draw(0)
+    params, state = {"w": draw(3)}, (draw(2, 3), draw(2, 3))
+    given = Problem(step, params, state, draw.sequence(2, 3), draw.sequence(2, 3), loss)
+    segment = make(given, backend=backend)
+    for steps in (4, 1):
+        arguments = given.data(steps)
+        found = check(segment, given, steps)
+        if mapped:
+            arguments = (params, *tree_map(lambda leaf: leaf.unsqueeze(0), arguments[1:]))
+            found = torch.func.vmap(segment, in_dims=(None, 0, 0, 0))(*arguments)
+        leaves = tree_leaves((found.grads, found.state, found.out))
+        memory = [leaf.untyped_storage().data_ptr() for leaf in [*leaves, *tree_leaves(arguments)]]
+        assert len(set(memory)) == len(memory)
+        for leaf in leaves:
+            leaf.add_(1)  # no two numbers of it lie in one place
+
+
+@pytest.mark.filterwarnings("ignore:.*lru_cache.*:UserWarning")
+def test_torch_compile_around_the_callers_code() -> None:
+    """The segment is compiled by itself; the rest is Dynamo's."""
+    given = problem("gru_cell")
+    segment = make_train_segment(given.step, given.loss, backend="eager")
+    arguments = given.data(4)
+    expected = segment(*arguments)
+
+    @torch.compile(backend="eager")
+    def update(params: Any, *rest: Any) -> Any:
+        grads, state, loss, _ = segment(params, *rest)
+        return {name: p - 0.1 * grads[name] for name, p in params.items()}, state, loss * 2
+
+    for _ in range(2):
+        params, state, loss = update(*arguments)
+        assert_close((state, loss), (expected.state, expected.loss * 2))
+        for name, p in arguments[0].items():
+            assert_close(params[name], p - 0.1 * expected.grads[name])
+
+
+def test_importing_the_package_does_not_start_torchs_compiler() -> None:
+    """It takes a second, and fails where no folder can be written."""
+    code = "import sys, ftbptt; print({'torch._dynamo', 'torch._inductor'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"
+
+
+def step_to_pickle(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.tanh(x_t * params["w"] + h)
+    return h, h
+
+
+def loss_to_pickle(out: Tensor, y: Tensor) -> Tensor:
+    return (out - y).square().mean()
+
+
+def test_a_segment_that_was_called_can_be_pickled() -> None:
+    """As a process that is started needs it; what is compiled stays behind."""
+    segment = make_train_segment(step_to_pickle, loss_to_pickle, backend="eager")
+    arguments = {"w": torch.randn(3)}, torch.zeros(2, 3), torch.randn(4, 2, 3), torch.zeros(4, 2, 3)
+    expected = segment(*arguments)
+    assert_close(pickle.loads(pickle.dumps(segment))(*arguments), expected)
+    assert_close(copy.deepcopy(segment)(*arguments), expected)
+
+
+def test_under_anomaly_detection(segments: Segments) -> None:
+    given = problem("lstm_readout")
+    segment = make(given)
+    with torch.autograd.set_detect_anomaly(True):
+        check(segment, given, 3)
