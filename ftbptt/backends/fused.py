@@ -138,12 +138,16 @@ LANGUAGES = {  # device type -> language
 }
 
 
-def _source_for(block: ScanBlock, reverse: bool) -> tuple[Language, RowLoop, str]:
-    """The block's language, row loop and kernel source; raises Unsupported."""
+def _language_of(block: ScanBlock) -> Language:
     device = value_of(block.carries[0]).device
     if device.type not in LANGUAGES:
         raise Unsupported(f"there are no kernels for {device.type}")
-    language = LANGUAGES[device.type]
+    return LANGUAGES[device.type]
+
+
+def _source_for(block: ScanBlock, reverse: bool) -> tuple[Language, RowLoop, str]:
+    """The block's language, row loop and kernel source; raises Unsupported."""
+    language, device = _language_of(block), value_of(block.carries[0]).device
     # A kernel's tiles follow from the sizes of its GPU, which may not be the current one.
     has_gpu = device.type == "cuda" and torch.cuda.is_available()
     with not_traced(), torch.cuda.device(device) if has_gpu else nullcontext():
@@ -260,10 +264,12 @@ def _takes_in(node: Node) -> bool:
 def _rows_of(block: ScanBlock, reverse: bool) -> tuple[int, ...] | None:
     """The row axes of the block's kernel; None if there is none that can absorb operations."""
     try:
-        language, loop, _ = _source_for(block, reverse)
+        if not _language_of(block).takes_in:
+            return None
+        _, loop, _ = _source_for(block, reverse)
     except Unsupported:
         return None
-    return loop.rows.shape if language.takes_in else None
+    return loop.rows.shape
 
 
 _FUSION = Fusion(expand_argmax, _takes_in, _rows_of)

@@ -1,0 +1,223 @@
+"""What an update of ``train_stream`` is: in parts, clipped, scheduled, averaged, scaled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftbptt import make_train_segment
+from ftbptt.training import EarlyStop, train_stream
+
+from .stream_runs import FunctionalMomentum, Segments, assert_equal, run, sgd
+from .streams import cross_entropy, mean_cross_entropy, stream, tagger, zeros
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_micro_batches_are_the_whole_batch(count: int, segment: Segments) -> None:
+    """Of two rows there are no more than two."""
+    x, y = stream(11, rows=2)
+    whole, expected = run(segment(), (x, y), k1=3, k2=5)
+    expected = {name: p.detach().clone() for name, p in expected.items()}
+    parts, params = run(segment(), (x, y), k1=3, k2=5, micro_batches=count)
+    assert_equal(params, expected)
+    for a, b in zip(parts, whole, strict=True):
+        assert a.steps == b.steps
+        assert_equal((a.loss, a.state, a.grad_norm), (b.loss, b.state, b.grad_norm))
+
+
+def test_no_rows_for_micro_batches() -> None:
+    """Features are not shared out in their place."""
+    cell = nn.GRUCell(4, 5).double()
+    segment = make_train_segment(cell, lambda out, y: (out - y).square().mean(), backend="eager")
+    data = torch.randn(8, 4).double(), torch.randn(8, 5).double()
+    params, state = dict(cell.named_parameters()), torch.zeros(5).double()
+    updates = train_stream(
+        segment, params, state, data, sgd(params), k1=4, progress=False, micro_batches=2
+    )
+    with pytest.raises(ValueError, match="micro_batches: x, y and the state have no rows in commo"):
+        next(updates)
+
+
+def test_a_segment_that_taps(segment: Segments) -> None:
+    """Also where windows overlap or have a burn-in, for which the states within are kept."""
+    data = stream(11)
+    tapping = make_train_segment(tagger(), cross_entropy, backend="eager", taps=["cell.h"])
+    for options in ({"k1": 3, "k2": 5}, {"k1": 3, "burn_in": 2}):
+        whole, expected = run(segment(), data, **options)
+        expected = {name: p.detach().clone() for name, p in expected.items()}
+        found, params = run((tapping, dict(tagger().named_parameters())), data, **options)
+        assert_equal(params, expected)
+        assert_equal([update.loss for update in found], [update.loss for update in whole])
+
+
+def test_clipping_by_norm_and_value(segment: Segments) -> None:
+    x, y = stream(4)
+    for options in (
+        {"clip_norm": 0.01},
+        {"clip_value": 0.002},
+        {"clip_norm": 0.1, "clip_value": 0.01},
+    ):
+        (update,), params = run(segment(), (x, y), **options)
+        own = tagger()
+        out, state = [], zeros()
+        for t in range(4):
+            o, state = own(x[t], state)
+            out.append(o)
+        mean_cross_entropy(torch.stack(out), y).backward()
+        norm = nn.utils.get_total_norm([p.grad for p in own.parameters()])
+        if "clip_norm" in options:
+            nn.utils.clip_grad_norm_(own.parameters(), options["clip_norm"])
+        assert update.grad_norm.item() == pytest.approx(norm.item())
+        if "clip_value" in options:
+            nn.utils.clip_grad_value_(own.parameters(), options["clip_value"])
+        torch.optim.SGD(own.parameters(), lr=0.5).step()
+        assert_equal(list(params.values()), list(own.parameters()))
+
+
+def test_gradient_norm_without_clipping(segment: Segments) -> None:
+    (update,), params = run(segment(), stream(4))
+    assert_equal(update.grad_norm, nn.utils.get_total_norm([p.grad for p in params.values()]))
+
+
+def test_scheduler(segment: Segments) -> None:
+    train_segment, params = segment()
+    optimizer = sgd(params)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
+    run((train_segment, params), stream(16), optimizer=optimizer, scheduler=scheduler)
+    assert scheduler.last_epoch == 4
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+
+
+def test_scheduler_on_plateau_is_given_the_loss(segment: Segments) -> None:
+    train_segment, params = segment()
+    optimizer = sgd(params, lr=0.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, patience=0, threshold=100, threshold_mode="abs"
+    )
+    optimizer.param_groups[0]["lr"] = 0.25
+    run((train_segment, params), stream(16), optimizer=optimizer, scheduler=scheduler, interval=0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.25e-3)
+
+
+def test_moving_average(segment: Segments) -> None:
+    train_segment, params = segment()
+    average = {name: p.detach().clone() for name, p in params.items()}
+    updates = train_stream(
+        train_segment, params, zeros(), stream(16), sgd(params), k1=4, progress=False, ema_decay=0.9
+    )
+    for _ in updates:
+        for name, p in params.items():
+            average[name] = 0.9 * average[name] + 0.1 * p.detach()
+    assert_equal(updates.ema_params, average, 1e-12)
+
+
+def test_functional_optimizer(segment: Segments) -> None:
+    train_segment, params = segment()
+    before = {name: p.detach().clone() for name, p in params.items()}
+    updates, _ = run((train_segment, params), stream(22), optimizer=FunctionalMomentum())
+    assert_equal(params, before, 0)  # nothing of the caller's is changed
+    train_segment, params = segment()
+    momentum = sgd(params, momentum=0.9)
+    run((train_segment, params), stream(22), optimizer=momentum)
+    assert_equal(updates[-1].params, params)
+
+
+def test_a_batch_of_other_rows_is_told(segment: Segments) -> None:
+    """As the last one of a DataLoader may be (here it has more): the carried state does not fit."""
+    data = [tuple(own[:, :rows] for own in stream(4, rows=3)) for rows in (2, 2, 3)]
+    with pytest.raises(RuntimeError, match="broadcast") as caught:
+        run(segment(), data, k1=4)
+    (note,) = [own for own in caught.value.__notes__ if own.startswith("ftbptt: apart")]
+    assert "x has shape [3, 3] in this window and [2, 3] in the one before" in note
+    assert "drop_last=True" in note
+
+
+def test_autocast_in_bfloat16() -> None:
+    module = tagger().float()
+    segment = make_train_segment(module, mean_cross_entropy, backend="eager")
+    params = dict(module.named_parameters())
+    x, y = stream(8)
+    state = tuple(leaf.float() for leaf in zeros())
+    kinds = set()
+    for update in train_stream(
+        segment, params, state, (x.float(), y), sgd(params), k1=4, autocast=torch.bfloat16,
+        progress=False,
+    ):  # fmt: skip
+        kinds |= {p.grad.dtype for p in params.values()}
+        assert update.loss.isfinite()
+    assert kinds == {torch.float32}
+    own = tagger().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = own(x[0].float(), tuple(leaf.float() for leaf in zeros()))
+    assert out.dtype == torch.bfloat16  # so the two do differ
+
+
+def test_gradient_scaler_with_float16() -> None:
+    """Gradients too small for float16 are not lost; scaled ones too large are left out."""
+
+    def tiny(out: Tensor, y: Tensor) -> Tensor:
+        return mean_cross_entropy(out.float(), y) * 1e-7
+
+    x, y = stream(8)
+    grads = {}
+    for scaled in (False, True):
+        module = tagger().float()
+        params = dict(module.named_parameters())
+        segment = make_train_segment(module, tiny, backend="eager")
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16) if scaled else None
+        state = tuple(leaf.float() for leaf in zeros())
+        (update, _) = train_stream(
+            segment, params, state, (x.float(), y), sgd(params), k1=4, autocast=torch.float16,
+            scaler=scaler, progress=False,
+        )  # fmt: skip
+        grads[scaled] = params["readout.weight"].grad
+        assert update.loss.item() < 1e-6
+    exact = tagger().float()
+    out, state = [], tuple(leaf.float() for leaf in zeros())
+    assert not grads[False].any()
+    assert grads[True].abs().max() > 1e-9
+    del exact, out, state
+
+
+def test_a_scaler_leaves_out_what_overflows() -> None:
+    module = tagger().float()
+    params = dict(module.named_parameters())
+    segment = make_train_segment(
+        module, lambda out, y: mean_cross_entropy(out.float(), y), backend="eager"
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    x, y = stream(4)
+    before = {name: p.detach().clone() for name, p in params.items()}
+    state = tuple(leaf.float() for leaf in zeros())
+    list(train_stream(segment, params, state, (x.float(), y), sgd(params), k1=4,
+                      autocast=torch.float16, scaler=scaler, progress=False))  # fmt: skip
+    assert_equal(params, before, 0)
+    assert scaler.get_scale() == 2.0**39
+
+
+def test_early_stop(segment: Segments) -> None:
+    train_segment, params = segment()
+    stop = EarlyStop(patience=3)
+    updates, _ = run(
+        (train_segment, params), stream(400), optimizer=sgd(params, lr=1e-9), stop=stop, interval=0,
+        epochs=2, k1=50, k2=50,
+    )  # fmt: skip
+    assert len(updates) < 16
+    assert stop.calls_without_gain == 3
+
+
+def test_leaving_the_loop_and_going_on(segment: Segments) -> None:
+    """The caller is in charge: an iterator left early goes on where it was."""
+    train_segment, params = segment()
+    updates = train_stream(
+        train_segment, params, zeros(), stream(22), sgd(params), k1=4, progress=False
+    )
+    for update in updates:
+        if update.index == 2:
+            break
+    rest = [update.index for update in updates]
+    assert rest == [3, 4, 5]
+    found = {name: p.detach().clone() for name, p in params.items()}
+    _, params = run(segment(), stream(22))
+    assert_equal(found, params, 0)
