@@ -24,7 +24,7 @@ __all__ = ["FunctionAtLevel", "applying_functions_by", "functions_at_one_level"]
 def applying_functions_by(run: Callable[..., Any]) -> Iterator[None]:
     """Within it, ``F.apply(...)`` of an autograd Function is ``run(F, ...)`` in this thread.
 
-    Where functionalize is the innermost transform, for which torch has no rule (2.11 to 2.14). The
+    Where functionalize is the innermost transform, for which torch has no rule (2.11 to 2.15). The
     rules of the other transforms ask ``torch._C`` whether there is one, and end in ``apply`` if
     not. Also for an ``apply`` that was looked up beforehand.
     """
@@ -41,13 +41,11 @@ def applying_functions_by(run: Callable[..., Any]) -> Iterator[None]:
             raise RuntimeError("autograd.Function of a full backward hook")
         return run(function, *args, **kwargs)
 
-    torch._C._are_functorch_transforms_active = lambda: active() and not is_ours()
     in_cpp = hasattr(torch.autograd.function, "_call_custom_function_call")
-    try:
-        with (_instead_of_apply_in_cpp if in_cpp else _instead_of_apply)(is_ours, applied):
-            yield
-    finally:
-        torch._C._are_functorch_transforms_active = active
+    instead = _instead_of_apply_in_cpp if in_cpp else _instead_of_apply
+    name = "_are_functorch_transforms_active"
+    with _set(torch._C, name, lambda: active() and not is_ours()), instead(is_ours, applied):
+        yield
 
 
 @contextmanager
@@ -59,11 +57,8 @@ def _instead_of_apply(is_ours: Callable[[], bool], applied: Callable[..., Any]) 
             return applied(function, *args, **kwargs)
         return super(FunctionAtLevel, function).apply(*args, **kwargs)
 
-    FunctionAtLevel.apply = classmethod(apply)  # type: ignore[attr-defined]
-    try:
+    with _set(FunctionAtLevel, "apply", classmethod(apply)):
         yield
-    finally:
-        del FunctionAtLevel.apply  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -90,10 +85,24 @@ def _instead_of_apply_in_cpp(
             return applied(function, *args, **(kwargs or {}))
         return call(function, args, kwargs)
 
-    module._bind_default_args, module._call_custom_function_call = bound, called
-    torch.autograd.Function.setup_context = OwnSetupContext()  # type: ignore[method-assign,assignment]
+    with (
+        _set(module, "_bind_default_args", bound),
+        _set(module, "_call_custom_function_call", called),
+        _set(torch.autograd.Function, "setup_context", OwnSetupContext()),
+    ):
+        yield
+
+
+@contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within it, an attribute has another value."""
+    missing = object()
+    before = vars(owner).get(name, missing)  # as it is stored, and not what is inherited
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        module._bind_default_args, module._call_custom_function_call = bind, call
-        del torch.autograd.Function.setup_context
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
