@@ -1,4 +1,4 @@
-"""Numbers that a caller gives, checked alike everywhere."""
+"""Numbers and flags that a caller gives, checked alike everywhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def check_int(name: str, value: Any, least: int | None) -> int:
 
 def check_time_dim(time_dim: Any) -> None:
     """Raises ValueError if that is no axis of time that a segment can have."""
-    if isinstance(time_dim, bool) or time_dim not in (None, 0, 1):
+    is_number = not isinstance(time_dim, bool) and hasattr(time_dim, "__index__")
+    if time_dim is not None and not (is_number and time_dim in (0, 1)):
         raise ValueError(
             f"time_dim: expected 0 or 1, or None for the step's own, found {time_dim!r}."
         )
@@ -48,9 +49,20 @@ def check_initial_state(initial_state: Any) -> None:
             )
 
 
-def check_positive(name: str, value: Any) -> None:
-    """Raises TypeError for what is no number, and ValueError for one that is not above 0."""
+def check_bool(name: str, value: Any) -> None:
+    """Raises TypeError for what is neither True nor False, such as the text "no"."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, found {value!r}.")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises TypeError for what is no number."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise TypeError(f"{name}: expected a number, found {value!r}.")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises TypeError for what is no number, and ValueError for one that is not above 0."""
+    check_number(name, value)
     if not value > 0:
         raise ValueError(f"{name}: expected a number above 0, found {value}.")

@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 
-_PACKAGE = os.path.dirname(__file__) + os.sep
+PACKAGE_FOLDER = os.path.dirname(__file__) + os.sep
 
 
 def warn(message: str, category: type[Warning]) -> None:
@@ -15,6 +15,6 @@ def warn(message: str, category: type[Warning]) -> None:
     As ``warnings.warn(..., skip_file_prefixes=...)`` does from Python 3.12 on.
     """
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)

@@ -30,8 +30,12 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-# A mode that sees every operation; torch documents it, in a module whose name is private.
-from torch.utils._python_dispatch import TorchDispatchMode
+# Hooks for all modules, which torch lets a caller add and remove, but not suspend.
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+# A mode that sees every operation; torch documents it, in a module whose name is private. What
+# suspends all modes, torch.compile uses as well (2.11 to 2.15).
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .logs import without_log
 
@@ -47,6 +51,7 @@ __all__ = [
     "may_be_a_view",
     "not_traced",
     "symbolic_steps",
+    "unseen_by_tools",
     "unvalidated_distributions",
     "without_log_of_failures",
     "writes_in_place",
@@ -134,3 +139,24 @@ def unvalidated_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+@contextmanager
+def unseen_by_tools() -> Iterator[None]:
+    """Within it, modes and torch's hooks for all modules, as ``FlopCounterMode`` has both, rest.
+
+    They would count what is traced and compiled, and fail at a ``while_loop``, or at a tensor that
+    has no history. Hooks of the caller are part of what a step computes, and stay.
+    """
+    before = [(hooks, dict(hooks)) for hooks in (_global_forward_pre_hooks, _global_forward_hooks)]
+    with _disable_current_modes():
+        try:
+            for hooks, all_hooks in before:
+                for key, hook in all_hooks.items():
+                    if (hook.__module__ or "").startswith("torch."):
+                        del hooks[key]
+            yield
+        finally:
+            for hooks, all_hooks in before:
+                hooks.clear()
+                hooks.update(all_hooks)

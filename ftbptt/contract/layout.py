@@ -67,11 +67,19 @@ class Layout:
             return tree
         return tree_map(lambda leaf: leaf.movedim(source, target), tree)
 
-    def rows_time_first(self, rows: Tensor | None) -> Tensor | None:
-        """``reset`` or ``mask``: [K], or [K, B] with time where it is in the data."""
-        if rows is None or rows.dim() < 2:
-            return rows
-        return rows.movedim(self.time_dim, 0)
+    def flag_axes(self, axes: int) -> tuple[int, int | None]:
+        """The axes of time and of the rows in ``reset`` or ``mask``, of ``axes`` axes.
+
+        They lie in the order in which ``x`` has them. Flags of one axis hold for all rows.
+        """
+        return (0, None) if axes < 2 else (self.time_dim, 1 - self.time_dim)
+
+    def flags_first(self, flags: Tensor) -> Tensor:
+        """``reset`` or ``mask`` -> [K] or [K, B]"""
+        return flags.movedim(self.flag_axes(flags.dim())[0], 0)
+
+    def flags_back(self, flags: Tensor) -> Tensor:
+        return flags.movedim(0, self.flag_axes(flags.dim())[0])
 
 
 @dataclass(frozen=True)
@@ -112,12 +120,32 @@ class SharedLayout(Layout):
 
     def sequence_back(self, leaf: Tensor) -> Tensor:
         """[K, B, ...] -> the layout of ``x``."""
+        if leaf.dim() <= max(self.x_dim, self.time_dim + 1):
+            steps, rows, *shape = leaf.shape
+            raise ValueError(
+                f"out: has shape {shape} at each of {steps} steps of {rows} sequences, so that "
+                f"none of its axes can be {self.x_dim}, where in_dims has the sequences of x. "
+                "Name a lower axis of x, or return more axes."
+            )
         return leaf.movedim(0, self.time_dim + 1).movedim(0, self.x_dim)
 
-    def rows_first(self, rows: Tensor) -> Tensor:
-        """``reset`` and ``mask`` have the batch axis where ``x`` has it."""
-        rows = rows.movedim(self.x_dim, 0)
-        return rows.movedim(self.time_dim + 1 if rows.dim() > 2 else 1, 0)
+    def flag_axes(self, axes: int) -> tuple[int, int | None]:
+        """As of a Layout; three axes if a single sequence has rows of its own."""
+        if axes < 2:
+            return 0, None
+        rows_of_one = 1 - self.time_dim
+        in_x = [self.x_time, self.x_dim, rows_of_one + (self.x_dim <= rows_of_one)][:axes]
+        time, rows = (sum(other < axis for other in in_x) for axis in in_x[:2])
+        return time, rows
+
+    def flags_first(self, flags: Tensor) -> Tensor:
+        """[K], or [K, B, ...]"""
+        time, rows = self.flag_axes(flags.dim())
+        return flags if rows is None else flags.movedim((time, rows), (0, 1))
+
+    def flags_back(self, flags: Tensor) -> Tensor:
+        time, rows = self.flag_axes(flags.dim())
+        return flags if rows is None else flags.movedim((0, 1), (time, rows))
 
     def state_back(self, leaf: Tensor) -> Tensor:
         return leaf if self.state_dim is None else leaf.movedim(0, self.state_dim)

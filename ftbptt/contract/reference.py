@@ -65,7 +65,9 @@ def reference_segment(
     layout = Layout.of(step, time_dim, x)
     x, y = layout.time_first(x), layout.time_first(y)
     steps = tree_leaves(x)[0].shape[0]
-    reset_t, mask_t = layout.rows_time_first(reset), layout.rows_time_first(mask)
+    if steps == 0:
+        raise ValueError("x: has 0 steps; a segment needs at least one. Skip an empty segment.")
+    reset_t, mask_t = (None if f is None else layout.flags_first(f) for f in (reset, mask))
 
     leaves, spec = tree_flatten(params)
     trained = [i for i, p in enumerate(leaves) if differentiable(p)]

@@ -225,7 +225,7 @@ def as_step(
     recurrent layer inside, else 0).
 
     Raises TypeError for what is none of these, such as a module of TorchScript, and for an option
-    that has no meaning for it; ValueError for a bidirectional layer.
+    that has no meaning for it; ValueError for a layer that reads time in both directions.
 
     >>> as_step(nn.LSTMCell(3, 5)).name
     'LSTMCell'
@@ -259,7 +259,8 @@ def as_step(
     step = uncompiled(step)  # what torch.compile wraps is compiled here, as part of the segment
     layers = _layers(step)
     for layer in layers:
-        if layer.bidirectional:
+        # In a module that takes one step, it may read along another axis than time.
+        if layer.bidirectional and (layer is step or sequence):
             raise ValueError(
                 f"step: {type(layer).__name__}(bidirectional=True) cannot be trained by TBPTT: "
                 "its backward direction reads the sequence from the end, which a segment of K "

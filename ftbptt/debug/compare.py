@@ -138,7 +138,7 @@ def compare_to_reference(
     state_dim = layout.state_dim if isinstance(layout, SharedLayout) else None
     if state is None:  # start where the segment does: the plan has resolved the initial state
         state, state_dim = tree_unflatten(groups["state"], plan.signature.specs.state), None
-        reset = _in_layout_of_caller(layout, groups["reset"])
+        reset = layout.flags_back(groups["reset"][0]) if groups["reset"] else None
     loop = _EagerLoop(train_segment.recipe, layout, state_dim, reset, mask)
     eager = _without_random_numbers(loop, params, state, x, y)
     exact = _in_float64(loop, params, state, x, y)
@@ -179,7 +179,8 @@ class _EagerLoop:
         arguments = (state, x, y, self.reset, self.mask)
         if not isinstance(layout, SharedLayout):
             return run_sequence(*arguments)
-        dims = (self.state_dim, layout.x_dim, layout.y_dim, layout.x_dim, layout.x_dim)
+        of_flags = (None if f is None else layout.flag_axes(f.dim())[1] for f in arguments[3:])
+        dims = (self.state_dim, layout.x_dim, layout.y_dim, *of_flags)
         count = tree_leaves(x)[0].shape[layout.x_dim]
         outputs = [
             run_sequence(
@@ -194,15 +195,6 @@ class _EagerLoop:
             torch.stack(losses).mean(),
             tree_map(lambda *leaves: torch.stack(leaves, layout.x_dim), *outs),
         )
-
-
-def _in_layout_of_caller(layout: Layout, reset: list[Tensor]) -> Tensor | None:
-    """The plan's ``reset`` (no leaf or one, time first) with its axes where the caller has them."""
-    if not reset or reset[0].dim() < 2:
-        return reset[0] if reset else None
-    if isinstance(layout, SharedLayout):
-        return layout.sequence_back(reset[0])
-    return layout.time_back(reset[0])
 
 
 def _select(tree: Tree, dim: int | None, i: int) -> Tree:

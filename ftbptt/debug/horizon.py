@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._numbers import check_int
+from .._numbers import check_int, check_positive
 from .._trees import differentiable
 from ..compiler.plan import Plan
 from ..compiler.signature import as_traced
@@ -96,8 +96,7 @@ class GradientHorizon:
         Aicher, Foti and Fox, Adaptively truncating backpropagation through time to control gradient
         bias, 2019, section 3.
         """
-        if not tolerance > 0:
-            raise ValueError(f"tolerance: expected a number above 0, found {tolerance}.")
+        check_positive("tolerance", tolerance)
         decay, mean = self.decay, self.mean().double()
         if not decay < 1:
             raise ValueError(

@@ -60,10 +60,7 @@ def lay_out(
 
     Raises TypeError for structure and dtype, ValueError for shapes and lengths.
     """
-    for name, flags in (("reset", reset), ("mask", mask)):
-        if flags is not None and not isinstance(flags, Tensor):
-            kind = type(flags).__name__
-            raise TypeError(f"{name}: expected a bool tensor [K] or [K, B], found {kind}.")
+    _check_flag_types(reset, mask, 2 if in_dims is None else 3)
     _check_parameter_names(recipe, params)
     xs, ys = Argument("x", x), Argument("y", () if y is None else y)
     state_dim, x_dim, y_dim = in_dims[1:] if in_dims is not None else (None, None, None)
@@ -79,13 +76,14 @@ def lay_out(
         xs.leaves = [layout.sequence_first(leaf, x_dim) for leaf in xs.leaves]
         ys.leaves = [layout.sequence_first(leaf, y_dim) for leaf in ys.leaves]
         shared = Level(xs.leaves[0].shape[1], "different")
-        reset, mask = (_flags_of_sequences(layout, shared, flags) for flags in (reset, mask))
+        reset = _flags_of_sequences("reset", layout, shared, reset)
+        mask = _flags_of_sequences("mask", layout, shared, mask)
         _check_batches(shared, xs, axis=1)
         if y_dim is not None:
             _check_batches(shared, ys, axis=1)
     else:
         xs.leaves, ys.leaves = layout.time_first(xs.leaves), layout.time_first(ys.leaves)
-        reset, mask = layout.rows_time_first(reset), layout.rows_time_first(mask)
+        reset, mask = (None if f is None else layout.flags_first(f) for f in (reset, mask))
 
     initial, states = _initial_and_state(recipe, params, state, xs, shared, state_dim)
     if state is None:
@@ -180,7 +178,7 @@ def _check_initial(initial: Argument, states: Argument, state_dim: int | None) -
 def _check_axis(argument: Argument, i: int, axis: int) -> None:
     """``in_dims`` names an axis that each leaf of the argument must have."""
     shape = list(argument.leaves[i].shape)
-    if not -len(shape) <= axis < len(shape):
+    if axis >= len(shape):
         raise ValueError(
             f"{argument.path(i)}: has shape {shape}, but in_dims names axis {axis} of "
             f"{argument.name}. Name one that every leaf has."
@@ -196,11 +194,22 @@ def _check_batches(shared: Level | None, argument: Argument, axis: int) -> None:
             )
 
 
-def _flags_of_sequences(layout: SharedLayout, shared: Level, flags: Tensor | None) -> Tensor | None:
+def _flags_of_sequences(
+    name: str, layout: SharedLayout, shared: Level, flags: Tensor | None
+) -> Tensor | None:
     """[K, B, ...]; flags [K] hold for all sequences."""
-    if flags is None or flags.dim() == 0:
-        return flags
-    return layout.rows_first(flags) if flags.dim() > 1 else flags[:, None].expand(-1, shared.size)
+    if flags is None:
+        return None
+    if flags.dim() == 1:
+        return flags[:, None].expand(-1, shared.size)
+    first = layout.flags_first(flags)
+    if first.shape[1] != shared.size:
+        axis = layout.flag_axes(flags.dim())[1]
+        raise ValueError(
+            f"{name}: has {first.shape[1]} sequences on axis {axis}, but x has {shared.size}. Time "
+            "and sequences are in the order in which x has them."
+        )
+    return first
 
 
 def _restart_at_start(reset: Tensor | None, steps: int, x: Tensor, shared: Level | None) -> Tensor:
@@ -280,17 +289,25 @@ def _check_lengths(
     return steps
 
 
+def _check_flag_types(reset: Any, mask: Any, most_axes: int) -> None:
+    """``most_axes``: with ``in_dims``, each sequence may have rows of its own."""
+    for name, flags in (("reset", reset), ("mask", mask)):
+        if flags is None:
+            continue
+        found = flags.dtype if isinstance(flags, Tensor) else type(flags).__name__
+        if found != torch.bool:
+            raise TypeError(f"{name}: expected a bool tensor [K] or [K, B], found {found}.")
+        if not 1 <= flags.dim() <= most_axes:
+            raise ValueError(f"{name}: expected [K] or [K, B], found shape {list(flags.shape)}.")
+
+
 def _check_flags(
     argument: Argument, steps: int, states: Argument, recipe: Recipe, shared: Level | None
 ) -> None:
-    """``reset`` and ``mask``, with time in front: bool, [K] or [K, B]."""
+    """The lengths of ``reset`` and ``mask``, with time in front."""
     for flags in argument.leaves:
         name = argument.name
-        if flags.dtype != torch.bool:
-            raise TypeError(f"{name}: expected a bool tensor [K] or [K, B], found {flags.dtype}.")
         shape = list(flags.shape) if shared is None else [flags.shape[0], *flags.shape[2:]]
-        if len(shape) not in (1, 2):
-            raise ValueError(f"{name}: expected [K] or [K, B], found shape {list(flags.shape)}.")
         if shape[0] != steps:
             raise ValueError(f"{name}: has {shape[0]} steps, but x has {steps}.")
         if len(shape) == 1 or shared is not None:

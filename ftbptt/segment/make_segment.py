@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .._numbers import check_initial_state, check_int, check_time_dim
+from .._numbers import check_bool, check_initial_state, check_int, check_time_dim
 from ..backends import NAMES
 from ..compiler.signature import Recipe
 from ..contract.loss import Loss, of_first
@@ -117,8 +117,8 @@ def make_train_segment(
     if in_dims is not None:
         _check_in_dims(in_dims)
     check_initial_state(initial_state)
-    if not isinstance(recompute, bool):
-        raise TypeError(f"recompute: expected True or False, found {recompute!r}.")
+    check_bool("recompute", recompute)
+    check_bool("reuse_output", reuse_output)
     context = check_int("context", context, 0)
     window, stride = _window(window, stride)
     step, tapped = as_step(step), taps is not False
@@ -175,6 +175,11 @@ def _check_in_dims(in_dims: Any) -> None:
             raise TypeError(
                 f"in_dims: expected an axis for {name}, the same in each of its leaves, or None, "
                 f"found {axis!r}."
+            )
+        if axis is not None and axis < 0:
+            raise ValueError(
+                f"in_dims: expected an axis of {name} counted from the front, since its leaves may "
+                f"have different numbers of axes, found {axis}."
             )
 
 

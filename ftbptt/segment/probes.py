@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .._compat.tracing import FakeTensorMode, unvalidated_distributions
+from .._compat.tracing import FakeTensorMode, unseen_by_tools, unvalidated_distributions
 from .._trees import tree_flatten, tree_unflatten
 from ..compiler.tracing.effects import without_step_effects
 from ..compiler.tracing.errors import explain_trace_errors
@@ -31,7 +31,14 @@ def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Te
 
     def run() -> dict[str, Tensor]:
         validated = unvalidated_distributions()
-        with TRACING, mode, validated, Composed("step"), explain_trace_errors("step", step):
+        with (
+            TRACING,
+            unseen_by_tools(),
+            mode,
+            validated,
+            Composed("step"),
+            explain_trace_errors("step", step),
+        ):
             (_, tapped), _ = step.apply(
                 tree_unflatten(params, call.specs.params),
                 dict(zip(call.buffer_names, buffers, strict=True)),

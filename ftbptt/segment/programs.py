@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.tracing import is_pinned, symbolic_steps
+from .._compat.tracing import is_pinned, symbolic_steps, unseen_by_tools
 from ..backends import Backend
 from ..backends.base import Function
 from ..compiler.distribute import DistributedLoop, distribute
@@ -95,7 +95,7 @@ class Programs:
         self, name: Any, function: Function, args: Sequence[Tensor], first: int, last: int
     ) -> None:
         """Builds a function for tensors like ``args``; axis 0 of args[first:last] is symbolic."""
-        with TRACING:
+        with TRACING, unseen_by_tools():
             if name not in self.functions:  # another thread may have been first
                 self._sources.append(function)
                 self.functions[name] = self._built(name, function, args, first, last)

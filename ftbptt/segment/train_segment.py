@@ -360,13 +360,19 @@ class TrainSegment:
                 return executable.run(groups, with_grad=with_grad, early=early)
             callers: list[BaseException] = []
             noted = None if early is None else early.noting(callers)
-            plan = executable.plan
+            plan, first = executable.plan, executable
+
+            def run(tried: Executable) -> list[Tensor]:
+                # What was handed over was sent: another backend does not send it once more.
+                early = noted if tried is first else None
+                return tried.run(groups, with_grad=with_grad, early=early)
+
             result, ran, messages = run_or_fall_back(
                 executable,
                 self.recipe.step.name,
                 tensors[0].device.type,
                 lambda backend: self._on(plan, backend),
-                lambda tried: tried.run(groups, with_grad=with_grad, early=noted),
+                run,
                 callers,
             )
             if ran is not executable:

@@ -137,7 +137,7 @@ def _flatten_valid(
     """``(preds, target)`` as [N, ...]: the valid steps of all rows on one axis, time first."""
     valid = chunk.mask
     if valid is not None and valid.dim() > 1:
-        valid = valid.movedim(layout.x_time, 0).flatten()
+        valid = layout.flags_first(valid).flatten()
     elif valid is not None:
         valid = valid.repeat_interleave(rows or 1)
 

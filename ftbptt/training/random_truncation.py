@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._numbers import check_number
 from .._trees import differentiable, tree_leaves, tree_map
 from ..contract.layout import Layout, SharedLayout
 from ..contract.output import SegmentOutput
@@ -90,6 +91,8 @@ def random_truncation(
                 f"train_segment: was made with {name}=, which has no meaning in pieces of random "
                 "length. Make it without."
             )
+    check_number("mean_length", mean_length)
+    check_number("tail", tail)
     if not (mean_length > 1 and math.isfinite(mean_length)):
         raise ValueError(f"mean_length: expected a number of steps above 1, found {mean_length}.")
     if not tail > 2:
@@ -200,7 +203,8 @@ def _laid_out(factors: Tensor, layout: Layout, x_leaf: Tensor) -> Tensor:
     """``factors[K]`` as a leaf of ``x``: time and the rows of ``in_dims`` as in x."""
     if isinstance(layout, SharedLayout):
         rows = x_leaf.shape[layout.x_dim]
-        return layout.sequence_back(factors.unsqueeze(1).expand(-1, rows))
+        factors = factors.unsqueeze(1).expand(-1, rows)
+        return layout.sequence_back(factors.reshape(*factors.shape, *(1,) * (x_leaf.dim() - 2)))
     return factors.reshape(*(1,) * layout.time_dim, -1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -13,7 +14,7 @@ from torch.amp import GradScaler
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
-from .._numbers import check_int, check_positive, check_time_dim
+from .._numbers import check_bool, check_int, check_number, check_positive, check_time_dim
 from .._trees import tree_map
 from ..contract.output import SegmentOutput
 from ..distributed.ranks import Ranks
@@ -188,11 +189,13 @@ def train_stream(
     checkpoint_every = check_int("checkpoint_every", checkpoint_every, 1)
     check_time_dim(time_dim)
     _check_types(
-        events=events, autocast=autocast, scaler=scaler, reduce_dtype=reduce_dtype, stop=stop,
-        prepare=prepare,
+        events=events, autocast=autocast, scaler=scaler, reduce_dtype=reduce_dtype,
+        checkpoint=checkpoint, stop=stop, prepare=prepare,
     )  # fmt: skip
     _check_scheduler(scheduler, is_saved=checkpoint is not None)
     _check_values(clip_norm, clip_value, interval, ema_decay, on_nonfinite, reduce_dtype)
+    if resume is not None:
+        check_bool("resume", resume)
     if resume and checkpoint is None:
         raise ValueError("resume: give the file to resume from, checkpoint='run.pt'.")
     segments = Segments(
@@ -254,14 +257,16 @@ def _context(train_segment: Any, context: int | None) -> int:
 
 
 def _check_types(
-    *, events: Any, autocast: Any, scaler: Any, reduce_dtype: Any, stop: Any, prepare: Any
-) -> None:
+    *, events: Any, autocast: Any, scaler: Any, reduce_dtype: Any, checkpoint: Any, stop: Any,
+    prepare: Any,
+) -> None:  # fmt: skip
     """Raises TypeError for an option of another type; all may be None."""
     for name, option, kind, expected in (
         ("events", events, Events, "ftbptt.training.Events(...)"),
         ("autocast", autocast, torch.dtype, "a dtype such as torch.bfloat16"),
         ("scaler", scaler, GradScaler, "a torch.amp.GradScaler"),
         ("reduce_dtype", reduce_dtype, torch.dtype, "a dtype such as torch.bfloat16"),
+        ("checkpoint", checkpoint, (str, os.PathLike), "the name of a file"),
     ):
         if option is not None and not isinstance(option, kind):
             raise TypeError(f"{name}: expected {expected}, found {option!r}.")
@@ -294,10 +299,13 @@ def _check_values(
     for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         if bound is not None:
             check_positive(name, bound)
+    check_number("interval", interval)
     if not interval >= 0:
         raise ValueError(f"interval: expected at least 0 seconds, found {interval}.")
-    if ema_decay is not None and not 0 <= ema_decay < 1:
-        raise ValueError(f"ema_decay: expected a number from 0 to below 1, found {ema_decay}.")
+    if ema_decay is not None:
+        check_number("ema_decay", ema_decay)
+        if not 0 <= ema_decay < 1:
+            raise ValueError(f"ema_decay: expected a number from 0 to below 1, found {ema_decay}.")
     if on_nonfinite not in ON_NONFINITE:
         raise ValueError(
             f"on_nonfinite: expected one of {', '.join(ON_NONFINITE)}, found {on_nonfinite!r}."

@@ -310,6 +310,27 @@ def test_arguments_that_are_written() -> None:
     assert "while step step was traced" in found
 
 
+@pytest.mark.parametrize("of_x", [(), (None, None), (None, 1.0)])
+def test_a_wrong_number_of_gradients(of_x: tuple[Any, ...]) -> None:
+    """One for each argument, as torch wants it; what is beyond may be None."""
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: Tensor, x: Tensor) -> Tensor:
+            return h + x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return grad, *of_x
+
+    made = problem_with(lambda w, x, h: torch.tanh(Sum.apply(h @ w, x)))
+    if of_x == (None, None):
+        check(make_train_segment(made.step, mse, backend="eager"), made, 3)
+    else:
+        found = refusal(made)
+        assert f"Sum.backward: returned {1 + len(of_x)} gradients; expected 2" in found
+
+
 def test_inside_an_inner_gradient() -> None:
     """torch.func.grad inside the step takes the gradient where no graph could know of it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
@@ -502,3 +503,29 @@ def test_the_error_of_a_step_is_raised() -> None:
     with pytest.raises(KeyError, match="a mistake") as caught:
         call(step)
     assert "while step step was traced" in "".join(caught.value.__notes__)
+
+
+def tapped_twice(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = ftbptt.tap("h", h + x_t)
+    h = ftbptt.tap("h", h * params["w"])  # here
+    return h, h
+
+
+def called_by_the_standard_library(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = functools.partial(lambda h: h @ x_t)(h * params["w"])  # here
+    return h, h
+
+
+def wrong_width(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = nn.GRUCell(2 * H, H)(x_t, h * params["w"])  # here
+    return h, h
+
+
+@pytest.mark.parametrize("step", [tapped_twice, called_by_the_standard_library, wrong_width])
+def test_the_line_of_the_step_is_not_one_of_a_library(step: Callable[..., Any]) -> None:
+    segment = make_train_segment(step, mse, backend="eager", taps=True)
+    x = torch.randn(K, B, H)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        segment({"w": torch.ones(H)}, torch.zeros(B, H), x, x)
+    note = "".join(caught.value.__notes__)
+    assert f'File "{__file__}", line {marked_line(step)}' in note, note

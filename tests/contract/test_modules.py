@@ -379,6 +379,35 @@ def test_compiled_parts_are_traced_as_they_are_written() -> None:
         assert segment.trace_count == 1
 
 
+class WordsOfCharacters(nn.Module):
+    """A step reads a word, forwards and backwards."""
+
+    def __init__(self, kind: Any, **options: Any) -> None:
+        super().__init__()
+        self.reader = kind(D, 3, bidirectional=True, batch_first=True, **options)
+        self.cell = nn.GRUCell(6, H)
+
+    def forward(self, characters: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(self.reader(characters)[0].mean(1), h)
+        return h, h
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.LSTM, {}),
+        (nn.GRU, {"num_layers": 2}),
+        (nn.RNN, {"bias": False}),
+        (nn.LSTM, {"num_layers": 2, "bias": False}),
+    ],
+)
+def test_both_directions_along_another_axis_than_time(kind: Any, options: Any) -> None:
+    draw = Draw(0)
+    module = draw.module(lambda: WordsOfCharacters(kind, **options))
+    made = problem_of(module, draw, x=draw.sequence(B, 4, D))
+    check(make_train_segment(module, per_row, backend="eager"), made, K)
+
+
 class Shared(nn.Module):
     """A submodule under two names, and a parameter and a buffer of it in two modules."""
 

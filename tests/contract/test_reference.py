@@ -301,11 +301,14 @@ def test_no_state_and_no_y() -> None:
 
 def test_bad_numbers() -> None:
     given = problem("gru_cell")
-    for wrong in ("1", -1, 2, True):
+    for wrong in ("1", -1, 2, True, 1.0):
         with pytest.raises(ValueError, match="time_dim: expected 0 or 1, or None"):
             reference(given, K, time_dim=wrong)
         with pytest.raises(ValueError, match="time_dim: expected 0 or 1, or None"):
             make_train_segment(given.step, given.loss, time_dim=wrong)
+    empty = (given.params, given.state, torch.zeros(0, B, D), torch.zeros(0, B, H))
+    with pytest.raises(ValueError, match="x: has 0 steps; a segment needs at least one"):
+        reference_segment(given.step, given.loss, *empty)
     with pytest.raises(TypeError, match=r"context: expected a whole number, found 1\.5"):
         reference(given, K, context=1.5)
 

@@ -28,6 +28,13 @@ BUILD = """
 from tests.kernels.test_build import half_of
 print(half_of({source!r}, 6))
 """
+FORK = """
+import multiprocessing
+from tests.kernels.test_build import SOURCE, half_of
+print(half_of(SOURCE, 6))
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    print(pool.apply(half_of, (SOURCE.replace("0.5", "2.5"), 6)))
+"""
 ROOT = Path(__file__).parents[2]
 
 
@@ -65,6 +72,11 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache in which nothing is, for this process."""
     monkeypatch.setattr(build, "kernel_cache_dir", lambda: tmp_path / "kernels")
     return tmp_path / "kernels"
+
+
+def test_in_a_process_that_was_forked_after_a_build(tmp_path: Path) -> None:
+    """The threads that build are not there."""
+    assert output_of(start(FORK, tmp_path)).split() == ["3.0", "15.0"]
 
 
 def test_built_once_and_kept(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

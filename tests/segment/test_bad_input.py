@@ -343,6 +343,7 @@ def test_an_unknown_backend() -> None:
         ((0, 0, 0, 0), ValueError, r"in_dims: the parameters are shared.*torch.func.vmap"),
         ((None, 0, None, 0), ValueError, r"in_dims: x must have a batch axis"),
         ((None, 0, "a", 0), TypeError, r"in_dims: expected an axis for x, .*found 'a'"),
+        ((None, 0, -2, 0), ValueError, r"in_dims: expected an axis of x counted from the front"),
         ((None, (0, 0), 0, 0), TypeError, r"in_dims: expected an axis for state, .*\(0, 0\)"),
     ],
 )
@@ -370,6 +371,36 @@ def test_in_dims_of_batches_that_differ() -> None:
     x, y = torch.zeros(4, K, D).double(), torch.zeros(4, K, 4).double()
     with pytest.raises(ValueError, match=r"state: .*3.*x.*4"):
         segment(given.params, torch.zeros(3, H).double(), x, y)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((), r"reset: expected \[K\] or \[K, B\], found shape \[\]"),
+        ((4, K, 1, 1), r"reset: expected \[K\] or \[K, B\], found shape \[4, 5, 1, 1\]"),
+        ((1, K), r"reset: has 1 sequences on axis 0, but x has 3"),
+        ((4, K), r"reset: has 4 sequences on axis 0, but x has 3"),
+        ((3, K + 1), r"reset: has 6 steps, but x has 5"),
+    ],
+)
+def test_in_dims_with_flags_of_other_shapes(shape: tuple[int, ...], words: str) -> None:
+    given = problem("elman_one_sequence")
+    segment = make_train_segment(given.step, given.loss, backend="eager", in_dims=(None, 0, 0, 0))
+    x, y = torch.zeros(3, K, D).double(), torch.zeros(3, K, 4).double()
+    with pytest.raises(ValueError, match=words):
+        segment(given.params, torch.zeros(3, H).double(), x, y, reset=torch.zeros(shape).bool())
+
+
+def test_in_dims_of_an_axis_that_out_does_not_have() -> None:
+    def step(params: Any, x_t: Tensor, total: Tensor) -> Any:
+        total = params["decay"] * total + x_t.sum()
+        return total, total
+
+    segment = make_train_segment(
+        step, lambda out, y: out.square(), backend="eager", in_dims=(None, 0, 2, None)
+    )
+    with pytest.raises(ValueError, match=r"out: has shape \[\] at each of 5 steps of 3 sequences"):
+        segment({"decay": torch.tensor(0.5)}, torch.zeros(3), torch.zeros(K, D, 3), None)
 
 
 def test_arrays_of_numpy() -> None:

@@ -101,6 +101,29 @@ def test_an_error_in_what_is_called_is_the_callers(monkeypatch: pytest.MonkeyPat
         segment.with_early_gradients(EarlyGradients([[0], [1]], ready), *given.data(3))
 
 
+def test_a_backend_that_fails_between_two_parts(
+    short_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was handed over is not handed over again: the ranks would send it twice."""
+    failing = replace(EAGER, name="fused")
+    monkeypatch.setattr("ftbptt.segment.train_segment.choose", lambda name: failing)
+    given, handed = problem("lstm_readout"), []
+    segment = make_train_segment(given.step, given.loss)
+    run = execute.Executable.run_chunk
+
+    def fail(self: Any, name: Any, *args: Any) -> Any:
+        if handed and self.backend is failing:
+            raise RuntimeError("no room")
+        return run(self, name, *args)
+
+    monkeypatch.setattr(execute.Executable, "run_chunk", fail)
+    early = EarlyGradients([[3], [2], [0, 1]], lambda loss, grads: handed.append(len(grads)))
+    with pytest.warns(RuntimeWarning, match="the fused backend failed for .*no room"):
+        found = segment.with_early_gradients(early, *given.data(STEPS))
+    assert handed == [1]
+    assert_close(found, reference(given, STEPS))
+
+
 def test_the_first_is_there_before_the_others(short_chunks: None, monkeypatch: Any) -> None:
     """When a part is handed over, those after it have not been computed."""
     given = problem("lstm_readout")

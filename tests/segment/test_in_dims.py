@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from ftbptt import SegmentOutput, make_train_segment
+from ftbptt import SegmentOutput, compare_to_reference, make_train_segment, random_truncation
+from ftbptt.training import evaluate_stream
 
 from ..cells import problem
 from ..cells.problems import D, Draw, H, per_step
@@ -122,6 +123,36 @@ def test_in_dims_with_an_initial_state(axis: int) -> None:
     words = rf"initial_state: has shape .*, but state has \[{H}\] without axis {axis}"
     with pytest.raises(ValueError, match=words):
         wrong(given.params, state, x, y)
+
+
+@pytest.mark.parametrize("time_dim", [0, 1])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_flags_have_time_and_sequences_in_the_order_of_x(axis: int, time_dim: int) -> None:
+    """Though they have fewer axes than x."""
+    given, calls = problem("elman_one_sequence"), sequences("elman_one_sequence", 5)
+    state = stacked([call[1] for call in calls])
+    x, y = (stacked([call[i].movedim(0, time_dim) for call in calls], dim=axis) for i in (2, 3))
+    reset, mask = torch.rand(N, 5) < 0.4, torch.rand(N, 5) < 0.7
+    segment = make_train_segment(
+        given.step, lambda out, y: (out - y).square().mean(1 - time_dim), backend="eager",
+        in_dims=(None, 0, axis, axis), time_dim=time_dim,
+    )  # fmt: skip
+    order = (lambda flags: flags) if axis <= time_dim else (lambda flags: flags.T)
+    found = segment(given.params, state, x, y, reset=order(reset), mask=order(mask))
+    expected = make_train_segment(given.step, per_step, backend="eager", in_dims=(None, 0, 0, 0))(
+        given.params, *(stacked([call[i] for call in calls]) for i in (1, 2, 3)),
+        reset=reset, mask=mask,
+    )  # fmt: skip
+    assert_close(found.grads, expected.grads)
+    assert_close(found.state, expected.state)
+    flags = {"reset": order(reset), "mask": order(mask)}
+    arguments = (given.params, state, x, y)
+    assert compare_to_reference(segment, *arguments, **flags).agrees
+    assert_close(random_truncation(segment, 1e15)(*arguments, **flags), found)
+    data = (x, y, flags["reset"], flags["mask"])
+    held_out = evaluate_stream(segment, given.params, state, data, k=2)
+    assert_close(held_out.state, expected.state)
+    assert held_out.steps == mask.sum()
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 import ftbptt
 from ftbptt import make_train_segment
@@ -198,3 +199,16 @@ def test_under_anomaly_detection(segments: Segments) -> None:
     segment = make(given)
     with torch.autograd.set_detect_anomaly(True):
         check(segment, given, 3)
+
+
+@pytest.mark.parametrize("backend", ["fused", "compile"])
+def test_a_first_call_while_operations_are_counted(backend: str) -> None:
+    """What is traced and compiled once is no part of what a segment does at every call."""
+    given = problem("lstm_readout")
+    segment = make(given, backend=backend)
+    with FlopCounterMode(display=False) as counted:
+        found = segment(*given.data(3))
+        first = counted.get_total_flops()
+        segment(*given.data(3))
+    assert counted.get_total_flops() == 2 * first
+    assert_close(found, reference(given, 3))

@@ -368,7 +368,7 @@ X = torch.zeros(4, 3)
         ([], {}, ValueError, "sequences: expected at least one, found none."),
         ([(X, X)], {"rows": 0}, ValueError, "rows: expected at least 1, found 0."),
         ([(X, X)], {"rows": True}, TypeError, "rows: expected a whole number, found True."),
-        ([(X, X)], {"time_dim": -1}, ValueError, "time_dim: expected 0 or 1, found -1."),
+        ([(X, X)], {"time_dim": -1}, ValueError, "time_dim: expected at least 0, found -1."),
         (
             [X, X],
             {},

@@ -315,10 +315,12 @@ def test_cuts_are_resumed(tmp_path: Path) -> None:
         (1, {}, "mean_length: expected a number of steps above 1, found 1"),
         (math.inf, {}, "mean_length: expected a number of steps above 1, found inf"),
         (8, {"tail": 2}, "tail: expected a number above 2, so that lengths have a mean, found 2"),
+        ("8", {}, "mean_length: expected a number, found '8'"),
+        (8, {"tail": "3"}, "tail: expected a number, found '3'"),
     ],
 )
-def test_bad_options(mean_length: float, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_options(mean_length: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
         random_truncation(far_and_near()[0], mean_length, **options)
 
 

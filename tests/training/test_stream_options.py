@@ -42,6 +42,11 @@ from .streams import stream, zeros
         ({"on_nonfinite": "warn"}, ValueError, "on_nonfinite: expected one of stop, skip, raise"),
         ({"reduce_dtype": "bf16"}, TypeError, "reduce_dtype: expected a dtype such as torch.bfl"),
         ({"reduce_dtype": torch.float16}, ValueError, "reduce_dtype: sums over the steps of all"),
+        ({"fresh": "no"}, TypeError, "fresh: expected True or False, found 'no'"),
+        ({"interval": "1"}, TypeError, "interval: expected a number, found '1'"),
+        ({"ema_decay": "1"}, TypeError, "ema_decay: expected a number, found '1'"),
+        ({"checkpoint": 5}, TypeError, "checkpoint: expected the name of a file, found 5"),
+        ({"resume": "no"}, TypeError, "resume: expected True or False, found 'no'"),
         ({"resume": True}, ValueError, "resume: give the file to resume from"),
         (
             {"optimizer": torch.optim.LBFGS([torch.zeros(1)])},

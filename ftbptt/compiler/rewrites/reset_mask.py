@@ -91,7 +91,8 @@ def with_reset_and_mask(
         mask = rest.pop(0) if s.mask is not None else None
         parts: list[Tensor] = rest
         if recipe.step.has_gradient_factors:
-            parts = [_with_factor(part, x[-1]) for part in parts]
+            factor = x[-1].reshape(())  # it has the axes that where time lies in x may need
+            parts = [_with_factor(part, factor) for part in parts]
         if reset is not None:
             parts = choose(reset, initial_parts(fixed[:n_params], initial, parts), parts)
         result = module(*fixed, *x, *parts)

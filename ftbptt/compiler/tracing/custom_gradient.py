@@ -241,6 +241,11 @@ def _backward_of(
         of_results = [next(of_tensors) if is_tensor else None for is_tensor in is_result]
         returned = function.backward(context, *of_results)
         returned = returned if isinstance(returned, tuple) else (returned,)
+        if len(returned) < len(args) or any(g is not None for g in returned[len(args) :]):
+            raise RuntimeError(
+                f"{function.__name__}.backward: returned {len(returned)} gradients; expected "
+                f"{len(args)}, one for each argument of forward, None where there is none."
+            )
         of_inputs = [g for g, is_tensor in zip(returned, is_input, strict=False) if is_tensor]
         return [*of_inputs, *([None] * (len(tensors) - len(of_inputs)))]
 

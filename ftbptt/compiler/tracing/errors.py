@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._compat.tracing import UNTRACEABLE
+from ..._warnings import PACKAGE_FOLDER
 from ..graphs import aten
 
 # Frames in these folders are not the user's. The separator keeps a neighbour such as
 # ``torchvision`` apart from ``torch``.
-_LIBRARY_FOLDERS = tuple(
-    os.path.join(folder, "")
-    for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
-)
+_LIBRARY_FOLDERS = (os.path.join(os.path.dirname(torch.__file__), ""), PACKAGE_FOLDER)
+_STANDARD_LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
+_INSTALLED = os.path.join(sysconfig.get_path("purelib"), "")  # may be in the standard library's
 # Code without a file that torch, dataclasses and the import system generate. What a user types at
 # a prompt has no file either (``<stdin>``, ``<ipython-input-...>``), but is theirs.
 _GENERATED_CODE = ("<eval_with_key>", "<string>", "<frozen ")
@@ -137,10 +138,16 @@ def _user_line(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*_LIBRARY_FOLDERS, *_GENERATED_CODE))
+        if not _is_library(frame.filename)
     ]
     if not frames:
         return "(no line of the step is on the stack)"
     last = frames[-1]
     text = linecache.getline(last.filename, last.lineno or 0).strip()
     return f'File "{last.filename}", line {last.lineno}, in {last.name}\n    {text}'.rstrip()
+
+
+def _is_library(filename: str) -> bool:
+    if filename.startswith(_STANDARD_LIBRARY) and not filename.startswith(_INSTALLED):
+        return True
+    return filename.startswith((*_LIBRARY_FOLDERS, *_GENERATED_CODE))

@@ -63,20 +63,29 @@ def _layers(cell: Callable[..., Any]) -> Callable[..., Any]:
                 "mask= instead."
             )
         lstm = not isinstance(hx, Tensor)
-        per_layer = len(weights) // num_layers
+        directions = 2 if bidirectional else 1
+        per_direction = len(weights) // (num_layers * directions)
         steps: list[Any] = list(x.unbind(1 if batch_first else 0))
         finals: list[Any] = []
         for layer in range(num_layers):
-            state = tuple(leaf[layer] for leaf in hx) if lstm else hx[layer]
-            layer_weights = list(weights[layer * per_layer : (layer + 1) * per_layer])
-            if lstm and not has_biases:  # a projection's weight follows the biases
-                layer_weights[2:2] = [None, None]
-            for t, value in enumerate(steps):
-                state = cell(value, state, *layer_weights)
-                steps[t] = state[0] if lstm else state
+            found: list[list[Any]] = []  # by direction
+            for direction in range(directions):
+                i = len(finals)
+                state = tuple(leaf[i] for leaf in hx) if lstm else hx[i]
+                own_weights = list(weights[i * per_direction : (i + 1) * per_direction])
+                if lstm and not has_biases:  # a projection's weight follows the biases
+                    own_weights[2:2] = [None, None]
+                outs: list[Any] = []
+                for value in reversed(steps) if direction else steps:
+                    state = cell(value, state, *own_weights)
+                    outs.append(state[0] if lstm else state)
+                finals.append(state)
+                found.append(outs[::-1] if direction else outs)
+            steps = found[0]
+            if bidirectional:
+                steps = [torch.cat(both, -1) for both in zip(*found, strict=True)]
             if train and dropout and layer < num_layers - 1:
                 steps = [F.dropout(value, dropout) for value in steps]
-            finals.append(state)
         out = torch.stack(steps, 1 if batch_first else 0)
         if lstm:
             return out, torch.stack([h for h, _ in finals]), torch.stack([c for _, c in finals])

@@ -22,6 +22,7 @@ from ..._compat.tracing import (
     calling_compiled_as_written,
     enable_python_dispatcher,
     make_fx,
+    unseen_by_tools,
     unvalidated_distributions,
     without_log_of_failures,
     writes_in_place,
@@ -91,6 +92,7 @@ def trace_function(
     with (
         TRACING,
         uninterrupted(),  # torch's modes and transforms do not survive Ctrl-C
+        unseen_by_tools(),
         mode,
         enable_python_dispatcher() if mode.shape_env is not None else nullcontext(),
         torch.enable_grad(),

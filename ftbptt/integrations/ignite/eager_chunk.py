@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._trees import tree_leaves, tree_map
-from ...contract.layout import broadcast_rows
+from ...contract.layout import Layout, broadcast_rows
 from ...training.data.chunk import Chunk, TimeAxes
 
 Tree = Any
@@ -55,7 +55,7 @@ class EagerChunk:
                 out, state = self._call(chunk.x, state)
                 return Forward(self.loss(out, chunk.y), out, state, None)
             outs: list[Tree] = []
-            saved, axes = None, TimeAxes(self.dim, self.dim)
+            saved, axes = None, TimeAxes.of(Layout(self.dim))
             for start, stop in zip(starts, [*starts[1:], axes.steps(chunk)], strict=True):
                 part = axes.cut(chunk, start, stop)
                 state = self._reset_rows(state, part)
@@ -74,7 +74,7 @@ class EagerChunk:
         """The steps at which a call starts; empty for a single call of the full chunk."""
         starts = set() if save_at is None else {0, save_at}
         if each_step:
-            starts |= set(range(TimeAxes(self.dim).steps(chunk)))
+            starts |= set(range(TimeAxes.of(Layout(self.dim)).steps(chunk)))
         if chunk.reset is not None:
             flags = chunk.reset
             if flags.dim() > 1:

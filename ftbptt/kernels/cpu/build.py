@@ -34,9 +34,23 @@ def kernel_cache_dir() -> Path:
     return Path(compile_cache_dir(), "ftbptt", torch.backends.cpu.get_cpu_capability())
 
 
-_builders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ftbptt-build")
+def _new_builders() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ftbptt-build")
+
+
+_builders = _new_builders()
 _started: dict[Path, Future[None]] = {}
 _precompiled: set[Path] = set()  # cache folders for which this process has started precompiling
+
+
+def _forget_builders() -> None:
+    """In a forked process, which has none of the threads that its parent had."""
+    global _builders
+    _builders = _new_builders()
+    _started.clear()
+
+
+os.register_at_fork(after_in_child=_forget_builders)
 
 
 def start(source: str) -> Path:

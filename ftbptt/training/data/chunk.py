@@ -19,6 +19,7 @@ from ..._trees import (
     tree_map,
     tree_unflatten,
 )
+from ...contract.layout import Layout
 
 Tree = Any
 
@@ -45,14 +46,20 @@ class Chunk(NamedTuple):
 class TimeAxes:
     """The time axis in the leaves of ``x`` and of ``y``.
 
-    Flags (``reset`` and ``mask``) of two axes have it where ``x`` has it.
+    ``flags``: that of ``reset`` and ``mask``, by how many axes they have (0 to 3).
     """
 
     x: int = 0
     y: int = 0
+    flags: tuple[int, ...] = (0, 0, 0, 0)
+
+    @classmethod
+    def of(cls, layout: Layout) -> TimeAxes:
+        of_flags = [layout.flag_axes(axes)[0] for axes in range(4)]
+        return cls(layout.x_time, layout.y_time, tuple(of_flags))
 
     def _flag_axis(self, flags: Tensor | None) -> int:
-        return self.x if flags is not None and flags.ndim > 1 else 0
+        return 0 if flags is None else self.flags[min(flags.ndim, 3)]
 
     def cut(self, chunk: Chunk, start: int, stop: int) -> Chunk:
         """Steps ``[start, stop)`` of a chunk."""

@@ -95,6 +95,7 @@ def _check_tokens(tokens: Any) -> None:
 
 def checked_layout(rows: int, time_dim: int) -> tuple[int, int]:
     """Both as integers. Raises TypeError and ValueError for invalid ones."""
-    if time_dim not in (0, 1):
-        raise ValueError(f"time_dim: expected 0 or 1, found {time_dim!r}.")
-    return check_int("rows", rows, 1), int(time_dim)
+    time_dim = check_int("time_dim", time_dim, 0)
+    if time_dim > 1:
+        raise ValueError(f"time_dim: expected 0 or 1, found {time_dim}.")
+    return check_int("rows", rows, 1), time_dim

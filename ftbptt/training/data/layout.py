@@ -58,8 +58,7 @@ class DataLayout:
     def axes(self, x: Tree) -> TimeAxes:
         """The time axes alone."""
         if self._axes is None:
-            layout = self.layout(x)
-            self._axes = TimeAxes(layout.x_time, layout.y_time)
+            self._axes = TimeAxes.of(self.layout(x))
         return self._axes
 
     def row_axis(self, leaf: Tensor) -> int:

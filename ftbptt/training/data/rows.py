@@ -25,8 +25,8 @@ def count_rows(
     it too.
     """
     for flags in (chunk.reset, chunk.mask):
-        if flags is not None and flags.dim() > 1:
-            return int(flags.shape[layout.x_rows])
+        if flags is not None and (axis := layout.flag_axes(flags.dim())[1]) is not None:
+            return int(flags.shape[axis])
     x = tree_leaves(chunk.x)[0]
     if isinstance(layout, SharedLayout):
         return int(x.shape[layout.x_rows])
@@ -47,7 +47,7 @@ def valid_steps(mask: Tensor, steps: int, rows: int, context: int, layout: Layou
     """The number of steps with a loss, summed over rows, on the mask's device."""
     if mask.dim() == 1:
         return mask[context:].sum() * rows
-    return mask.narrow(layout.x_time, context, steps - context).sum()
+    return mask.narrow(layout.flag_axes(mask.dim())[0], context, steps - context).sum()
 
 
 def split_rows(
@@ -67,7 +67,7 @@ def split_rows(
         return [tree_map(lambda leaf, i=i: part(leaf, i), tree) for i in range(parts)]
 
     def flag_axis(flags: Tensor) -> int | None:
-        return layout.x_rows if flags.dim() > 1 else None
+        return layout.flag_axes(flags.dim())[1]
 
     chunks = zip(
         split(chunk.x, lambda leaf: layout.x_rows),

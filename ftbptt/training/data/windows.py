@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..._numbers import check_int
+from ..._numbers import check_bool, check_int
 
 
 @dataclass(slots=True)  # not frozen, which takes twice as long to make: each update makes two
@@ -59,13 +59,14 @@ class Truncation:
     def of(cls, k1: int, k2: int | None, burn_in: int, context: int, fresh: bool) -> Truncation:
         """From checked arguments; ``k2=None`` is ``k1``.
 
-        Raises TypeError for anything but integers, ValueError for integers out of range.
+        Raises TypeError for anything but integers and a bool, ValueError for integers out of range.
 
         >>> Truncation.of(4, None, 0, 0, False)
         Truncation(k1=4, k2=4, burn_in=0, context=0, fresh=False)
         """
         k1 = check_int("k1", k1, 1)
         k2 = k1 if k2 is None else check_int("k2", k2, 1)
+        check_bool("fresh", fresh)
         burn_in, context = check_int("burn_in", burn_in, 0), check_int("context", context, 0)
         if context >= k2:
             raise ValueError(

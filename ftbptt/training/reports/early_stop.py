@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..._numbers import check_int
+from ..._numbers import check_int, check_number
 
 
 class EarlyStop:
@@ -15,8 +15,8 @@ class EarlyStop:
     it with the loss of an evaluation. It returns true once no loss was below the best one by more
     than ``min_delta`` for ``patience`` calls in a row. NaN is no improvement.
 
-    Raises TypeError for a ``patience`` that is not a whole number, ValueError for one below 1 or a
-    negative ``min_delta``.
+    Raises TypeError for a ``patience`` that is not a whole number and a ``min_delta`` that is none,
+    ValueError for one below 1 or a negative ``min_delta``.
 
     >>> stop = EarlyStop(patience=2)
     >>> [stop(loss) for loss in (1.0, 0.5, 0.6, 0.5)]
@@ -25,6 +25,7 @@ class EarlyStop:
 
     def __init__(self, patience: int, min_delta: float = 0.0) -> None:
         patience = check_int("patience", patience, 1)
+        check_number("min_delta", min_delta)
         if not min_delta >= 0:
             raise ValueError(f"min_delta: expected at least 0, found {min_delta}.")
         self.patience, self.min_delta = patience, min_delta
