@@ -104,8 +104,9 @@ class _ScanLoop:
             self.histories.tensors,
             self.emits.tensors,
             [carries[i].clone() for i in self.without_history],
-            list(sequences),
-            [value.contiguous() for value in invariants],
+            # A while_loop does not take a lazy conjugate.
+            [value.resolve_conj().resolve_neg() for value in sequences],
+            [value.resolve_conj().resolve_neg().contiguous() for value in invariants],
         )
 
     def run(self, tensors: _LoopTensors, first: Any, end: Any, stride: int) -> _LoopTensors:

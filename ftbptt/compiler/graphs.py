@@ -130,7 +130,15 @@ def contains_parts_unchanged(join: Node) -> bool:
 
 
 def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
-    """Whether two graphs traced in the same way have the same code and the same constants."""
+    """Whether two graphs traced in the same way have the same code and the same constants.
+
+    A size that one of them leaves to be inferred (-1) is written out in both.
+    """
+    for module in (a, b):
+        for reshape in (aten.reshape.default, aten.view.default):
+            for node in module.graph.find_nodes(op="call_function", target=reshape):
+                node.args = (node.args[0], list(value_of(node).shape))
+        module.recompile()
     constants = [
         [getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr")]
         for module in (a, b)

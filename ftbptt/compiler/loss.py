@@ -204,10 +204,9 @@ class LossTracer:
             traced,
             "compute such a value from the result of the call, or return it in the step's out.",
         )
-        captures = [getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")]
         forbid_trained_captures(
             "loss",
-            captures,
+            graph,
             "A loss has no parameters: compute with it in the step, whose out the loss gets, or "
             "detach it.",
         )

@@ -101,7 +101,10 @@ def reference_segment(
     wanted = [leaves[i] for i in trained]
     grads = list(map(torch.zeros_like, leaves))
     if value.requires_grad:
-        found = torch.autograd.grad(value, wanted, allow_unused=True)
+        # What a step checkpoints (torch.utils.checkpoint) runs again with the module's tensors.
+        found = step.holding(
+            params, buffers, lambda: torch.autograd.grad(value, wanted, allow_unused=True)
+        )
         for i, grad in zip(trained, found, strict=True):
             grads[i] = grads[i] if grad is None else grad
     return SegmentOutput(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 
 from .._compat.modules import COMPILED_PREFIX, uncompiled
 from .._reach import modules_read_by
@@ -93,7 +94,7 @@ class Step:
         Not if ``state_batch_dim`` says it, nor if the state has as many such leaves as the layers
         have states.
         """
-        if self.state_batch_dim is not None or leaf.shape[0] != leaf.shape[1]:
+        if self.state_batch_dim is not None or not leaf.shape[0] == leaf.shape[1] > 1:
             return False
         count = sum(map(self._is_of_a_layer, state))
         layers = sum(2 if isinstance(layer, nn.LSTM) else 1 for layer in self._layers)
@@ -179,27 +180,44 @@ class Step:
         if self.module is None:
             assert self.function is not None
             return self.function(params, x_t, state)
+        module = self.module
+
+        def run() -> Any:
+            call = self.call_module
+            result = module(x_t, state) if call is None else call(module, x_t, state)
+            for name, owner, key in self._buffer_owners:
+                if getattr(owner, key) is not buffers[name]:
+                    raise RuntimeError(
+                        f"step {self.name} assigns to its buffer {name!r}. Buffers are constants "
+                        "of a segment: carry the value in the state and return it, or compute it "
+                        "from the result of the call."
+                    )
+            return result
+
+        return self.holding(params, buffers, run)
+
+    def holding(self, params: Tree, buffers: dict[str, Tensor], run: Callable[[], Any]) -> Any:
+        """``run()``, while the module has these tensors."""
+        if self.module is None:
+            return run()
         values = {**buffers, **self.own_names(params)}
         values |= {name: values[first] for name, first in self._tied}
         # Tied here, once for each place: where a submodule has two names, torch's tie_weights puts
         # a tensor there twice, and leaves the first of the two in the module.
-        if self.call_module is None:
-            return functional_call(self.module, values, (x_t, state), tie_weights=False)
-        caller = _Caller(self.module, self.call_module)
         renamed = {f"module.{name}": value for name, value in values.items()}
-        return functional_call(caller, renamed, (x_t, state), tie_weights=False)
+        return functional_call(_Holder(self.module, run), renamed, (), tie_weights=False)
 
 
-class _Caller(nn.Module):
-    """Calls a module in another way than ``module(x_t, state)`` under ``functional_call``."""
+class _Holder(nn.Module):
+    """What runs under ``functional_call``, with the tensors of ``module`` replaced."""
 
-    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, run: Callable[[], Any]) -> None:
         super().__init__()
         self.module = module
-        self.call = call
+        self.run = run
 
-    def forward(self, x_t: Tree, state: Tree) -> Any:
-        return self.call(self.module, x_t, state)
+    def forward(self) -> Any:
+        return self.run()
 
 
 def as_step(
@@ -217,7 +235,8 @@ def as_step(
       ``nn.RNN``, ``nn.GRU``, ``nn.LSTM``, with the state they use in torch;
     - with ``sequence=True``, a module that takes a chunk, ``module(x[K, ...], state) ->
       (out[K, ...], state)``: it is called on chunks of one step, so a layer in it that mixes steps,
-      such as a convolution over time, would see one at a time.
+      such as a convolution over time, would see one at a time, and noise is drawn anew for each
+      step: a mask of variational dropout is for the state to carry.
 
     ``batch_first`` says that the chunk is ``[B, K, ...]`` (default: what the recurrent modules
     inside say); ``state_batch_dim`` is the axis of the rows in a state leaf, which ``reset`` and
@@ -255,6 +274,12 @@ def as_step(
         raise TypeError(
             "step: a module of torch.jit.script or torch.jit.trace cannot be run with other "
             "parameters than its own. Pass the module that it was made from."
+        )
+    if isinstance(step, (nn.DataParallel, DistributedDataParallel)):
+        raise TypeError(
+            f"step: {type(step).__name__} runs a batch on several devices, and reduces gradients "
+            "by itself. Pass the module inside, step.module; for several processes there is "
+            "train_stream(..., mesh=)."
         )
     step = uncompiled(step)  # what torch.compile wraps is compiled here, as part of the segment
     layers = _layers(step)

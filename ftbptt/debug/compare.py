@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._random_state import random_state, same_random_state
 from .._trees import (
@@ -209,8 +209,8 @@ def _without_random_numbers(loop: _EagerLoop, *arguments: Tree) -> SegmentOutput
     result = loop.run(loop.recipe.step, *arguments)
     if not same_random_state(before, random_state()):
         raise ValueError(
-            "step: draws random numbers, so that no two runs are alike. Call module.eval(), which "
-            "turns dropout off, and compare that."
+            "step: draws random numbers, so that no two runs are alike. For dropout call "
+            "module.eval(); pass other noise in x."
         )
     return result
 
@@ -219,7 +219,7 @@ def _in_float64(loop: _EagerLoop, params: Tree, state: Tree, x: Tree, y: Tree) -
     """Runs the loop in float64, without autocast."""
     step = loop.recipe.step
     if step.module is not None:
-        step = replace(step, module=copy.deepcopy(step.module).double())
+        step = replace(step, module=_copied(step.module).double())
     arguments = [
         None if tree is None else tree_map(_to_double, tree) for tree in (params, state, x, y)
     ]
@@ -232,6 +232,13 @@ def _in_float64(loop: _EagerLoop, params: Tree, state: Tree, x: Tree, y: Tree) -
             "closes over must follow the dtype of its inputs: .to(x.dtype)."
         )
         raise
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A deep copy. A recurrent layer with a parametrization keeps tensors that have a history."""
+    kept = tree_leaves([vars(part) for part in module.modules()])
+    with_history = [leaf for leaf in kept if isinstance(leaf, Tensor) and not leaf.is_leaf]
+    return copy.deepcopy(module, {id(leaf): leaf.detach().clone() for leaf in with_history})
 
 
 def _to_double(leaf: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat.modules import has_hooks
 from .._trees import (
     in_order_of,
     keystr,
@@ -18,6 +19,7 @@ from .._trees import (
     tree_flatten_with_path,
     tree_unflatten,
 )
+from .._warnings import warn
 from ..compiler.signature import Level, Recipe, Specs
 from ..contract.layout import Layout, SharedLayout
 from ..contract.step import start_of
@@ -40,11 +42,12 @@ class Argument:
             self.leaves, self.spec = tree_flatten(tree)
         for i, leaf in enumerate(self.leaves):
             if not isinstance(leaf, Tensor):
+                convert = "" if leaf is None else "torch.as_tensor(value), or "
+                if hasattr(leaf, "keys"):
+                    convert = "dict(value), or "
                 raise TypeError(
                     f"{self.path(i)}: expected a tensor, found {type(leaf).__name__}. Every leaf "
-                    f"of {name} must be a tensor: "
-                    + ("dict(value)" if hasattr(leaf, "keys") else "torch.as_tensor(value)")
-                    + ", or keep what is not data out of it."
+                    f"of {name} must be a tensor: {convert}keep what is not data out of it."
                 )
 
     def path(self, i: int) -> str:
@@ -123,6 +126,29 @@ def lay_out(
         context=context_of(recipe, xs.leaves[0].device.type),
     )
     return call, [leaf.detach() for argument in arguments for leaf in argument.leaves], layout
+
+
+def check_no_gradient_is_lost(params: Tree, x: Tree) -> None:
+    """Raises ValueError for an ``x`` that waits for a gradient; warns of hooks on parameters.
+
+    ``x`` may wait for one in a segment with taps, which has it.
+    """
+    for path, leaf in tree_flatten_with_path(x)[0]:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise ValueError(
+                f"x{keystr(path)}: requires a gradient, but a segment returns none for it, so that "
+                "what computed it would not be trained. Compute it in the step, or tap it there "
+                '(make_train_segment(..., taps=["x"]) and x_t = ftbptt.tap("x", x_t)) and call '
+                'x.backward(result.taps["x"].grad); else detach it.'
+            )
+    for path, leaf in tree_flatten_with_path(params)[0]:
+        if isinstance(leaf, Tensor) and has_hooks(leaf):
+            warn(
+                f"ftbptt: params{keystr(path)} has a hook on its gradient, which is not called: "
+                "gradients are returned, not accumulated by autograd. Apply it to what is returned "
+                "(in train_stream by Events(before_update=...)), and remove it.",
+                RuntimeWarning,
+            )
 
 
 def _initial_and_state(
@@ -276,7 +302,8 @@ def _check_lengths(
                 raise ValueError(
                     f"{argument.path(i)}: has {length} steps on axis {time_dim}, but "
                     f"{xs.path(0)} has {steps}. x and y must have the same length; nothing is cut "
-                    "silently. Where only some steps have a target, fill up y and give mask=."
+                    "silently. Where only some steps have a target, fill up y and give mask=. "
+                    "Expand what a row has at all steps over them, or carry it in the state."
                 )
             steps = length
         if steps is None:
@@ -326,7 +353,8 @@ def _check_flags(
                 raise ValueError(
                     f"{name}: has {shape[1]} rows, and {states.path(i)} of shape "
                     f"{list(leaf.shape)} as many on axis 0 and on axis 1. Say which are the rows "
-                    "of the batch with as_step(..., state_batch_dim=)."
+                    "of the batch with as_step(..., state_batch_dim=). It holds for all leaves: "
+                    "where they differ, transpose some, or give [K] for all rows."
                 )
 
 

@@ -19,7 +19,7 @@ from ..compiler.tracing.trace import TRACING
 from ..contract.layout import Layout, SharedLayout
 from ..contract.loss import Loss, of_first
 from ..contract.output import EarlyGradients, SegmentOutput, TappedOutput
-from .arguments import lay_out
+from .arguments import check_no_gradient_is_lost, lay_out
 from .call import Call, InDims, Results, context_of, layout_of
 from .call_cache import Known, Recall, Trees, like
 from .capture import make_executable
@@ -239,6 +239,8 @@ class TrainSegment:
             known = self._recall.find(key)
             if known is not None:
                 return self.again(known, trees.leaves, params, state, with_grad, early)
+        if with_grad:
+            check_no_gradient_is_lost(params, () if self.tapped else x)
         call, tensors, layout = self._laid_out(params, state, x, y, reset, mask)
         info = CallInfo()
         if mapped:

@@ -54,6 +54,9 @@ def floored(x: Tensor) -> Tensor:
 
 # Each is a recurrence of its own: (w, x, h) -> next h.
 STEPS = {
+    "a conjugate weight": lambda w, x, h: torch.tanh(
+        (torch.complex(h, x) @ torch.complex(w, w.T).conj()).imag
+    ),
     "a number where a mask is": lambda w, x, h: torch.tanh(floored(x @ w) + floored(h) @ w),
     "max pooling": lambda w, x, h: torch.tanh(
         F.max_pool1d((x @ w)[None], 3, 1, 1)[0] + F.max_pool1d(h[None], 3, 1, 1)[0]
@@ -451,3 +454,35 @@ def test_an_operation_that_fixes_the_number_of_steps() -> None:
     made = problem_with(lambda w, x, h: torch.tanh(h @ w + x), out)
     with pytest.raises(RuntimeError, match="an operation fixed the number of steps to 64 while it"):
         make_train_segment(made.step, made.loss, backend="compile")(*made.data(4))
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("fused", marks=pytest.mark.slow)])
+def test_a_factorization_that_fails(backend: str) -> None:
+    """Where the loop raises an error, the result is NaN in its row; it was finite and wrong."""
+
+    def step(params: Tree, x_t: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        p = p + params["q"].diag() - x_t[:, None, None] * torch.eye(3, dtype=p.dtype)
+        return torch.linalg.cholesky(p), p
+
+    params = {"q": torch.ones(3, dtype=torch.float64)}
+    state = torch.eye(3, dtype=torch.float64).repeat(2, 1, 1)
+    x = torch.tensor([[0.5, 0.5], [0.5, 9.0], [0.5, 0.5]], dtype=torch.float64)
+    segment = make_train_segment(step, lambda out, y: out.square().mean(), backend=backend)
+    out = segment(params, state, x, None).out
+    assert out.isnan().flatten(2).all(2).tolist() == [[False, False], [False, True], [False, True]]
+    fine = params, state, x.clamp(max=0.5), None
+    assert_close(segment(*fine), reference_segment(step, lambda out, y: out.square().mean(), *fine))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.GRUCell, torch.nn.LSTMCell, torch.nn.RNNCell])
+def test_a_row_is_not_broadcast(kind: Any) -> None:
+    """As torch's own cells refuse it."""
+    segment = make_train_segment(kind(3, H), mse, backend="eager")
+    params = dict(segment.recipe.step.module.named_parameters())
+    for rows in ((1, 2), (2, 1), (3, 2)):
+        x, h = torch.randn(4, rows[0], 3), torch.zeros(rows[1], H)
+        words = (
+            r"step: .* is given \[\d, 3\] as its input and \[\d, \d+\] as its state, which differ"
+        )
+        with pytest.raises(ValueError, match=words):
+            segment(params, (h, h) if kind is torch.nn.LSTMCell else h, x, torch.zeros(4, 2, H))

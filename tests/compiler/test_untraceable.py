@@ -18,6 +18,7 @@ import ftbptt
 from ftbptt import as_step, make_train_segment, reference_segment
 
 from ..cells.problems import B, H, mse, named
+from ..oracle import assert_close
 
 K = 4
 Tree = Any
@@ -529,3 +530,38 @@ def test_the_line_of_the_step_is_not_one_of_a_library(step: Callable[..., Any]) 
         segment({"w": torch.ones(H)}, torch.zeros(B, H), x, x)
     note = "".join(caught.value.__notes__)
     assert f'File "{__file__}", line {marked_line(step)}' in note, note
+
+
+def detached(teacher: nn.Linear, x: Tensor) -> Tensor:
+    return teacher(x).detach()
+
+
+def without_grad(teacher: nn.Linear, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return teacher(x)
+
+
+def with_detached_weights(teacher: nn.Linear, x: Tensor) -> Tensor:
+    weights = {name: p.detach() for name, p in teacher.named_parameters()}
+    return torch.func.functional_call(teacher, weights, x)
+
+
+@pytest.mark.parametrize("use", [detached, without_grad, with_detached_weights])
+@pytest.mark.parametrize("place", ["step", "loss"])
+def test_a_trained_tensor_that_no_gradient_reaches(place: str, use: Callable[..., Any]) -> None:
+    """A teacher, as the loop takes it; with a gradient it is refused."""
+    teacher = nn.Linear(H, H)
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h * params["w"] + x_t)
+        return h + use(teacher, x_t) if place == "step" else h, h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return mse(out, use(teacher, y) if place == "loss" else y)
+
+    params, h, x = {"w": torch.ones(H)}, torch.zeros(B, H), torch.randn(K, B, H)
+    found = make_train_segment(step, loss, backend="eager")(params, h, x, x)
+    assert_close(found, reference_segment(step, loss, params, h, x, x), 1e-6)
+    use = lambda teacher, x: teacher(x)  # noqa: E731
+    with pytest.raises(ValueError, match=rf"{place}: uses an nn.Parameter of shape \[\d+, \d+\]"):
+        make_train_segment(step, loss, backend="eager")(params, h, x, x)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from ftbptt import as_step, make_train_segment, reference_segment
 
@@ -406,6 +408,75 @@ def test_both_directions_along_another_axis_than_time(kind: Any, options: Any) -
     module = draw.module(lambda: WordsOfCharacters(kind, **options))
     made = problem_of(module, draw, x=draw.sequence(B, 4, D))
     check(make_train_segment(module, per_row, backend="eager"), made, K)
+
+
+class SparseEmbedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, H, sparse=True)
+        self.cell = nn.GRUCell(H, H)
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(self.table(x_t), h)
+        return h, h
+
+
+def test_the_gradient_of_a_sparse_embedding_is_dense() -> None:
+    torch.manual_seed(0)
+    module = SparseEmbedded()
+    given = named(module), torch.zeros(B, H), torch.randint(VOCABULARY, (K, B)), torch.ones(K, B, H)
+    found = make_train_segment(module, mse, backend="eager")(*given)
+    module.table.sparse = False
+    assert_close(found, reference_segment(module, mse, *given), 1e-5)
+
+
+class Counting(nn.Module):
+    """A step that puts another tensor in the place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(D, H)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        self.seen = self.seen + 1
+        h = self.cell(x_t, h) / self.seen
+        return h, h
+
+
+def test_a_buffer_that_is_assigned() -> None:
+    """In the user's loop it counts steps. It was ignored, also by the oracle."""
+    module = Counting()
+    arguments = named(module), torch.zeros(B, H), torch.randn(K, B, D), torch.zeros(K, B, H)
+    words = "step Counting assigns to its buffer 'seen'. Buffers are constants of a segment: carry"
+    for run in (make_train_segment(module, mse, backend="eager"),
+                partial(reference_segment, module, mse)):  # fmt: skip
+        with pytest.raises(RuntimeError, match=words):
+            run(*arguments)
+    assert module.seen == 0
+
+
+class Checkpointed(Plain):
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(checkpoint(self.recur, h, use_reentrant=False) + self.enter(x_t))
+        return h, h
+
+
+def test_checkpoints_in_a_step_with_other_parameters_than_the_modules() -> None:
+    """They run again in the backward, of the oracle too, with the parameters that were passed."""
+    torch.manual_seed(0)
+    module = Checkpointed().double()
+    plain = Plain().double()
+    params = {name: 1.5 * p.detach() for name, p in module.named_parameters()}
+    arguments = params, torch.randn(B, H).double(), torch.randn(K, B, D).double(), None
+
+    def loss(out: Tensor, y: None) -> Tensor:
+        return out.square().mean()
+
+    expected = reference_segment(plain, loss, *arguments)
+    assert_close(reference_segment(module, loss, *arguments), expected)
+    found = make_train_segment(module, loss, backend="eager")(*arguments)
+    assert_close(found, expected)
 
 
 class Shared(nn.Module):

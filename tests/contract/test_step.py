@@ -239,6 +239,11 @@ def test_bidirectional_is_refused_with_the_reason(kind: type[nn.Module]) -> None
         as_step(nn.Sequential(nn.Linear(D, D), kind(D, H, bidirectional=True)), sequence=True)
 
 
+def test_a_module_for_several_devices_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"step: DataParallel .* Pass the module inside, step.modu"):
+        as_step(nn.DataParallel(nn.GRUCell(D, H)))
+
+
 @pytest.mark.parametrize("wrong", [None, 3, "lstm", nn.LSTM, torch.zeros(2)])
 def test_what_is_no_step(wrong: Any) -> None:
     with pytest.raises(

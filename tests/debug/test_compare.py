@@ -149,7 +149,7 @@ def test_random_numbers() -> None:
     module = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
     segment = make_train_segment(module, mse, backend="eager")
     _, _, x, y = arguments()
-    with pytest.raises(ValueError, match=r"step: draws random numbers.*Call module.eval\(\)"):
+    with pytest.raises(ValueError, match=r"step: draws random numbers.*call module.eval\(\)"):
         compare_to_reference(segment, named(module), None, x, y)
 
 
@@ -172,3 +172,11 @@ def test_a_loss_with_a_fixed_dtype() -> None:
 def test_no_train_segment() -> None:
     with pytest.raises(TypeError, match="train_segment: expected what make_train_segment returns"):
         compare_to_reference(mse, *arguments())  # type: ignore[arg-type]
+
+
+def test_a_recurrent_layer_with_a_parametrization() -> None:
+    """It holds tensors that have a history, which a deep copy refuses."""
+    layer = torch.nn.utils.parametrizations.weight_norm(nn.GRU(2, 3), "weight_hh_l0")
+    segment = make_train_segment(layer, mse, backend="eager")
+    given = named(layer), torch.zeros(1, B, 3), torch.randn(K, B, 2), torch.zeros(K, B, 3)
+    assert compare_to_reference(segment, *given).agrees

@@ -254,6 +254,10 @@ def test_invalid_arguments(name: str) -> None:
 
 BAD_RUNS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
     "no tensors": ({}, [([1.0], [2.0])], TypeError, "batch: expected tensors .* list for x"),
+    "three parts": (
+        {}, [(torch.ones(8, 3, 3), torch.ones(8, 3, 2), torch.ones(8))], TypeError,
+        r"batch: expected \(x, y\), found a tuple of 3. Further parts are for reset=",
+    ),
     "dim": ({"dim": 5}, batches(1), ValueError, r"dim: x of shape .* has no axis 5"),
     "lengths": (
         {"k2": 8}, [(torch.ones(8, 3, 3), torch.ones(6, 3, 2))], ValueError,

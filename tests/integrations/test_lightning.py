@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ftbptt.integrations.lightning import TBPTTModule
+from ftbptt.training import Chunk
 
 from ..training.streams import cross_entropy, mean_cross_entropy, stream, tagger, zeros
 from .lightning_models import (
@@ -292,9 +293,14 @@ X, Y = stream(10)
         ({"x": X, "y": Y}, TypeError, r"batch: expected \(x, y\).*found a dict"),
         ((X,), TypeError, r"batch: expected \(x, y\).*found a list of 1"),
         ((X, Y.sum()), ValueError, "y: expected time on axis 0, found shape"),
-        ((X, Y, "first"), TypeError, "reset: expected a tensor or an array, found str"),
+        ((X, Y, "first"), TypeError, r"batch: expected \(x, y\), found three parts: the third may"),
         (
-            (X, Y, torch.zeros(9, dtype=torch.bool)),
+            (X, Y, "first", None),
+            TypeError,
+            "batch: reset: expected a tensor or an array, found str",
+        ),
+        (
+            (X, Y, torch.zeros(9, dtype=torch.bool), None),
             ValueError,
             "reset: has 9 steps on axis 0, but x has 10",
         ),
@@ -308,9 +314,9 @@ def test_bad_batches(batch: Any, kind: type[Exception], words: str) -> None:
 def test_arrays_of_numpy() -> None:
     own, reset = model(), torch.zeros(10, dtype=torch.bool)
     of_arrays = copy.deepcopy(own)
-    fit(own, [(X, Y, reset)])
+    fit(own, [Chunk(X, Y, reset)])
     loaded = DataLoader(
-        [(X, Y, reset)], batch_size=None, collate_fn=lambda b: [p.numpy() for p in b]
+        [(X, Y)], batch_size=None, collate_fn=lambda b: Chunk(*(p.numpy() for p in (*b, reset)))
     )
     trainer().fit(of_arrays, loaded)
     assert_equal([*own.parameters()], [*of_arrays.parameters()], 0)
@@ -354,7 +360,7 @@ def test_what_a_user_may_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     own.initial_state = lambda x: torch.ones(2, 3)
     flags = torch.zeros(8, dtype=torch.bool)
     with pytest.raises(ValueError, match="initial_state: is not zero, but reset restarts"):
-        fit(own, [(*batch, flags)])
+        fit(own, [Chunk(*batch, flags)])
     del own.initial_state
     own.forward = lambda x, state: (x, torch.ones(2, 3) if state is None else state)
     with pytest.raises(ValueError, match=r"initial_state: forward.* another state than zeros"):

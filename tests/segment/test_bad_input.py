@@ -403,6 +403,24 @@ def test_in_dims_of_an_axis_that_out_does_not_have() -> None:
         segment({"decay": torch.tensor(0.5)}, torch.zeros(3), torch.zeros(K, D, 3), None)
 
 
+def test_x_that_waits_for_a_gradient() -> None:
+    """What made it, such as an encoder in front, would not be trained; a tap gives it one."""
+    x = arguments()["x"].requires_grad_()
+    refused(ValueError, r"x: requires a gradient, but a segment returns none.*taps=\[\"x\"\]", x=x)
+
+
+def test_a_hook_on_a_parameters_gradient() -> None:
+    given = problem("gru_cell")
+    segment = make_train_segment(given.step, given.loss, backend="eager")
+    params, *others = given.data(3)
+    params = {name: p.detach().requires_grad_() for name, p in params.items()}
+    hook = params["weight_hh"].register_hook(lambda grad: 0 * grad)
+    with pytest.warns(RuntimeWarning, match=r"params\['weight_hh'\] has a hook .* not called"):
+        segment(params, *others)
+    hook.remove()
+    segment(params, *others)
+
+
 def test_arrays_of_numpy() -> None:
     for name in ("x", "y"):
         array = arguments()[name].numpy()

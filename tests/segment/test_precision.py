@@ -63,5 +63,5 @@ def test_atanh_of_small_numbers() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["lstm_readout", "layer_norm_lstm", "gru_3_layers"])
 def test_lower_precision_compiled(name: str, dtype: torch.dtype, segments: Segments) -> None:
-    for steps in (7, 63):
-        check_low_precision(segments(name, "compile", dtype), problem(name, dtype), steps)
+    steps = (7, 13, 31, 63)
+    check_low_precision(segments(name, "compile", dtype), problem(name, dtype), *steps)

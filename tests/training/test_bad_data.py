@@ -17,7 +17,7 @@ from .streams import stream
 
 X, Y = stream(10)
 FLAGS = torch.zeros(10, dtype=torch.bool)
-TUPLES = "expected (x, y), (x, y, reset) or (x, y, reset, mask), found "
+TUPLES = "expected (x, y) or (x, y, reset, mask), found "
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,12 @@ TUPLES = "expected (x, y), (x, y, reset) or (x, y, reset, mask), found "
         (((), Y), TypeError, "data: x: expected at least one tensor or array, found none."),
         (([1, 2], Y), TypeError, "data: x[0]: expected a tensor or an array, found int."),
         ((X, {"a": None}), TypeError, "data: y['a']: expected a tensor or an array, found NoneTyp"),
-        ((X, Y, [False] * 10), TypeError, "data: reset: expected a tensor or an array, found list"),
+        ((X, Y, FLAGS), TypeError, "data: expected (x, y), found three parts: the third may be me"),
+        (
+            (X, Y, [False] * 10, None),
+            TypeError,
+            "data: reset: expected a tensor or an array, found list",
+        ),
         ((X, Y, None, True), TypeError, "data: mask: expected a tensor or an array, found bool."),
         (
             (X, Y[:7]),
@@ -50,7 +55,7 @@ TUPLES = "expected (x, y), (x, y, reset) or (x, y, reset, mask), found "
             ValueError,
             "data: x['b'][1]: has 9 steps on axis 0, but x['a'] has 10.",
         ),
-        ((X, Y, FLAGS[:4]), ValueError, "data: reset: has 4 steps on axis 0, but x has 10."),
+        ((X, Y, FLAGS[:4], None), ValueError, "data: reset: has 4 steps on axis 0, but x has 10."),
         ((X, Y, None, FLAGS[1:]), ValueError, "data: mask: has 9 steps on axis 0, but x has 10."),
         ((X, Y[0, 0]), ValueError, "data: y: expected time on axis 0, found shape []."),
     ],

@@ -121,7 +121,7 @@ def explain_trace_errors(argument: str, function: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        line = _user_line(error)
+        line = _user_line(error) or f"(no line of the {argument} is on the stack)"
         for cause in _CAUSES:
             if cause.matches(error):
                 message = cause.message.format(
@@ -133,7 +133,7 @@ def explain_trace_errors(argument: str, function: Any) -> Iterator[None]:
         raise
 
 
-def _user_line(error: BaseException) -> str:
+def _user_line(error: BaseException) -> str | None:
     """The innermost line of the traceback that is not torch's or this package's."""
     frames = [
         frame
@@ -141,7 +141,7 @@ def _user_line(error: BaseException) -> str:
         if not _is_library(frame.filename)
     ]
     if not frames:
-        return "(no line of the step is on the stack)"
+        return None
     last = frames[-1]
     text = linecache.getline(last.filename, last.lineno or 0).strip()
     return f'File "{last.filename}", line {last.lineno}, in {last.name}\n    {text}'.rstrip()

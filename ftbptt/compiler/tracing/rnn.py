@@ -17,11 +17,23 @@ from torch import Tensor
 from ...contract.taps import tap_of
 
 
+def _check_rows(x: Tensor, h: Tensor) -> None:
+    """One row would broadcast."""
+    if x.shape[:-1] != h.shape[:-1]:
+        raise ValueError(
+            f"step: a recurrent layer or cell is given {list(x.shape)} as its input and "
+            f"{list(h.shape)} as its state, which differ in the rows of the batch. Give a state of "
+            "as many rows as x has; for a last batch with fewer rows, start from another state, or "
+            "leave it out (drop_last=True)."
+        )
+
+
 def _lstm_cell(
     x: Tensor, state: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Any = None,
     b_hh: Any = None, w_hr: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     h, c = state
+    _check_rows(x, h)
     gates = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
     i, f, g, o = (tap_of(w_ih, name, gate) for name, gate in zip("ifgo", gates, strict=True))
     c = tap_of(w_ih, "c", f.sigmoid() * c + i.sigmoid() * g.tanh())
@@ -32,6 +44,7 @@ def _lstm_cell(
 def _gru_cell(
     x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
 ) -> Tensor:
+    _check_rows(x, h)
     r_x, z_x, n_x = F.linear(x, w_ih, b_ih).chunk(3, -1)
     r_h, z_h, n_h = F.linear(h, w_hh, b_hh).chunk(3, -1)
     r = tap_of(w_ih, "r", r_x + r_h).sigmoid()
@@ -44,6 +57,7 @@ def _elman_cell(nonlinearity: Callable[[Tensor], Tensor]) -> Callable[..., Tenso
     def cell(
         x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
     ) -> Tensor:
+        _check_rows(x, h)
         a = tap_of(w_ih, "a", F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh))
         return tap_of(w_ih, "h", nonlinearity(a))
 

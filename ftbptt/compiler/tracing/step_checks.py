@@ -125,12 +125,16 @@ def forbid_input_mutation(step: Step, module: fx.GraphModule, names: list[str]) 
             )
 
 
-def forbid_trained_captures(argument: str, values: Sequence[Tensor], remedy: str) -> None:
-    """Raises ValueError if a captured tensor requires grad: it would silently get none.
+def forbid_trained_captures(argument: str, module: fx.GraphModule, remedy: str) -> None:
+    """Raises ValueError if a captured tensor would get a gradient in the loop: here it gets none.
 
     Raises TypeError if it has no values, because it was made by the function that is traced.
     """
-    for value in values:
+    graph = module.graph
+    detached = graph.find_nodes(op="call_function", target=aten.detach.default)
+    with_gradient = needed_for([graph.output_node()], stop=detached)
+    for node in graph.find_nodes(op="get_attr"):
+        value = getattr(module, node.target)
         if is_fake(value):
             raise TypeError(
                 f"{argument}: uses a tensor of shape {list(value.shape)} that it makes as an "
@@ -138,7 +142,7 @@ def forbid_trained_captures(argument: str, values: Sequence[Tensor], remedy: str
                 "kept, such as a table that the first call computes. Make it before, and pass it "
                 "in or close over it."
             )
-        if value.requires_grad:
+        if value.requires_grad and node in with_gradient:
             kind = "an nn.Parameter" if isinstance(value, nn.Parameter) else "a tensor"
             raise ValueError(
                 f"{argument}: uses {kind} of shape {list(value.shape)} that requires grad but was "

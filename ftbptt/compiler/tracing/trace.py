@@ -37,6 +37,7 @@ from .decompositions import BEFORE_AUTOGRAD, past_autograd
 from .effects import without_step_effects
 from .errors import explain_trace_errors
 from .function_overrides import Composed
+from .linalg_checks import failures_as_nan
 from .step_checks import (
     checked_pair,
     floating_dtypes,
@@ -144,6 +145,8 @@ def _make_batchable(graph: fx.Graph) -> None:
             node.target, node.args = aten.reshape.default, node.args[:2]
         elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
             _normalize_slice_bounds(node)
+        elif node.target is aten.embedding.default:
+            node.args = node.args[:4]  # without sparse=True: a segment's gradients are dense
 
 
 def _is_reshape(as_strided: fx.Node) -> bool:
@@ -216,6 +219,7 @@ def trace_step(
 
     examples = [leaf for leaves in flat for leaf in leaves]
     module = without_step_effects(step, traced)
+    failures_as_nan(module)
     forbid_input_mutation(step, module, names)
     if autocast is None:
         forbid_mixed_dtypes(step, module, names)
@@ -250,7 +254,7 @@ def lift_captures(argument: str, module: fx.GraphModule, after: int, remedy: str
             f"{argument}: uses an operation that contains graphs, such as torch.cond, which cannot "
             "be done for all steps at once. Write it with torch.where."
         )
-    forbid_trained_captures(argument, values, remedy)
+    forbid_trained_captures(argument, module, remedy)
     for i, node in enumerate(nodes):
         with module.graph.inserting_before(placeholders[after]):
             lifted = module.graph.placeholder(f"captured_{i}")

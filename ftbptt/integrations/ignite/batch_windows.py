@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._messages import describe_type
 from ...training.data.windows import Truncation
 
 
@@ -43,7 +44,13 @@ class BatchWindows:
 
         Raises TypeError and ValueError for batches of other structures or shapes.
         """
-        x, y = batch if self.reset is None else batch[:2]
+        parts = len(batch) if isinstance(batch, (tuple, list)) else 0
+        if parts < 2 or (parts > 2 and self.reset is None):
+            raise TypeError(
+                f"batch: expected (x, y), found {describe_type(batch)}. Further parts are for "
+                "reset=, a function of the batch that returns flags; convert others in the loader."
+            )
+        x, y = batch[:2]
         for name, leaf in (("x", x), ("y", y)):
             if not isinstance(leaf, Tensor):
                 raise TypeError(

@@ -12,7 +12,7 @@ from ..._trees import tree_leaves, tree_map
 from ...contract.loss import Loss
 from ...contract.step import as_step
 from ...segment.make_segment import make_train_segment
-from ...training.data.chunk import Chunk, TimeAxes, as_tensors, check_leaves
+from ...training.data.chunk import Chunk, TimeAxes, as_chunk, as_tensors, check_leaves, error_prefix
 from ...training.data.cursor import Span
 from ...training.data.windows import Truncation, Window
 from ...training.segments import Segments
@@ -111,10 +111,11 @@ class Batches:
             if not (isinstance(item, (tuple, list)) and 2 <= len(item) <= 4):
                 size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
                 raise TypeError(
-                    "batch: expected (x, y), (x, y, reset) or (x, y, reset, mask), found a "
-                    f"{type(item).__name__}{size}. Return one of these from chunk(batch)."
+                    f"batch: expected (x, y) or (x, y, reset, mask), found a {type(item).__name__}"
+                    f"{size}. Return one of these from chunk(batch)."
                 )
-            item = Chunk(*item)
+            with error_prefix("batch"):
+                item = as_chunk(item)
         item = as_tensors(check_leaves(item))
         TimeAxes(self.time_dim, self.time_dim).length(Chunk(item.x, item.y))
         reset, mask = (

@@ -23,9 +23,10 @@ Tree = Any
 class TBPTTModule(LightningModule):
     """TBPTTModule : forward, loss, configure_optimizers -> a module for Lightning's Trainer
 
-    Base class of modules that a ``Trainer`` trains by TBPTT(k1, k2). A batch is ``(x, y)``, ``(x,
-    y, reset)`` or ``(x, y, reset, mask)`` of full sequences, with ``x`` and ``y`` any nesting of
-    tensors. It runs in windows that fit into memory, with an optimizer step for each. Define
+    Base class of modules that a ``Trainer`` trains by TBPTT(k1, k2). A batch is ``(x, y)``,
+    ``(x, y, reset, mask)`` or a :class:`ftbptt.training.Chunk` of full sequences, with ``x`` and
+    ``y`` any nesting of tensors. It runs in windows that fit into memory, with an optimizer step
+    for each. Define
 
     ``forward(x, state) -> (out, state)``
         The model, for a chunk of any length; ``state`` is any nesting of tensors. Steps may depend
@@ -149,7 +150,7 @@ class TBPTTModule(LightningModule):
         return self._zeros[1]
 
     def chunk(self, batch: Any) -> Any:
-        """Converts a batch to ``(x, y)``, ``(x, y, reset)`` or ``(x, y, reset, mask)``."""
+        """Converts a batch to ``(x, y)``, ``(x, y, reset, mask)`` or a ``Chunk``."""
         return batch
 
     def on_chunk(self, stage: str, out: Tree, y: Tree) -> None:

@@ -179,9 +179,14 @@ def as_chunk(item: Any) -> Chunk:
     """A tuple of the caller as a chunk. Raises TypeError for anything else."""
     if not isinstance(item, (tuple, list)) or not 2 <= len(item) <= 4:
         raise TypeError(
-            f"expected (x, y), (x, y, reset) or (x, y, reset, mask), found {describe_type(item)}. "
+            f"expected (x, y) or (x, y, reset, mask), found {describe_type(item)}. "
             "For data without a target: (x, None). Anything but a tuple is read as an iterable "
             "of chunks, each of them such a tuple."
+        )
+    if len(item) == 3 and not isinstance(item, Chunk):
+        raise TypeError(
+            "expected (x, y), found three parts: the third may be meant as reset or as mask. Give "
+            "Chunk(x, y, reset=...) or Chunk(x, y, mask=...)."
         )
     return check_leaves(Chunk(*item))
 
