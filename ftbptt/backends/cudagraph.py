@@ -2,8 +2,8 @@
 
 On a GPU torch's ``while_loop`` synchronizes with the device at every step. Here a loop is a custom
 operator that calls the compiled step from Python, which only launches kernels; the CUDA graph (see
-``_capture``) then replays all of them without Python. The rest of the program is compiled around
-the loops, as by ``compile``. The backend also runs on a CPU, without a graph.
+``segment.capture``) then replays all of them without Python. The rest of the program is compiled
+around the loops, as by ``compile``. The backend also runs on a CPU, without a graph.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from .graphs import (
     Node,
     aten,
     inputs_of,
-    is_random,
     needed_for,
     reachable_from,
     value_of,
+    varying_with,
     vjp_by,
 )
 from .min_cut import values_to_save
@@ -221,8 +221,7 @@ def _saved_values(graph: fx.Graph, nodes: _JointNodes, *, recompute: bool) -> li
     """The values of the forward step that are saved for the reverse loop, in graph order."""
     cotangents = [*nodes.d_outs, *nodes.d_next_carries]
     in_reverse = reachable_from(cotangents, graph.nodes) - {graph.output_node()}
-    random = [n for n in graph.nodes if n.op == "call_function" and is_random(n)]
-    varying = reachable_from([*nodes.sequences, *nodes.carries, *random], graph.nodes)
+    varying = varying_with([*nodes.sequences, *nodes.carries], graph)
     known = {n for n in graph.nodes if n not in varying} | set(nodes.sequences)
     read = {
         arg

@@ -25,13 +25,12 @@ from .graphs import (
     extract,
     inputs_of,
     is_outer_product,
-    is_random,
     is_tuple,
     nbytes,
     needed_for,
-    reachable_from,
     skip_identities,
     value_of,
+    varying_with,
 )
 from .time_axis.batching import for_any_length
 from .time_axis.reduction import Term, time_sum
@@ -82,10 +81,8 @@ class ShiftBlock:
 
 
 Block = MapBlock | ScanBlock | ShiftBlock
-_CONSTANTS = {
-    aten.full.default,
-    aten.scalar_tensor.default,
-}  # a block makes them where it reads them
+# A block makes them where it reads them.
+_CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
 
 
 @dataclass
@@ -124,8 +121,7 @@ def distribute(loop: Loop, fusion: Fusion | None = None) -> DistributedLoop:
     if fusion is not None:
         fusion.expand(loop.graph)
     inputs = [*loop.invariants, *loop.sequences, *loop.carries]
-    random = [n for n in loop.graph.nodes if n.op == "call_function" and is_random(n)]
-    varying = reachable_from([*loop.sequences, *loop.carries, *random], loop.graph.nodes)
+    varying = varying_with([*loop.sequences, *loop.carries], loop.graph)
     # First, since it adds nodes to the graph and to ``varying``.
     sums = [time_sum(node, varying, set(inputs)) for node in loop.summed]
     results = [*loop.next_carries, *loop.stacked, *_leaves(sums)]

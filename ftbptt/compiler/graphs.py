@@ -122,6 +122,12 @@ def needed_for(targets: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
     return needed
 
 
+def join_axis(join: Node) -> int:
+    """The axis of the result along which a ``cat`` or ``stack`` puts its parts."""
+    axis = join.args[1] if len(join.args) > 1 else 0
+    return int(axis) % value_of(join).dim()
+
+
 def contains_parts_unchanged(join: Node) -> bool:
     """Whether a ``cat`` or ``stack`` neither converts a part nor drops an empty vector."""
     rank = value_of(join).dim() - (join.target is aten.stack.default)
@@ -144,6 +150,11 @@ def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
         for module in (a, b)
     ]
     return a.code == b.code and all(map(operator.is_, *constants))
+
+
+def varying_with(sources: Iterable[Node], graph: fx.Graph) -> set[Node]:
+    """Nodes that depend on ``sources``, or on random numbers, which are others at each step."""
+    return reachable_from([*sources, *filter(is_random, graph.nodes)], graph.nodes)
 
 
 def new_node(graph: fx.Graph, target: Any, *args: Any, **options: Any) -> Node:

@@ -261,8 +261,8 @@ class LossTracer:
     ) -> fx.GraphModule:
         """The graph of ``function -> [loss, *grads]`` under vmap.
 
-        It is differentiated first, so that vmap meets the operations that ``time_batching`` has
-        rules for, and K stays a symbol.
+        It is differentiated first, so that vmap meets the operations that ``time_axis.batching``
+        has rules for, and K stays a symbol.
         """
         mode, steps = traced.mode, traced.steps
         examples = self._examples(mode, steps, [])

@@ -48,6 +48,11 @@ class Plan:
     recompute: bool
     sliding: Sliding | None
 
+    @property
+    def finish(self) -> fx.GraphModule | None:
+        """What gives parameters the gradients of what was prepared from them, if anything does."""
+        return None if self.preparation is None else self.preparation.finish
+
 
 @dataclass
 class _TracedStep:

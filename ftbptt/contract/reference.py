@@ -1,7 +1,8 @@
 """What ``train_segment`` means, in eager torch: a plain loop with autograd.
 
-This is the oracle of the tests and the eager baseline of the bench. It shares no code with the
-compiler: only the reading of ``step`` and the averaging of a loss per step.
+This is the oracle of the tests and the eager baseline of the bench. It shares with
+the compiler only the reading of ``step``, the layout of the data, the choice by rows, and the
+averaging of a loss per step.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ..compiler.signature import as_traced
 from ..segment.make_segment import check_made
 from ..segment.train_segment import TrainSegment
 from ..training.data.chunk import Chunk
-from ..training.segments import Segments
+from ..training.data.layout import DataLayout
 from .lags import gradients_by_reach, norms_by_lag
 
 Tree = Any
@@ -208,15 +208,15 @@ def gradient_horizon(
     (torch.Size([20]), True, True)
     """
     check_made(train_segment)
-    segments = Segments(train_segment)
+    data = DataLayout(train_segment, None)
     chunk = Chunk(x, y, reset, mask)
-    max_lag = _check_max_lag(max_lag, segments.axes(x).length(chunk), train_segment.context)
+    max_lag = _check_max_lag(max_lag, data.axes(x).length(chunk), train_segment.context)
     with torch.no_grad():
         plan, groups = train_segment.plan(params, state, x, y, reset=reset, mask=mask)
         if not plan.loops.trained_carries:
             raise ValueError("state: no leaf of it has a gradient, so none reaches back.")
         first_loss = max(max_lag, train_segment.context)
-        row_axes = _row_axes(segments, chunk, plan)
+        row_axes = _row_axes(data, chunk, plan)
         reaches = _powers_of_two(max_lag + 1)
         with as_traced(plan.signature.autocast):
             norms = norms_by_lag(plan, groups, first_loss, max_lag, row_axes)
@@ -246,12 +246,12 @@ def _largest_gain(mean: Tensor, reaches: list[int], gradients: list[list[Tensor]
     return gain
 
 
-def _row_axes(segments: Segments, chunk: Chunk, plan: Plan) -> list[int] | None:
+def _row_axes(data: DataLayout, chunk: Chunk, plan: Plan) -> list[int] | None:
     """The batch axis of each state leaf; None for data without a batch."""
     leaves = [torch.empty(leaf.shape, device="meta") for leaf in plan.signature.state]
-    if segments.rows(chunk, leaves) is None:
+    if data.rows(chunk, leaves) is None:
         return None
-    return [segments.row_axis(leaf) for leaf in leaves]
+    return [data.row_axis(leaf) for leaf in leaves]
 
 
 def _check_max_lag(max_lag: int | None, steps: int, context: int) -> int:

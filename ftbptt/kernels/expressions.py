@@ -37,18 +37,14 @@ class Apply:
 # attribute ``dtype``.
 Expression = Any
 
-_ARITHMETIC = {
-    "add": "add", "sub": "sub", "mul": "mul", "div": "div", "neg": "neg", "abs": "abs",
-    "maximum": "maximum", "minimum": "minimum", "pow": "pow", "exp": "exp", "exp2": "exp2",
-    "log": "log", "log2": "log2", "log1p": "log1p", "expm1": "expm1", "sqrt": "sqrt",
-    "rsqrt": "rsqrt", "reciprocal": "reciprocal", "sin": "sin", "cos": "cos", "tan": "tan",
-    "sinh": "sinh", "cosh": "cosh", "atan": "atan", "atan2": "atan2", "tanh": "tanh",
-    "sigmoid": "sigmoid", "erf": "erf", "erfc": "erfc", "floor": "floor", "ceil": "ceil",
-    "round": "round", "trunc": "trunc", "fmod": "fmod", "sign": "sign", "relu": "relu",
-    "acos": "acos", "asin": "asin", "_conj": "conj", "conj_physical": "conj",
-    "_conj_physical": "conj",
-}  # fmt: skip
-_COMPARISONS = {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge"}
+# By the name of the operation in aten, that of the function here.
+_ARITHMETIC = {name: name for name in (
+    "add", "sub", "mul", "div", "neg", "abs", "maximum", "minimum", "pow", "exp", "exp2",
+    "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tan",
+    "sinh", "cosh", "atan", "atan2", "tanh", "sigmoid", "erf", "erfc", "floor", "ceil",
+    "round", "trunc", "fmod", "sign", "relu", "acos", "asin",
+)} | dict.fromkeys(("_conj", "conj_physical", "_conj_physical"), "conj")  # fmt: skip
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _BITWISE = {"bitwise_and": "bit_and", "bitwise_or": "bit_or", "bitwise_xor": "bit_xor"}
 _LOGICAL = {"logical_and": "bit_and", "logical_or": "bit_or", "logical_xor": "bit_xor"}
 
@@ -174,7 +170,7 @@ def _compared(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, A
     if common == torch.bool:
         raise refuse(node, "a comparison of bools")
     operands = tuple(_rounded(cast(a, common)) for a in args)
-    return Apply(_COMPARISONS[_overload_name(node)], operands, out)
+    return Apply(_overload_name(node), operands, out)
 
 
 def _logical(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:

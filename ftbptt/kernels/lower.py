@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ..compiler.distribute import ScanBlock
-from ..compiler.graphs import VIEWS, Node, aten, value_of
+from ..compiler.graphs import VIEWS, Node, aten, join_axis, value_of
 from .accesses import RowPattern, RowView, contiguous
 from .expressions import (
     Apply,
@@ -247,7 +247,7 @@ class _Builder:
         """``cat``: pieces that are written directly to their offsets in one memory."""
         pieces = [p for p in node.args[0] if value_of(p).numel()]
         shape, rank = value_of(node).shape, self.rows.rank(node)
-        dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape)
+        dim = join_axis(node)
         if dim < rank:
             raise refuse(node, "it concatenates rows of the batch")
         result = self._value(node)

@@ -20,7 +20,7 @@ from torch import fx
 
 from .._compat.running import is_view_of
 from ..compiler.distribute import ScanBlock
-from ..compiler.graphs import VIEWS, Node, aten, value_of
+from ..compiler.graphs import VIEWS, Node, aten, join_axis, value_of
 from .accesses import RowView
 from .expressions import is_constant, is_elementwise, refuse
 from .row_order import RowOrder, new_node
@@ -126,7 +126,7 @@ def _replace_var_mean(node: Node) -> None:
 
 
 def _replace_stack(node: Node) -> None:
-    dim = (node.args[1] if len(node.args) > 1 else 0) % value_of(node).dim()
+    dim = join_axis(node)
     parts = [new_node(node.graph, aten.unsqueeze.default, part, dim) for part in node.args[0]]
     node.replace_all_uses_with(_joined(parts, dim, value_of(node).shape))
 

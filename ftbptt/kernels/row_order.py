@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compiler.graphs import Node, aten, value_of
+from ..compiler.graphs import Node, aten, join_axis, value_of
 from .accesses import RowView
 from .expressions import Unsupported, is_constant, is_elementwise
 
@@ -116,10 +116,9 @@ def _permute_elementwise(node: Node, shape: list[int], axes: range) -> None:
 
 def _permute_join(node: Node, shape: list[int], axes: range) -> None:
     order = _rows_first(axes, len(shape))
-    dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape)
     parts = [new_node(node.graph, aten.permute.default, part, order) for part in node.args[0]]
     result_shape = [shape[axis] for axis in order]
-    _replace(node, (parts, order.index(dim)), result_shape, inverse(order))
+    _replace(node, (parts, order.index(join_axis(node))), result_shape, inverse(order))
 
 
 def _permute_reduction(node: Node, shape: list[int], axes: range) -> None:

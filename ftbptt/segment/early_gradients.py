@@ -19,8 +19,7 @@ from .programs import Programs
 
 def can_hand_over(plan: Plan) -> bool:
     """Whether gradients are ready one after another: not where a later step changes them all."""
-    prepared = plan.preparation is not None and plan.preparation.finish is not None
-    return not (prepared or plan.sliding or plan.loops.reverse.stacked)
+    return not (plan.finish or plan.sliding or plan.loops.reverse.stacked)
 
 
 def reverse_in_parts(

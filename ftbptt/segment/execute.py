@@ -151,9 +151,9 @@ class Executable(Programs):
             _, d_probes, grads = run_loop(
                 self.reverse, run_scan, invariants, sequences, d_carries, steps
             )
-            finish = plan.preparation.finish if plan.preparation is not None else None
-            more = [] if finish is None else finish(*fixed, *self._of_prepared(grads, len(fixed)))
-            return [*grads, *more, *finals, loss, *out, *d_probes]
+            if plan.finish is not None:
+                grads += plan.finish(*fixed, *self._of_prepared(grads, len(fixed)))
+            return [*grads, *finals, loss, *out, *d_probes]
 
         return function
 
@@ -199,9 +199,9 @@ class Executable(Programs):
             grads = reverse_windows(self, plan.sliding, self.windows, invariants, sequences, d_outs)
         else:
             grads, d_probes = self._reverse(bounds, invariants, x, saved, d_outs, loss, early)
-        if plan.preparation is not None and plan.preparation.finish is not None:
+        if plan.finish is not None:
             d_prepared = self._of_prepared(grads, len(fixed))
-            grads += self.call("finish", plan.preparation.finish, [*fixed, *d_prepared])
+            grads += self.call("finish", plan.finish, [*fixed, *d_prepared])
         return LoopOutputs(grads, carries, loss, out, d_probes)
 
     def _reverse(

@@ -39,9 +39,8 @@ class Programs:
     def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
         self.plan, self.backend, self.count_compile = plan, backend, count_compile
         self.functions: dict[Any, Function] = {}
-        self._sources: list[
-            Function
-        ] = []  # keeps the blocks alive that operators refer to by number
+        # Keeps the blocks alive that operators refer to by number.
+        self._sources: list[Function] = []
         self.forward = distribute(plan.loops.forward, backend.fusion)
         self.evaluate = distribute(plan.loops.evaluate, backend.fusion)
         self.reverse = distribute(plan.loops.reverse, backend.fusion)
@@ -98,12 +97,10 @@ class Programs:
         with TRACING, unseen_by_tools():
             if name not in self.functions:  # another thread may have been first
                 self._sources.append(function)
-                self.functions[name] = self._built(name, function, args, first, last)
+                self.functions[name] = self._built(function, args, first, last)
                 self.count_compile()
 
-    def _built(
-        self, name: Any, function: Function, args: Sequence[Tensor], first: int, last: int
-    ) -> Function:
+    def _built(self, function: Function, args: Sequence[Tensor], first: int, last: int) -> Function:
         if self.backend.build is None:
             return function
         build = self.backend.build

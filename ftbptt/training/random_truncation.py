@@ -15,7 +15,7 @@ from ..contract.output import SegmentOutput
 from ..segment.make_segment import check_made
 from ..segment.train_segment import TrainSegment
 from .data.chunk import Chunk
-from .segments import Segments
+from .data.layout import DataLayout
 from .updates.window_stats import share
 
 Tree = Any
@@ -153,9 +153,9 @@ class RandomTruncation:
         reset: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> SegmentOutput:
-        # Segments keeps the layout of its data, which may be another in the next call.
-        segments, chunk = Segments(self.train_segment), Chunk(x, y, reset, mask)
-        axes, layout = segments.axes(x), segments.layout(x)
+        # It keeps the layout of its data, which may be another in the next call.
+        data, chunk = DataLayout(self.train_segment, None), Chunk(x, y, reset, mask)
+        axes, layout = data.axes(x), data.layout(x)
         cuts = self.cuts(axes.length(chunk))
         run = self._variant_with_factors(layout.time_dim)
         x_leaf = tree_leaves(x)[0]
@@ -171,7 +171,7 @@ class RandomTruncation:
                 params, state, (part.x, part_factors), part.y, reset=part.reset, mask=part.mask
             )
             state = result.state
-            weight, _ = segments.weigh(part, state, 0)
+            weight, _ = data.weigh(part, state, 0)
             total = total + weight
             piece = (result.loss, result.grads)
             mean = piece if mean is None else _running_mean(mean, piece, share(weight, total))

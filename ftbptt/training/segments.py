@@ -60,11 +60,6 @@ class Segments(DataLayout):
         self._adds_context = False
         self._consecutive: Following | None = None
         if isinstance(train_segment, TrainSegment):
-            if context and train_segment.context:
-                raise ValueError(
-                    f"context: the segment was made with context={train_segment.context}. Pass it "
-                    "there or here, not in both places."
-                )
             self._adds_context = bool(context)
             context = context or train_segment.context
             train_segment = variant(

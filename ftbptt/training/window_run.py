@@ -76,7 +76,7 @@ class WindowRunner:
         if span.first < window.start:
             state, state_at_keep = segments.warm_up(learner.params, state, span, keep)
             chunk = segments.trained_part(span)
-        keep_within = keep - window.start if window.start < keep < window.end else None
+        keep_within = self.truncation.kept_within(window)
         gathered_before = learner.gathered
         result = self._run_checked(_Job(window, chunk, state, keep_within, update), place.state)
         if result is None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ftbptt import TrainSegment, make_train_segment
+from ftbptt.contract.layout import Layout
 from ftbptt.training import Chunk, Source, Stream, Truncation, train_stream
 from ftbptt.training.data.chunk import TimeAxes
 from ftbptt.training.data.source import as_source
@@ -18,7 +19,7 @@ from .streams import cross_entropy, stream, tagger, zeros
 
 
 def of(data: Any, time_dim: int = 0) -> Source:
-    return as_source(data, lambda x: TimeAxes(time_dim, time_dim))
+    return as_source(data, lambda x: TimeAxes.of(Layout(time_dim)))
 
 
 def windows(source: Source, k1: int, k2: int | None = None, epoch: int = 0) -> list[Chunk]:
@@ -49,7 +50,7 @@ def cut(chunk: Chunk, lengths: list[int], axis: int = 0) -> list[Chunk]:
     """A whole stream in chunks of these lengths, and what is left."""
     total = tree_leaves(chunk.x)[0].shape[axis]
     ends = [min(sum(lengths[: i + 1]), total) for i in range(len(lengths))]
-    axes = TimeAxes(axis, axis)
+    axes = TimeAxes.of(Layout(axis))
     return [axes.cut(chunk, a, b) for a, b in zip([0, *ends], [*ends, total], strict=True)]
 
 

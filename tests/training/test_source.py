@@ -148,7 +148,7 @@ def test_what_a_chunk_may_be() -> None:
     mixed = [
         (x[:2], y[:2]),
         [x[2:4], y[2:4]],
-        (x[4:5], y[4:5], reset[4:5]),
+        (x[4:5], y[4:5], reset[4:5], None),
         Chunk(x[5:8], y[5:8], None, mask[5:8]),
         Chunk(x[8:].numpy(), y[8:].numpy(), reset[8:].numpy(), mask[8:].numpy()),
     ]

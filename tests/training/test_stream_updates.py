@@ -126,7 +126,7 @@ def test_functional_optimizer(segment: Segments) -> None:
 def test_a_batch_of_other_rows_is_told(segment: Segments) -> None:
     """As the last one of a DataLoader may be (here it has more): the carried state does not fit."""
     data = [tuple(own[:, :rows] for own in stream(4, rows=3)) for rows in (2, 2, 3)]
-    with pytest.raises(RuntimeError, match="broadcast") as caught:
+    with pytest.raises(ValueError, match="which differ in the rows of the batch") as caught:
         run(segment(), data, k1=4)
     (note,) = [own for own in caught.value.__notes__ if own.startswith("ftbptt: apart")]
     assert "x has shape [3, 3] in this window and [2, 3] in the one before" in note

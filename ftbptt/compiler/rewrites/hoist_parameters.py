@@ -18,9 +18,9 @@ from ..graphs import (
     extract,
     inputs_of,
     is_getitem,
-    is_random,
     needed_for,
     reachable_from,
+    varying_with,
     vjp_by,
 )
 from ..signature import Level, vmapped, with_level_axes
@@ -57,10 +57,9 @@ def split_invariants(
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
     varying = set(placeholders[invariants:])
-    varying |= {n for n in graph.nodes if n.op == "call_function" and is_random(n)}
     # A backward that someone wrote need not be linear: that of each step's gradient, not the sum's.
     varying |= {n for n in graph.nodes if isinstance(n.target, CustomGradient)}
-    varying = reachable_from(varying, graph.nodes)
+    varying = varying_with(varying, graph)
     output = graph.output_node()
 
     def is_prepared(node: Node) -> bool:

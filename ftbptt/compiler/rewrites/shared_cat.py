@@ -11,7 +11,16 @@ from collections.abc import Iterable
 import networkx as nx
 from torch import fx
 
-from ..graphs import Node, aten, contains_parts_unchanged, inputs_of, needed_for, new_node, value_of
+from ..graphs import (
+    Node,
+    aten,
+    contains_parts_unchanged,
+    inputs_of,
+    join_axis,
+    needed_for,
+    new_node,
+    value_of,
+)
 
 
 def share_joins(graph: fx.Graph, carried: Iterable[Node]) -> None:
@@ -41,15 +50,10 @@ def share_joins(graph: fx.Graph, carried: Iterable[Node]) -> None:
     _sort(graph)
 
 
-def _dim(join: Node) -> int:
-    dim = join.args[1] if len(join.args) > 1 else 0
-    return int(dim) % value_of(join).dim()
-
-
 def _first_part(small: Node, large: Node) -> int | None:
     """The index in ``large`` from which on its parts are those of ``small``, if there is one."""
     few, many = small.args[0], large.args[0]
-    if len(few) < len(many) and _dim(small) == _dim(large):
+    if len(few) < len(many) and join_axis(small) == join_axis(large):
         for i in range(len(many) - len(few) + 1):
             if many[i : i + len(few)] == few:
                 return i
@@ -63,7 +67,7 @@ def _replace(
     users = [user for user in users if user.op != "output"]
     if not users:
         return
-    dim, parts = _dim(join), join.args[0]
+    dim, parts = join_axis(join), join.args[0]
     start = sum(value_of(part).shape[dim] for part in parts[:first])
     size = sum(value_of(part).shape[dim] for part in parts[first : first + count])
     with graph.inserting_after(join):

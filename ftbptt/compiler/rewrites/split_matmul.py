@@ -14,7 +14,7 @@ from itertools import groupby
 import networkx as nx
 from torch import fx
 
-from ..graphs import Node, aten, contains_parts_unchanged, inputs_of, new_node, value_of
+from ..graphs import Node, aten, contains_parts_unchanged, inputs_of, join_axis, new_node, value_of
 
 
 def split_products(module: fx.GraphModule, carries: int) -> fx.GraphModule:
@@ -82,8 +82,7 @@ def _column_parts(product: Node) -> Sequence[Node]:
         operand = operand.args[0]
     if operand.target is not aten.cat.default or not contains_parts_unchanged(operand):
         return []
-    dim, rank = operand.args[1] if len(operand.args) > 1 else 0, value_of(operand).dim()
-    return operand.args[0] if dim % rank == rank - 1 else []
+    return operand.args[0] if join_axis(operand) == value_of(operand).dim() - 1 else []
 
 
 def _split(graph: fx.Graph, product: Node, parts: Sequence[Node], inside: dict[Node, bool]) -> Node:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..graphs import Node, aten, contains_parts_unchanged, is_getitem, new_node, value_of
+from ..graphs import Node, aten, contains_parts_unchanged, is_getitem, join_axis, new_node, value_of
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,7 @@ def _move_size_one_axes(graph: fx.Graph, leaves: Sequence[Node]) -> None:
             continue
         stack, dropped = values[i].args
         if stack.target is aten.stack.default:
-            rank = value_of(stack).dim()
-            dim, dropped = (stack.args[1] if len(stack.args) > 1 else 0) % rank, dropped % rank
+            dim, dropped = join_axis(stack), dropped % value_of(stack).dim()
             if dim != dropped and value_of(stack).shape[dropped] == 1:
                 with graph.inserting_before(output):
                     parts = [
@@ -130,10 +129,9 @@ def _packing(leaf: Node, after: Node) -> Packing:
     if is_join and not contains_parts_unchanged(after):
         return Packing()  # parts of the state would be of another dtype
     if after.target is aten.stack.default:
-        dim = after.args[1] if len(after.args) > 1 else 0
-        return Packing(dim % value_of(leaf).dim(), (), len(after.args[0]))
+        return Packing(join_axis(after), (), len(after.args[0]))
     if after.target is aten.cat.default:
-        dim = (after.args[1] if len(after.args) > 1 else 0) % value_of(leaf).dim()
+        dim = join_axis(after)
         sizes = tuple(value_of(part).shape[dim] for part in after.args[0])
         return Packing(dim, sizes, len(sizes))
     return Packing()

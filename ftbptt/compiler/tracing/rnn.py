@@ -23,8 +23,7 @@ def _check_rows(x: Tensor, h: Tensor) -> None:
         raise ValueError(
             f"step: a recurrent layer or cell is given {list(x.shape)} as its input and "
             f"{list(h.shape)} as its state, which differ in the rows of the batch. Give a state of "
-            "as many rows as x has; for a last batch with fewer rows, start from another state, or "
-            "leave it out (drop_last=True)."
+            "as many rows as x has."
         )
 
 

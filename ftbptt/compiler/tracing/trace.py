@@ -80,7 +80,7 @@ def trace_function(
     knows. (They decompose into prims, which ``torch.func.vjp`` does not take; and the gradient of
     a ``split`` is one ``cat``, that of its slices a sum.)
     ``functional``: the function writes nothing in place. It may then use the vmap rules of
-    ``time_batching``, which functionalize does not take.
+    ``time_axis.batching``, which functionalize does not take.
     ``differentiated``: the graph whose gradient the function computes.
     """
     table = {

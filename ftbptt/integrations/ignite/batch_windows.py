@@ -76,17 +76,16 @@ class BatchWindows:
             window = self.truncation.window(i)
             start, end = window.start, window.end
             steps = min(end, x_steps) - start
-            next_start = None if i == count - 1 else self.truncation.window(i + 1).start
+            is_last = i == count - 1
             flags = None
             if reset is not None:
                 flags = reset.narrow(axis if reset.dim() > 1 else 0, start, steps)
-            is_within = next_start is not None and start < next_start < end
             yield BatchWindow(
                 x.narrow(self.dim, start, steps),
                 y.narrow(self.dim, start, min(end, y_steps) - start),
                 flags,
-                save_at=next_start - start if is_within else None,  # type: ignore[operator]
-                repeats_start=next_start == start,
+                save_at=None if is_last else self.truncation.kept_within(window),
+                repeats_start=not is_last and self.truncation.first_after(window) == start,
                 steps=steps,
                 axis=axis,
             )

@@ -212,11 +212,10 @@ class Windows:
             if not truncation.learns(window):
                 continue
             span = Span(window, position, axes.cut(chunk, position, window.end))
-            next_start = truncation.window(index).warm
+            next_start = truncation.first_after(window)
             state, saved = segments.warm_up(self._params, start_state, span, next_start)
             trained = segments.trained_part(span)
-            is_within = window.start < next_start < window.end
-            save_at = next_start - window.start if is_within else None
+            save_at = truncation.kept_within(window)
             scale = next_scale()
             result, saved_in_window = segments.train(self._params, state, trained, save_at, scale)
             position, end = min(next_start, window.end), window.end

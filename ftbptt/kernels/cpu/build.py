@@ -96,7 +96,7 @@ def abandon() -> None:
 
 @cache
 def load(library: str) -> Callable[[Any, Any], None]:
-    """load : path of a library -> its function ``run(memory, numbers)`` (see ``cpp``)"""
+    """load : path of a library -> its function ``run(memory, numbers)`` (see ``cpu.loop``)"""
     finish()
     run = ctypes.CDLL(library).run
     run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]

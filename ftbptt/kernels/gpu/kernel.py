@@ -21,7 +21,7 @@ def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
     """print_triton : RowLoop x which carries have a history -> source of a module with the kernel
 
     The kernel is ``run(*memory, *workspace, *numbers, ROWS, PRECISION)``, with ``memory`` and
-    ``numbers`` as in ``cpp``. Constants of the module:
+    ``numbers`` as in ``cpu.loop``. Constants of the module:
 
     - ``WORKSPACE``: the tensors to allocate for a launch, as (dtype, elements per row, whether it
       has K + 1 slots, as a history).

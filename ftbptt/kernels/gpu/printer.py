@@ -50,7 +50,7 @@ class TilePrinter:
         return [f"axis{i}" for i in range(len(self.loop.rows.dims))]
 
     def _arguments(self) -> Iterator[str]:
-        """The parameters: memory as in ``cpp``, then workspace, then numbers as in ``cpp``."""
+        """The parameters: memory as in ``cpu.loop``, then workspace, then its numbers."""
         loop, wanted = self.loop, self.wanted_history
         yield from (f"invariant{i}" for i in sorted(loop.invariants))
         yield from (f"weight{i}" for i in self.products)

@@ -6,11 +6,10 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..._numbers import check_int
 from ...distributed.shares import share_of
-from .chunk import Chunk
+from .chunk import Chunk, as_tensors
 
 
 class ContiguousStreams:
@@ -62,19 +61,12 @@ class ContiguousStreams:
         if start >= stop:
             return None
         # One more token than steps: x is all but the last, y all but the first.
-        rows = [_as_tensor(self.tokens[first + start : first + stop + 1])
-                for first in self._row_starts]  # fmt: skip
+        pieces = [Chunk(self.tokens[first + start : first + stop + 1])
+                  for first in self._row_starts]  # fmt: skip
+        rows = [as_tensors(piece).x for piece in pieces]
         tokens = torch.stack(rows, 1 - self.time_dim)
         steps = stop - start
         return Chunk(tokens.narrow(self.time_dim, 0, steps), tokens.narrow(self.time_dim, 1, steps))
-
-
-def _as_tensor(tokens: Any) -> Tensor:
-    if isinstance(tokens, Tensor):
-        return tokens
-    import numpy
-
-    return torch.from_numpy(numpy.array(tokens))
 
 
 def _check_tokens(tokens: Any) -> None:

@@ -53,12 +53,12 @@ class Cursor:
         source: Source,
         truncation: Truncation,
         axes_of: Callable[[Tree], TimeAxes],
-        prepares: Sequence[Callable[[Chunk], Chunk]],
+        transforms: Sequence[Callable[[Chunk], Chunk]],
         mover: Mover,
     ) -> None:
         self.source, self.truncation, self.axes_of = source, truncation, axes_of
         self.axes: TimeAxes | None = None  # known with the first data
-        self.prepares, self.mover = prepares, mover
+        self.transforms, self.mover = transforms, mover
         # The window that was read ahead, or the error of that, raised when the window is taken.
         self._ahead: Span | Exception | None = None
         # The reader's position before that, if it is the first window of an update: a run that is
@@ -118,7 +118,7 @@ class Cursor:
             if self.truncation.learns(window):
                 break
             index += 1
-        for prepare in self.prepares:
+        for prepare in self.transforms:
             chunk = prepare(chunk)
         if self.mover.device is None:
             return Span(window, first, chunk)

@@ -91,6 +91,11 @@ class Truncation:
             return window.end
         return max(0, (window.index + 2) * self.k1 - self.k2 - self.burn_in)
 
+    def kept_within(self, window: Window) -> int | None:
+        """The step of a window's gradient before which the next one's first state is, if any."""
+        keep = self.first_after(window)
+        return keep - window.start if window.start < keep < window.end else None
+
     def learns(self, window: Window) -> bool:
         """Whether any step of the window has a loss."""
         return window.end - window.start > self.context
