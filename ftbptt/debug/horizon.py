@@ -48,7 +48,10 @@ class GradientHorizon:
         return len(next(iter(self.norms.values())))
 
     def mean(self, leaf: str | None = None) -> Tensor:
-        """mean : a state leaf's name, or None for the full state -> [max_lag], over steps and B"""
+        """mean : a state leaf's name, or None for the full state -> [max_lag], over steps and B
+
+        Raises ValueError for a leaf that has no gradient, with the names of those that have one.
+        """
         return self._of(leaf).flatten(1).mean(1)
 
     def quantile(self, q: float, leaf: str | None = None) -> Tensor:

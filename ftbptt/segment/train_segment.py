@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,22 +11,16 @@ from torch import Tensor
 
 from .._compat.running import inside_derivative, inside_functorch
 from .._trees import tree_unflatten
-from .._warnings import warn
-from ..backends import Backend, choose
-from ..compiler.plan import Plan, make_plan
-from ..compiler.signature import Recipe, as_traced
-from ..compiler.tracing.trace import TRACING
+from ..compiler.plan import Plan
+from ..compiler.signature import Recipe
 from ..contract.layout import Layout, SharedLayout
 from ..contract.loss import Loss, of_first
 from ..contract.output import EarlyGradients, SegmentOutput, TappedOutput
 from .arguments import check_no_gradient_is_lost, lay_out
 from .call import Call, InDims, Results, context_of, layout_of
 from .call_cache import Known, Recall, Trees, like
-from .capture import make_executable
-from .compile_cache import use_a_folder_that_works
-from .execute import Executable
+from .executables import Executables
 from .explain import Explanation, explain
-from .fallback import run_or_fall_back
 from .probes import find_taps, taps_of, with_probes
 from .vmap import CallInfo, SegmentFunction
 
@@ -47,8 +41,24 @@ class TrainSegment:
     (``lambda state, x, y, reset: train_segment(params, state, x, y, reset=reset)``).
 
     The step is traced once for each structure, shape and dtype of the arguments, whatever K is.
-    ``trace_count`` and ``compile_count`` tell how often the step was traced and a program was
-    built, so that a loop that recompiles can be noticed.
+    ``trace_count`` and ``compile_count`` show a loop that recompiles.
+
+    Raises TypeError for structure and dtype, ValueError for shapes and lengths, each with the
+    argument and the leaf; RuntimeError for a step that cannot be traced. Whatever else the step
+    raises while it is traced is passed on, with its line.
+
+    Truncated BPTT: Williams and Peng, An efficient gradient-based algorithm for on-line training of
+    recurrent network trajectories, 1990.
+
+    >>> import torch, ftbptt
+    >>> cell = torch.nn.GRUCell(3, 5)
+    >>> train_segment = ftbptt.make_train_segment(
+    ...     cell, lambda out, y: (out - y).square().mean(), backend="eager"
+    ... )
+    >>> params, h = dict(cell.named_parameters()), torch.zeros(2, 5)
+    >>> grads, h, loss, out = train_segment(params, h, torch.randn(7, 2, 3), torch.zeros(7, 2, 5))
+    >>> grads["weight_hh"].shape, h.requires_grad, out.shape, train_segment.trace_count
+    (torch.Size([15, 5]), False, torch.Size([7, 2, 5]), 1)
     """
 
     def __init__(
@@ -64,15 +74,24 @@ class TrainSegment:
         self.recipe, self._backend, self.tapped = recipe, backend, tapped
         self.reuses_output = reuse_output
         self._time_dim, self._in_dims = time_dim, in_dims
-        self._executables: dict[Any, Executable] = {}
+        self._executables = Executables(recipe, backend, reuse_output=reuse_output)
         self._taps: dict[Any, dict[str, Tensor]] = {}
         self._recall = Recall()
-        self.trace_count = 0
-        self.compile_count = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """What is compiled is neither copied nor pickled, but made again."""
-        return {**self.__dict__, "_executables": {}, "_taps": {}, "_recall": Recall()}
+        new = Executables(self.recipe, self._backend, reuse_output=self.reuses_output)
+        return {**self.__dict__, "_executables": new, "_taps": {}, "_recall": Recall()}
+
+    @property
+    def trace_count(self) -> int:
+        """How often the step was traced."""
+        return self._executables.trace_count
+
+    @property
+    def compile_count(self) -> int:
+        """How many programs were built."""
+        return self._executables.compile_count
 
     def __call__(
         self,
@@ -116,8 +135,17 @@ class TrainSegment:
     ) -> SegmentOutput:
         """evaluate : params, state, x[K, ...], y[K, ...] -> SegmentOutput with ``grads=None``
 
-        As the segment itself, in the same compiled form, without gradients. Under
+        As the segment itself, in the same compiled form, without gradients; raises the same. Under
         ``torch.func.vmap``, which returns nothing but tensors, ``grads`` is an empty tuple.
+
+        >>> import torch, ftbptt
+        >>> cell = torch.nn.GRUCell(3, 5)
+        >>> train_segment = ftbptt.make_train_segment(
+        ...     cell, lambda out, y: (out - y).square().mean(), backend="eager"
+        ... )
+        >>> params, x = dict(cell.named_parameters()), torch.randn(7, 2, 3)
+        >>> train_segment.evaluate(params, None, x, torch.zeros(7, 2, 5)).grads is None
+        True
         """
         return self._segment(params, state, x, y, reset, mask, with_grad=False)
 
@@ -134,10 +162,20 @@ class TrainSegment:
         """explain : as the segment itself -> Explanation, to print
 
         The plan of such a call: its blocks, how each runs and why, the GEMMs, what is saved, FLOPs
-        and bytes. Traces the step if there was no such call before; runs nothing.
+        and bytes. Traces the step if there was no such call before; runs nothing. Raises what the
+        segment does.
+
+        >>> import torch, ftbptt
+        >>> cell = torch.nn.GRUCell(3, 5)
+        >>> train_segment = ftbptt.make_train_segment(
+        ...     cell, lambda out, y: (out - y).square().mean(), backend="eager"
+        ... )
+        >>> params, x = dict(cell.named_parameters()), torch.randn(7, 2, 3)
+        >>> print(train_segment.explain(params, None, x, torch.zeros(7, 2, 5)))
+        GRUCell: ...
         """
         call, tensors, _ = self._laid_out(params, state, x, y, reset, mask)
-        executable = self._executable(call, tensors)
+        executable = self._executables.of(call, tensors)
         steps = call.groups(tensors)["x"][0].shape[0]
         return explain(executable, self.recipe.step.name, steps)
 
@@ -153,7 +191,7 @@ class TrainSegment:
     ) -> tuple[Plan, dict[str, list[Tensor]]]:
         """The plan of such a call, and its arguments, flat and with time in front, by group."""
         call, tensors, _ = self._laid_out(params, state, x, y, reset, mask)
-        return self._executable(call, tensors).plan, call.groups(tensors)
+        return self._executables.of(call, tensors).plan, call.groups(tensors)
 
     def layout(self, x: Tree) -> Layout:
         """Where time and rows lie in data like ``x``."""
@@ -249,12 +287,12 @@ class TrainSegment:
                     "a segment is not differentiable: it returns the gradients itself, as .grads, "
                     "and everything detached. Call it outside of torch.func.grad, vjp and jvp."
                 )
-            flat = SegmentFunction.apply(self, call, with_grad, info, *tensors)
+            flat = SegmentFunction.apply(self._executables, call, with_grad, info, *tensors)
         else:
-            flat = tuple(self._run(call, with_grad, info, tensors, early=early))
+            flat = tuple(self._executables.run(call, with_grad, info, tensors, early=early))
             if key is not None and layout.time_dim == 0:
                 initial = call.groups(tensors)["initial_state"]
-                executable = self._executable(call, tensors)
+                executable = self._executables.of(call, tensors)
                 self._recall.keep(key, Known(call, executable, initial))
         return self._output(call, layout, call.results(flat, with_grad), info, with_grad, mapped)
 
@@ -325,7 +363,7 @@ class TrainSegment:
         before = [*param_leaves, *self.recipe.step.buffers().values(), *known.initial]
         tensors = [leaf.detach() for leaf in (*before, *(t for group in others for t in group))]
         info = CallInfo()
-        flat = self._run(known.call, with_grad, info, tensors, known.executable, early)
+        flat = self._executables.run(known.call, with_grad, info, tensors, known.executable, early)
         results = known.call.results(flat, with_grad)
         return SegmentOutput(
             like(params, results.grads) if with_grad else None,
@@ -333,72 +371,3 @@ class TrainSegment:
             results.loss,
             tree_unflatten(results.out, info.out_spec),
         )
-
-    def _run(
-        self,
-        call: Call,
-        with_grad: bool,
-        info: CallInfo,
-        tensors: Sequence[Tensor],
-        executable: Executable | None = None,
-        early: EarlyGradients | None = None,
-    ) -> list[Tensor]:
-        """The segment on plain tensors: finds or makes the plan, and runs it on its backend."""
-        # A program reads memory, in which a lazy conjugate or negative is not yet computed.
-        tensors = [
-            leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf
-            for leaf in tensors
-        ]
-        with torch.no_grad(), as_traced(call.autocast):
-            if executable is None:
-                executable = self._executable(call, tensors)
-            while executable.instead is not None:
-                executable = executable.instead
-            info.out_spec = executable.plan.out_spec
-            for source, copy in executable.plan.copied:  # the source may have been written to
-                copy.copy_(source)
-            groups = call.groups(tensors)
-            if self._backend != "auto" or executable.backend.name == "eager":
-                return executable.run(groups, with_grad=with_grad, early=early)
-            callers: list[BaseException] = []
-            noted = None if early is None else early.noting(callers)
-            plan, first = executable.plan, executable
-
-            def run(tried: Executable) -> list[Tensor]:
-                # What was handed over was sent: another backend does not send it once more.
-                early = noted if tried is first else None
-                return tried.run(groups, with_grad=with_grad, early=early)
-
-            result, ran, messages = run_or_fall_back(
-                executable,
-                self.recipe.step.name,
-                tensors[0].device.type,
-                lambda backend: self._on(plan, backend),
-                run,
-                callers,
-            )
-            if ran is not executable:
-                executable.instead = self._executables[call.key(tensors)] = ran
-            for message in messages:
-                warn(message, RuntimeWarning)
-            return result
-
-    def _executable(self, call: Call, tensors: Sequence[Tensor]) -> Executable:
-        key = call.key(tensors)
-        if key in self._executables:
-            return self._executables[key]
-        with TRACING, as_traced(call.autocast):
-            if key not in self._executables:  # another thread may have been first
-                self.trace_count += 1
-                use_a_folder_that_works()
-                recipe = replace(self.recipe, probes=call.probes)
-                steps = call.groups(tensors)["x"][0].shape[0]
-                plan = make_plan(recipe, call.signature(tensors), call.buffer_names, steps)
-                self._executables[key] = self._on(plan, choose(self._backend))
-        return self._executables[key]
-
-    def _on(self, plan: Plan, backend: Backend) -> Executable:
-        return make_executable(plan, backend, self._count_compile, reuse_output=self.reuses_output)
-
-    def _count_compile(self) -> None:
-        self.compile_count += 1

@@ -12,9 +12,9 @@ from .call import Call
 
 
 class Runs(Protocol):
-    """A segment, as far as vmap is concerned."""
+    """The executables of a segment, as far as vmap is concerned."""
 
-    def _run(self, call: Call, with_grad: bool, info: CallInfo, tensors: Any) -> list[Tensor]: ...
+    def run(self, call: Call, with_grad: bool, info: CallInfo, tensors: Any) -> list[Tensor]: ...
 
 
 class CallInfo:
@@ -30,9 +30,9 @@ class SegmentFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        segment: Runs, call: Call, with_grad: bool, info: CallInfo, *tensors: Tensor
+        executables: Runs, call: Call, with_grad: bool, info: CallInfo, *tensors: Tensor
     ) -> Any:
-        return tuple(segment._run(call, with_grad, info, tensors))
+        return tuple(executables.run(call, with_grad, info, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -46,7 +46,7 @@ class SegmentFunction(torch.autograd.Function):
     def vmap(
         info: Any,
         in_dims: Any,
-        segment: Runs,
+        executables: Runs,
         call: Call,
         with_grad: bool,
         call_info: CallInfo,
@@ -59,6 +59,6 @@ class SegmentFunction(torch.autograd.Function):
         ]
         level = Level(info.batch_size, info.randomness)
         call = call.under_vmap(level, [d is not None for d in dims])
-        flat = SegmentFunction.apply(segment, call, with_grad, call_info, *moved)
+        flat = SegmentFunction.apply(executables, call, with_grad, call_info, *moved)
         before_out = len(flat) - len(call.results(flat, with_grad).out)  # what has no axis of time
         return flat, tuple(0 if i < before_out else 1 for i in range(len(flat)))

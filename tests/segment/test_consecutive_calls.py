@@ -174,7 +174,7 @@ def test_the_same_tensors_in_another_structure() -> None:
 
 def test_a_backend_that_fails_is_left_at_once(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     backends = {"auto": replace(EAGER, name="fused"), "eager": EAGER}
-    monkeypatch.setattr("ftbptt.segment.train_segment.choose", backends.__getitem__)
+    monkeypatch.setattr("ftbptt.segment.executables.choose", backends.__getitem__)
     both.segment = make_train_segment(both.cell, loss)
     both.following = Following(both.segment)
     assert [both.go(*data()) for _ in range(2)] == [False, True]

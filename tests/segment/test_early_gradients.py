@@ -89,7 +89,7 @@ def test_compiled(name: str, short_chunks: None) -> None:
 def test_an_error_in_what_is_called_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``auto`` it was taken for one of the backend, which another one made up for."""
     monkeypatch.setattr(
-        "ftbptt.segment.train_segment.choose", lambda name: replace(EAGER, name="fused")
+        "ftbptt.segment.executables.choose", lambda name: replace(EAGER, name="fused")
     )
     given = problem("gru_cell")
     segment = make_train_segment(given.step, given.loss)
@@ -106,7 +106,7 @@ def test_a_backend_that_fails_between_two_parts(
 ) -> None:
     """What was handed over is not handed over again: the ranks would send it twice."""
     failing = replace(EAGER, name="fused")
-    monkeypatch.setattr("ftbptt.segment.train_segment.choose", lambda name: failing)
+    monkeypatch.setattr("ftbptt.segment.executables.choose", lambda name: failing)
     given, handed = problem("lstm_readout"), []
     segment = make_train_segment(given.step, given.loss)
     run = execute.Executable.run_chunk

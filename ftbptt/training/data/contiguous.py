@@ -53,9 +53,10 @@ class ContiguousStreams:
         return part
 
     def begin(self, epoch: int) -> None:
-        pass
+        """See :class:`Source`. Every epoch reads the same."""
 
     def read(self, start: int, stop: int) -> Chunk | None:
+        """See :class:`Source`."""
         assert self.total is not None
         stop = min(stop, self.total)
         if start >= stop:

@@ -127,6 +127,7 @@ class PackedSequences:
         )
 
     def begin(self, epoch: int) -> None:
+        """See :class:`Source`. With a ``seed``, each epoch has an order of its own."""
         self._order = [list(sequences) for sequences in self._assignment]
         if self.seed is not None:
             for row, sequences in enumerate(self._order, self._first_row):
@@ -146,6 +147,7 @@ class PackedSequences:
     # -- reading ----------------------------------------------------------------------------------
 
     def read(self, start: int, stop: int) -> Chunk | None:
+        """See :class:`Source`. Steps after the end of a row are padding."""
         assert self.total is not None
         stop = min(stop, self.total)
         if start >= stop:
@@ -240,6 +242,7 @@ class PackedSequences:
     # -- reading again ----------------------------------------------------------------------------
 
     def reading(self) -> dict[str, Any]:
+        """The random numbers that the loaded sequences were drawn with, for a checkpoint."""
         loads = [
             [load.random, [[self._first_row + slot.row, slot.position] for slot in load.slots]]
             for load in self._random_loads

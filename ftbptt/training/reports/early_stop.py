@@ -45,7 +45,9 @@ class EarlyStop:
         return self.calls_without_gain >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
+        """The best loss and the calls since, for a checkpoint; ``train_stream`` stores it."""
         return {"best": self.best, "calls_without_gain": self.calls_without_gain}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` returned."""
         self.best, self.calls_without_gain = state["best"], state["calls_without_gain"]

@@ -1,0 +1,107 @@
+"""The executables of a segment: each is made when it is first needed, on a backend that works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._warnings import warn
+from ..backends import Backend, choose
+from ..compiler.plan import Plan, make_plan
+from ..compiler.signature import Recipe, as_traced
+from ..compiler.tracing.trace import TRACING
+from ..contract.output import EarlyGradients
+from .call import Call
+from .capture import make_executable
+from .compile_cache import use_a_folder_that_works
+from .execute import Executable
+from .fallback import run_or_fall_back
+from .vmap import CallInfo
+
+
+class Executables:
+    """By structure, shapes and dtypes of a call's arguments, and what else it depends on."""
+
+    def __init__(self, recipe: Recipe, backend: str, *, reuse_output: bool) -> None:
+        self._recipe, self._backend, self._reuse_output = recipe, backend, reuse_output
+        self._by_key: dict[Any, Executable] = {}
+        self.trace_count = 0
+        self.compile_count = 0
+
+    def backends(self) -> set[str]:
+        """The names of the backends that calls have run on."""
+        return {executable.backend.name for executable in self._by_key.values()}
+
+    def run(
+        self,
+        call: Call,
+        with_grad: bool,
+        info: CallInfo,
+        tensors: Sequence[Tensor],
+        executable: Executable | None = None,
+        early: EarlyGradients | None = None,
+    ) -> list[Tensor]:
+        """The segment on plain tensors: finds or makes the plan, and runs it on its backend."""
+        # A program reads memory, in which a lazy conjugate or negative is not yet computed.
+        tensors = [
+            leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf
+            for leaf in tensors
+        ]
+        with torch.no_grad(), as_traced(call.autocast):
+            if executable is None:
+                executable = self.of(call, tensors)
+            while executable.instead is not None:
+                executable = executable.instead
+            info.out_spec = executable.plan.out_spec
+            for source, copy in executable.plan.copied:  # the source may have been written to
+                copy.copy_(source)
+            groups = call.groups(tensors)
+            if self._backend != "auto" or executable.backend.name == "eager":
+                return executable.run(groups, with_grad=with_grad, early=early)
+            callers: list[BaseException] = []
+            noted = None if early is None else early.noting(callers)
+            plan, first = executable.plan, executable
+
+            def run(tried: Executable) -> list[Tensor]:
+                # What was handed over was sent: another backend does not send it once more.
+                early = noted if tried is first else None
+                return tried.run(groups, with_grad=with_grad, early=early)
+
+            result, ran, messages = run_or_fall_back(
+                executable,
+                self._recipe.step.name,
+                tensors[0].device.type,
+                lambda backend: self._on(plan, backend),
+                run,
+                callers,
+            )
+            if ran is not executable:
+                executable.instead = self._by_key[call.key(tensors)] = ran
+            for message in messages:
+                warn(message, RuntimeWarning)
+            return result
+
+    def of(self, call: Call, tensors: Sequence[Tensor]) -> Executable:
+        """The executable for a call, made if it is the first of its kind."""
+        key = call.key(tensors)
+        if key in self._by_key:
+            return self._by_key[key]
+        with TRACING, as_traced(call.autocast):
+            if key not in self._by_key:  # another thread may have been first
+                self.trace_count += 1
+                use_a_folder_that_works()
+                recipe = replace(self._recipe, probes=call.probes)
+                steps = call.groups(tensors)["x"][0].shape[0]
+                plan = make_plan(recipe, call.signature(tensors), call.buffer_names, steps)
+                self._by_key[key] = self._on(plan, choose(self._backend))
+        return self._by_key[key]
+
+    def _on(self, plan: Plan, backend: Backend) -> Executable:
+        return make_executable(plan, backend, self._count_compile, reuse_output=self._reuse_output)
+
+    def _count_compile(self) -> None:
+        self.compile_count += 1
