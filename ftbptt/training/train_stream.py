@@ -330,7 +330,10 @@ def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool | N
         raise ValueError(f"checkpoint: {path} is no regular file. Give the name of a file.")
     if ranks is None:
         if path.is_dir():
-            raise ValueError(f"checkpoint: {path} is a folder. Give the name of a file.")
+            raise ValueError(
+                f"checkpoint: {path} is a folder. Give the name of a file; a folder that a run "
+                "with a mesh has written is read with a mesh, which may be of one process."
+            )
         exists = has_checkpoint(path)
     else:
         if path.is_file():

@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed import DeviceMesh
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
 from ftbptt.distributed import RankFailed, ranks, reduction
 from ftbptt.distributed.reduction import Reduction
@@ -370,6 +372,24 @@ def _fewer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(params)[1:], lr=0.1)
 
 
+def _faster(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.2)
+
+
+def _warm(params: Any) -> torch.optim.Optimizer:
+    """As where one rank alone loads a checkpoint of its own."""
+    params = list(params)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.state[params[0]]["momentum_buffer"] = torch.ones_like(params[0])
+    return optimizer
+
+
+def _half_frozen(params: Any) -> torch.optim.Optimizer:
+    params = list(params)
+    params[0].requires_grad_(False)
+    return torch.optim.SGD(params, lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -378,11 +398,27 @@ def _fewer(params: Any) -> torch.optim.Optimizer:
         ({"epochs": None}, "epochs: rank 0 was given 1, but rank 1 None."),
         ({"clip_norm": 1.0}, "clip_norm: rank 0 was given None, but rank 1 1.0."),
         ({"checkpoint": "run"}, "checkpoint: rank 0 was given none, but rank 1 one."),
-        ({"make_optimizer": _fewer}, "optimizer: rank 0 was given SGD of 6 tensors, but rank 1 SG"),
+        (
+            {"make_optimizer": _fewer},
+            "optimizer.param_groups[0]: rank 0 was given 6 tensors, but ra",
+        ),
+        (
+            {"make_optimizer": _faster},
+            "optimizer.param_groups[0]['lr']: rank 0 was given 0.1, but ",
+        ),
+        (
+            {"make_optimizer": _half_frozen},
+            "params['cell.weight_ih']: rank 0 was given torch.float64",
+        ),
+        ({"make_optimizer": _warm}, "optimizer.state: rank 0 was given 0 tensors with a sum of 0"),
+        (
+            {"data": (2 * stream(STEPS, ROWS)[0], stream(STEPS, ROWS)[1])},
+            "data: rank 0 was given sh",
+        ),
         ({"state": None}, "state[0]: rank 0 was given torch.float64 [5, 5], but rank 1 None."),
         (
             {"data": stream(STEPS - 1, ROWS)},
-            "data: rank 0 was given shapes [[53, 5, 3], [53, 5]], but rank 1 shapes [[52, 5, 3], ",
+            "data: rank 0 was given shapes [[53, 5, 3], [53, 5]], which begin with sums [",
         ),
     ],
 )
@@ -410,3 +446,38 @@ def test_ranks_of_other_models(two: Ranks) -> None:
     """Their messages would differ in size, of which the process dies."""
     for said in two.call(_another_model):
         assert said.startswith("params['cell.weight_ih']: rank 0 was given torch.float64 [20, 3], ")
+
+
+class _PartOfARank(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(part[:7, index % ROWS] for part in stream(STEPS, ROWS))
+
+
+def _with_a_sampler(mesh: DeviceMesh) -> str:
+    data = _PartOfARank()
+    sampler: Any = DistributedSampler(data)
+    try:
+        new_run(mesh, data=DataLoader(data, batch_size=2, sampler=sampler))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_sampler_that_divides_the_data(two: Ranks) -> None:
+    """Each rank would train on a part of its part."""
+    for said in two.call(_with_a_sampler):
+        assert said.startswith("data: its DistributedSampler gives each rank a part of the data")
+
+
+def _reported(mesh: DeviceMesh) -> list[int]:
+    run = new_run(mesh, interval=0.0, updates=5)
+    for _ in run:
+        pass
+    return [report.index for report in run.history]
+
+
+def test_all_updates_are_reported(two: Ranks) -> None:
+    assert two.call(_reported) == [[0, 1, 2, 3, 4]] * 2

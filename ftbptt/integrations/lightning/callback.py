@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import LBFGS, Optimizer
@@ -18,6 +19,11 @@ from ...training.updates.learner import Learner
 from ...training.updates.window_stats import WindowStats
 
 Tree = Any
+# Of automatic optimization, around a backward that there is not, and its step.
+_HOOKS_OF_BACKWARD = (
+    "optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "on_before_backward",
+    "backward", "on_after_backward",
+)  # fmt: skip
 
 
 class TBPTTRun(Callback):
@@ -57,6 +63,14 @@ class TBPTTRun(Callback):
                 f"devices: expected one device, found {trainer.world_size}. Gradients do not come "
                 "from autograd here, so no strategy reduces them. Use Trainer(devices=1)."
             )
+        for hook in _HOOKS_OF_BACKWARD:
+            if is_overridden(hook, pl_module, LightningModule):
+                warn(
+                    f"ftbptt: {type(pl_module).__name__}.{hook} is not called: gradients do not "
+                    "come from autograd here, and a batch makes many updates. Change the learning "
+                    "rate by a scheduler, gradients in on_before_optimizer_step.",
+                    RuntimeWarning,
+                )
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"configure_optimizers: expected one optimizer, found {len(trainer.optimizers)}. "

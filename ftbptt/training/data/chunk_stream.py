@@ -51,7 +51,7 @@ class ChunkStream:
         self._epoch = 0
         self._held: deque[_HeldChunk] = deque()
         self._end = 0  # the first step of the next chunk
-        self._randomness = DataRandomness(chunks)
+        self.randomness = DataRandomness(chunks)
         self._random_at_start: dict[int, dict[str, Any]] = {}  # _EPOCH_START, and 0: first chunk
         self._generator_states: list[Tensor] = []  # before the epoch
         self._had_workers = False  # before the epoch
@@ -59,14 +59,14 @@ class ChunkStream:
 
     def beginning(self) -> dict[str, Any]:
         """What the data is about to draw from, for :meth:`begin_as` on another rank."""
-        return self._randomness.snapshot()
+        return self.randomness.snapshot()
 
     def begin_as(self, other: dict[str, Any]) -> None:
         """Draws what the data of another rank draws, apart from what the process draws."""
-        self._randomness.separate(other)
+        self.randomness.separate(other)
 
     def begin(self, epoch: int) -> None:
-        with self._randomness.drawing():
+        with self.randomness.drawing():
             if self._random_at_start and self._epoch == epoch and not self.pulled:
                 self._return_to_start(  # it was interrupted while it began
                     self._random_at_start, self._generator_states, self._had_workers
@@ -74,10 +74,10 @@ class ChunkStream:
             self._begin(epoch)
 
     def _begin(self, epoch: int) -> None:
-        self._generator_states = self._randomness.generator_states()
+        self._generator_states = self.randomness.generator_states()
         self._had_workers = has_workers(self.chunks)
         self._random_at_start, self._epoch = {_EPOCH_START: random_state()}, epoch
-        self._randomness.set_epoch(epoch)
+        self.randomness.set_epoch(epoch)
         iterator = iter(self.chunks)
         if iterator is self.chunks and self.pulled:
             raise ValueError(
@@ -105,7 +105,7 @@ class ChunkStream:
         self._drop_before(start)
         assert not self._held or self._held[0].start <= start, "this step was dropped"
         if self._end < stop:
-            with self._randomness.drawing():
+            with self.randomness.drawing():
                 while self._end < stop and self._pull():
                     self._drop_before(start)
         parts = [
@@ -211,7 +211,7 @@ class ChunkStream:
             self.pulled, self._end = snapshot.pulled, snapshot.end
             self._held = deque(snapshot.held)
             return
-        with self._randomness.drawing():
+        with self.randomness.drawing():
             self._read_again(reading, epoch, start)
 
     def _read_again(self, reading: dict[str, Any], epoch: int, start: int) -> None:
@@ -225,7 +225,7 @@ class ChunkStream:
         """Returns to the random numbers before the epoch."""
         with_workers(self.chunks, had_workers)
         set_random_state(random[_EPOCH_START])
-        self._randomness.set_generator_states(generators)
+        self.randomness.set_generator_states(generators)
 
     def _pull_again(self, count: int, random: dict[int, dict[str, Any]], start: int) -> None:
         """Takes ``count`` chunks, each with the random numbers from before it, where known."""

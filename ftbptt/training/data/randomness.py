@@ -52,7 +52,7 @@ class DataRandomness:
 
     def set_epoch(self, epoch: int) -> None:
         """Calls ``set_epoch`` where there is one, such as that of a ``DistributedSampler``."""
-        for drawer in self._drawers():
+        for drawer in self.drawers():
             if hasattr(drawer, "set_epoch"):
                 drawer.set_epoch(epoch)
 
@@ -63,7 +63,7 @@ class DataRandomness:
         for generator, state in zip(self._generators(), states, strict=False):
             generator.set_state(state)
 
-    def _drawers(self) -> list[Any]:
+    def drawers(self) -> list[Any]:
         """The objects that may draw an order: a ``DataLoader`` and its samplers, each once."""
         batch_sampler = getattr(self._data, "batch_sampler", None)
         drawers = [
@@ -75,5 +75,5 @@ class DataRandomness:
         return list({id(drawer): drawer for drawer in drawers}.values())
 
     def _generators(self) -> list[torch.Generator]:
-        generators = [getattr(drawer, "generator", None) for drawer in self._drawers()]
+        generators = [getattr(drawer, "generator", None) for drawer in self.drawers()]
         return [generator for generator in generators if isinstance(generator, torch.Generator)]

@@ -95,8 +95,8 @@ class Meter:
         return self.is_due()
 
     def is_due(self) -> bool:
-        """Whether a report was due at the last update."""
-        return self._now >= self._next
+        """Whether a report is due."""
+        return time.perf_counter() >= self._next
 
     @property
     def tokens_per_second(self) -> float:

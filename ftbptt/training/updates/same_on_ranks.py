@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data.distributed import DistributedSampler
 
 from ..._trees import keystr, tree_flatten_with_path, tree_leaves
 from ...distributed.ranks import Ranks
+from ..data.chunk_stream import ChunkStream
 from ..data.source import Arrays, Source
+from .optimizers import Sharded
 
 Tree = Any
 
@@ -23,7 +26,7 @@ def check_same(
     and ranks with other options would make other updates, or wait for each other.
     """
     own = options | _leaves("params", params) | _leaves("state", state)
-    own |= {"data": _data(source), "optimizer": _optimizer(optimizer)}
+    own |= {"data": _data(source)} | _optimizer(optimizer)
     given = ranks.gather(own)
     for rank, other in enumerate(given):
         for name in given[0] | other:
@@ -41,19 +44,43 @@ def _leaves(name: str, tree: Tree) -> dict[str, str]:
 
 def _leaf(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
-        return f"{leaf.dtype} {list(leaf.shape)}"
+        frozen = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
+        return f"{leaf.dtype} {list(leaf.shape)}" + (", frozen" if frozen else "")
     return type(leaf).__name__
 
 
 def _data(source: Source) -> str:
+    """Raises ValueError for data that each rank reads a part of, by a ``DistributedSampler``."""
     if isinstance(source, Arrays):
         leaves = tree_leaves((source.chunk.x, source.chunk.y))
-        return f"shapes {[list(leaf.shape) for leaf in leaves if leaf is not None]}"
+        leaves = [leaf for leaf in leaves if leaf is not None]
+        begins = [leaf[:1].sum().item() for leaf in leaves]  # not those of a rank's own part
+        return f"shapes {[list(leaf.shape) for leaf in leaves]}, which begin with sums {begins}"
+    if isinstance(source, ChunkStream):
+        for drawer in source.randomness.drawers():
+            if isinstance(drawer, DistributedSampler):
+                raise ValueError(
+                    "data: its DistributedSampler gives each rank a part of the data, of which it "
+                    "would train on a part again. Leave the sampler out: with mesh= the ranks read "
+                    "the same batches, and share out their rows."
+                )
     return f"{type(source).__name__} of {getattr(source, 'total', None)} steps"
 
 
-def _optimizer(optimizer: Any) -> str:
-    name = type(optimizer).__name__
+def _optimizer(optimizer: Any) -> dict[str, str]:
+    """Its class, options and state. That of a sharded one differs from rank to rank."""
+    found = {"optimizer": type(optimizer).__name__}
     if not isinstance(optimizer, Optimizer):
-        return name
-    return f"{name} of {sum(len(group['params']) for group in optimizer.param_groups)} tensors"
+        return found
+    for i, group in enumerate(optimizer.param_groups):
+        name = f"optimizer.param_groups[{i}]"
+        found[name] = f"{len(group['params'])} tensors"
+        for option, value in group.items():
+            if option != "params":
+                value = value.item() if isinstance(value, Tensor) else value
+                found[f"{name}[{option!r}]"] = repr(value)
+    if not isinstance(optimizer, Sharded):
+        kept = [optimizer.state.get(p, {}) for g in optimizer.param_groups for p in g["params"]]
+        sums = [float(leaf.abs().sum()) for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
+        found["optimizer.state"] = f"{len(sums)} tensors with a sum of {sum(sums)!r}"
+    return found
