@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,9 +77,13 @@ def with_probes(
     return call, [*tensors[:first], *zeros, *tensors[first:]]
 
 
-def taps_of(values: dict[str, Tensor], grads: Sequence[Tensor]) -> dict[str, Tap]:
-    """What was tapped, by name; ``grads`` is empty where no gradient was asked for."""
-    all_grads: Sequence[Tensor | None] = grads or [None] * len(values)
+def taps_of(values: dict[str, Tensor], grads: Sequence[Tensor], mapped: bool) -> dict[str, Tap]:
+    """What was tapped, by name; ``grads`` is empty where no gradient was asked for.
+
+    ``mapped``: by vmap, which returns nothing but tensors.
+    """
+    none: Any = () if mapped else None
+    all_grads = grads or [none] * len(values)
     return {
         name: Tap(value, grad)
         for (name, value), grad in zip(values.items(), all_grads, strict=True)

@@ -315,7 +315,7 @@ class TrainSegment:
         out = tree_unflatten(out_leaves[:n_out], info.out_spec)
         if self.tapped:
             out, values = out
-            taps = taps_of(values, out_leaves[n_out:])
+            taps = taps_of(values, out_leaves[n_out:], mapped)
             tapped: Any = TappedOutput(grads, state, results.loss, out, taps)
             return tapped  # a fifth part, for those who asked for it
         return SegmentOutput(grads, state, results.loss, out)

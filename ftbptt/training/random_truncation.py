@@ -59,7 +59,8 @@ def random_truncation(
     ``generator``
         Draws the cuts; None: torch's default generator, on the CPU.
 
-    The result is called as ``train_segment`` is, and can be trained with :func:`train_stream`. Its
+    The result is called as ``train_segment`` is, and can be trained with :func:`train_stream`;
+    under ``torch.func.vmap`` with ``randomness="same"``, all sequences cut at the same steps. Its
     loss is the mean of the pieces' losses, weighted by their valid steps, so the loss must be a
     mean over steps or return one value per step. (With ``in_dims`` and a ``mask``, a segment's loss
     is a mean over sequences of each one's mean, and the result is the mean of that over pieces.)

@@ -115,8 +115,9 @@ class Segments(DataLayout):
                 )
         elif keep is not None:
             raise TypeError(
-                "k2: windows that overlap need a state from within a segment, which a function "
-                f"{type(segment).__name__} does not give. Pass what make_train_segment returns."
+                "k2, burn_in: the next window starts within this one, and needs a state from "
+                f"there, which a function {type(segment).__name__} does not give. Pass what "
+                "make_train_segment returns."
             )
         y = chunk.y if scale is None else with_scale(chunk, scale, self.layout(chunk.x))
         call: Callable[..., SegmentOutput] = segment

@@ -234,6 +234,10 @@ def test_vmap(backend: str) -> None:
     for i in range(3):
         taps = {n: ftbptt.Tap(value[i], grad[i]) for n, (value, grad) in found.taps.items()}
         check_taps(found._replace(taps=taps), *by_hand(params, h[i], x[i], y[i]))
+    values: Any = vmap(segment.evaluate, in_dims=(None, 0, 0, 0))(params, h, x, y)
+    for name, (value, grad) in values.taps.items():
+        assert grad == ()
+        torch.testing.assert_close(value, found.taps[name].value)
 
 
 def test_in_dims() -> None:

@@ -123,6 +123,16 @@ def test_functional_optimizer(segment: Segments) -> None:
     assert_equal(updates[-1].params, params)
 
 
+def test_an_epoch_that_ends_with_windows_without_a_loss(segment: Segments) -> None:
+    """They are read once, also if an update waits for more windows: their chunks are dropped."""
+    x, y = stream(8)
+    chunks = [(x[i : i + 2], y[i : i + 2]) for i in range(0, 8, 2)]
+    options = {"k1": 3, "k2": 6, "fresh": True, "context": 5, "accumulate": 2, "epochs": 2}
+    for data in ((x, y), chunks):
+        updates, _ = run(segment(), data, **options)
+        assert [update.position for update in updates] == [6, 6]
+
+
 def test_a_batch_of_other_rows_is_told(segment: Segments) -> None:
     """As the last one of a DataLoader may be (here it has more): the carried state does not fit."""
     data = [tuple(own[:, :rows] for own in stream(4, rows=3)) for rows in (2, 2, 3)]

@@ -61,6 +61,7 @@ class Cursor:
         self.transforms, self.mover = transforms, mover
         # The window that was read ahead, or the error of that, raised when the window is taken.
         self._ahead: Span | Exception | None = None
+        self._is_at_end = False  # of the epoch: what the last windows would read may be dropped
         # The reader's position before that, if it is the first window of an update: a run that is
         # saved after the current update reads the window again from there.
         self._reading_before_ahead: dict[str, Any] | None = None
@@ -68,6 +69,7 @@ class Cursor:
     def begin(self, epoch: int) -> None:
         self.source.begin(epoch)
         self._ahead = self._reading_before_ahead = None
+        self._is_at_end = False
 
     def close(self) -> None:
         """Ends the reading, so that the workers of a ``DataLoader`` stop."""
@@ -79,8 +81,9 @@ class Cursor:
         span, self._ahead, self._reading_before_ahead = self._ahead, None, None
         if isinstance(span, Exception):
             raise span
-        if span is None:
+        if span is None and not self._is_at_end:
             span = self._read(place)
+            self._is_at_end = span is None
         if span is not None and span.moved is not None:
             self.mover.wait(span.chunk, span.moved)
         return span
@@ -94,6 +97,7 @@ class Cursor:
     def _read_ahead(self, place: Place) -> None:
         try:
             self._ahead = self._read(place)
+            self._is_at_end = self._ahead is None
         except Exception as error:  # kept: the current window still has to run
             self._ahead = error
 
@@ -145,6 +149,7 @@ class Cursor:
 
     def load_state_dict(self, state: dict[str, Any], place: Place) -> None:
         reading, total = state["reading"], self.source.total
+        self._is_at_end = False
         if total is not None and place.end > total:
             raise ValueError(
                 f"data: the checkpoint was made after {place.end} steps of an epoch, but there are "
