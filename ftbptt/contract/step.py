@@ -181,12 +181,13 @@ class Step:
             assert self.function is not None
             return self.function(params, x_t, state)
         module = self.module
+        given = {**buffers, **self.own_names(params)}  # a buffer may be among the parameters
 
         def run() -> Any:
             call = self.call_module
             result = module(x_t, state) if call is None else call(module, x_t, state)
             for name, owner, key in self._buffer_owners:
-                if getattr(owner, key) is not buffers[name]:
+                if getattr(owner, key) is not given[name]:
                     raise RuntimeError(
                         f"step {self.name} assigns to its buffer {name!r}. Buffers are constants "
                         "of a segment: carry the value in the state and return it, or compute it "

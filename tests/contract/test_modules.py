@@ -430,6 +430,23 @@ def test_the_gradient_of_a_sparse_embedding_is_dense() -> None:
     assert_close(found, reference_segment(module, mse, *given), 1e-5)
 
 
+def test_a_buffer_among_the_parameters() -> None:
+    """As an ensemble has it, whose models have buffers of their own."""
+    module = WithBuffer().double()
+    h, x, y = (
+        torch.randn(B, H).double(),
+        torch.randn(K, B, D).double(),
+        torch.zeros(K, B, H).double(),
+    )
+    params = {**named(module), "leak": module.leak + 1}
+    segment = make_train_segment(module, mse, backend="eager")
+    found = segment(params, h, x, y), reference_segment(module, mse, params, h, x, y)
+    module.leak += 1
+    expected = reference_segment(module, mse, named(module), h, x, y)
+    for result in found:
+        assert_close((result.loss, result.out), (expected.loss, expected.out))
+
+
 class Counting(nn.Module):
     """A step that puts another tensor in the place of a buffer."""
 
