@@ -275,7 +275,8 @@ class TrainSegment:
         if trees is not None:
             key = (trees.key, with_grad, *self.surroundings(trees.device_type))
             known = self._recall.find(key)
-            if known is not None:
+            is_refused = with_grad and any(leaf.requires_grad for leaf in trees.leaves[2])  # x
+            if known is not None and not is_refused:
                 return self.again(known, trees.leaves, params, state, with_grad, early)
         if with_grad:
             check_no_gradient_is_lost(params, () if self.tapped else x)

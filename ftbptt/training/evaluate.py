@@ -59,7 +59,8 @@ def evaluate_stream(
     that does not grow with the length of the data. ``data``, ``prepare`` and ``device`` are as for
     :func:`train_stream`. A :func:`random_truncation` is evaluated without cuts.
 
-    Chunks are weighted by their valid steps, so the loss does not depend on ``k``. The loss of a
+    Chunks are weighted by their valid steps, so the loss does not depend on ``k``, if it is a mean
+    over them (not with ``ignore_index``, say, for which there is ``mask``). The loss of a
     segment with ``in_dims`` is a mean over sequences, each with its own mean over valid steps (0
     if it has none); its chunks are weighted by their number of steps. With a ``mask``, that loss
     depends on ``k``.

@@ -117,11 +117,9 @@ def _compile_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_gpu(leaf: Leaf, shape: Any, dtype: Any, device: Any, *others: Any) -> None:
         init(leaf, shape, dtype, GPU, *others)
 
-    def built_for_gpu(
-        self: Programs, name: Any, function: Any, args: Any, first: int, last: int
-    ) -> Any:
+    def built_for_gpu(self: Programs, function: Any, args: Any, first: int, last: int) -> Any:
         examples = [SimpleNamespace(shape=a.shape, dtype=a.dtype, device=GPU) for a in args]
-        return built(self, name, function, examples, first, last)
+        return built(self, function, examples, first, last)
 
     compiled_step = cudagraph._compiled_step
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ftbptt import make_train_segment, reference_segment
+from ftbptt.segment.consecutive_calls import Following
 
 from ..cells import problem
 from ..cells.problems import B, D, H, Problem, cross_entropy, mse, per_row
@@ -409,6 +410,19 @@ def test_x_that_waits_for_a_gradient() -> None:
     refused(ValueError, r"x: requires a gradient, but a segment returns none.*taps=\[\"x\"\]", x=x)
 
 
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_x_that_waits_for_a_gradient_later(consecutive: bool) -> None:
+    """As that of an encoder does that is no longer frozen; calls of its shape are known by then."""
+    given = problem("gru_cell")
+    segment: Any = make_train_segment(given.step, given.loss, backend="eager")
+    call = Following(segment) if consecutive else segment
+    params, state, x, y = given.data(3)
+    for _ in range(3):
+        state = call(params, state, x, y).state
+    with pytest.raises(ValueError, match="x: requires a gradient, but a segment returns none"):
+        call(params, state, x.clone().requires_grad_(), y)
+
+
 def test_a_hook_on_a_parameters_gradient() -> None:
     given = problem("gru_cell")
     segment = make_train_segment(given.step, given.loss, backend="eager")
@@ -468,7 +482,7 @@ def test_requires_grad_makes_no_difference() -> None:
     for own in (params, plain, attached):
         assert_close(segment(own, state, x, y), expected)
     graded = state.clone().requires_grad_()
-    assert_close(segment(params, graded, x.clone().requires_grad_(), y), expected)
+    assert_close(segment(params, graded, x, y), expected)
     with torch.no_grad():
         assert_close(segment(params, state, x, y), expected)
     with torch.inference_mode():

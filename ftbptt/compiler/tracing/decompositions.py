@@ -129,9 +129,15 @@ _RESIZES = [
     aten._upsample_nearest_exact2d.default, aten._upsample_nearest_exact3d.default,
 ]  # fmt: skip
 
+
 # Matrix-vector products as matrix products: one kind of GEMM to hoist and to differentiate. And the
 # results of functionalize (copy, fill, zero), where autograd knows only the in-place operations, or
 # only real numbers (slice_scatter, select_scatter).
+def _sgn(x: Tensor) -> Tensor:
+    """Its gradient, for real numbers too, is made of sizes, which fixes a symbolic K."""
+    return NotImplemented if x.is_complex() else torch.sign(x)
+
+
 BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.mv.default: _mv,
     aten.dot.default: _dot,
@@ -140,6 +146,7 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.copy.default: _copy,
     aten.fill.Scalar: torch.full_like,
     aten.zero.default: torch.zeros_like,
+    aten.sgn.default: _sgn,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
     **torch_decompositions(_RESIZES),
