@@ -49,6 +49,11 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return source.to(target.dtype).expand(target.shape)
 
 
+def _zeros(size: list[Any], **kwargs: Any) -> Tensor:
+    """In place of zeros without memory, as the gradient of ``sgn``: compiled code reads memory."""
+    return torch.zeros(size, **kwargs)
+
+
 def _slice_scatter(
     x: Tensor, part: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> Any:
@@ -129,15 +134,9 @@ _RESIZES = [
     aten._upsample_nearest_exact2d.default, aten._upsample_nearest_exact3d.default,
 ]  # fmt: skip
 
-
 # Matrix-vector products as matrix products: one kind of GEMM to hoist and to differentiate. And the
 # results of functionalize (copy, fill, zero), where autograd knows only the in-place operations, or
 # only real numbers (slice_scatter, select_scatter).
-def _sgn(x: Tensor) -> Tensor:
-    """Its gradient, for real numbers too, is made of sizes, which fixes a symbolic K."""
-    return NotImplemented if x.is_complex() else torch.sign(x)
-
-
 BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.mv.default: _mv,
     aten.dot.default: _dot,
@@ -146,7 +145,7 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.copy.default: _copy,
     aten.fill.Scalar: torch.full_like,
     aten.zero.default: torch.zeros_like,
-    aten.sgn.default: _sgn,
+    aten._efficientzerotensor.default: _zeros,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
     **torch_decompositions(_RESIZES),
