@@ -1,11 +1,11 @@
-"""What an autograd Function does that is applied while a step is traced."""
+"""What an autograd Function does that is applied while a step is traced, and a custom operator."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,10 +14,36 @@ from torch._functorch.autograd_function import (
     enable_single_level_autograd_function as functions_at_one_level,
 )
 from torch._functorch.pyfunctorch import TransformType, retrieve_current_functorch_interpreter
+
+# A custom operator's gradient (2.11 to 2.15); torch's own use of it takes no transform.
+from torch._library.custom_ops import OPDEFS
 from torch.autograd.function import _SingleLevelFunction as FunctionAtLevel
 from torch.nn.modules._functions import BackwardHookFunction
 
-__all__ = ["FunctionAtLevel", "applying_functions_by", "functions_at_one_level"]
+__all__ = [
+    "FunctionAtLevel",
+    "OperatorGradient",
+    "applying_functions_by",
+    "functions_at_one_level",
+    "gradient_of_custom_operator",
+]
+
+
+class OperatorGradient(NamedTuple):
+    """What ``torch.library.register_autograd`` was given for an operator."""
+
+    backward: Callable[..., Any] | None
+    setup_context: Callable[..., Any] | None
+
+
+def gradient_of_custom_operator(func: Any) -> OperatorGradient | None:
+    """None for what is no operator made by ``torch.library.custom_op``, or one that writes."""
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.name not in OPDEFS:
+        return None
+    definition = OPDEFS[func._schema.name]
+    if func._schema.is_mutable:  # such operators have no gradient
+        return None
+    return OperatorGradient(definition._backward_fn, definition._setup_context_fn)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from .time_axis.batching import for_any_length
 from .tracing.effects import without_effects
 from .tracing.errors import explain_trace_errors
 from .tracing.function_overrides import Composed
-from .tracing.step_checks import forbid_trained_captures
+from .tracing.step_checks import forbid_mutation, forbid_trained_captures
 from .tracing.trace import TRACING, trace_function
 
 T = TypeVar("T")
@@ -204,6 +204,7 @@ class LossTracer:
             traced,
             "compute such a value from the result of the call, or return it in the step's out.",
         )
+        forbid_mutation("loss", graph)
         forbid_trained_captures(
             "loss",
             graph,
@@ -239,12 +240,13 @@ class LossTracer:
 
     def _make_graphs(self, traced: _TracedLoss) -> LossGraphs:
         with_grad = [i for i, flag in enumerate(self.with_grad) if flag]
+        run = traced.graph.forward  # see trace_function
 
         def value(*args: Tensor) -> list[Tensor]:
-            return list(traced.graph(*args))
+            return list(run(*args))
 
         def joint(*args: Tensor) -> list[Tensor]:
-            results, vjp = vjp_by(traced.graph, args, with_grad, [0])
+            results, vjp = vjp_by(run, args, with_grad, [0])
             return [*results, *vjp([torch.ones_like(results[0])])]
 
         return LossGraphs(

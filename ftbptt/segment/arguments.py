@@ -128,19 +128,25 @@ def lay_out(
     return call, [leaf.detach() for argument in arguments for leaf in argument.leaves], layout
 
 
-def check_no_gradient_is_lost(params: Tree, x: Tree) -> None:
-    """Raises ValueError for an ``x`` that waits for a gradient; warns of hooks on parameters.
+_GRADIENT_OF_X = (
+    "Compute it in the step, or tap it there "
+    '(make_train_segment(..., taps=["x"]) and x_t = ftbptt.tap("x", x_t)) and call '
+    'x.backward(result.taps["x"].grad); else detach it.'
+)
+
+
+def check_no_gradient_is_lost(params: Tree, x: Tree, y: Tree) -> None:
+    """Raises ValueError for data that waits for a gradient; warns of hooks on parameters.
 
     ``x`` may wait for one in a segment with taps, which has it.
     """
-    for path, leaf in tree_flatten_with_path(x)[0]:
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise ValueError(
-                f"x{keystr(path)}: requires a gradient, but a segment returns none for it, so that "
-                "what computed it would not be trained. Compute it in the step, or tap it there "
-                '(make_train_segment(..., taps=["x"]) and x_t = ftbptt.tap("x", x_t)) and call '
-                'x.backward(result.taps["x"].grad); else detach it.'
-            )
+    for name, data, remedy in (("x", x, _GRADIENT_OF_X), ("y", y, "Detach it.")):
+        for path, leaf in tree_flatten_with_path(data)[0]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise ValueError(
+                    f"{name}{keystr(path)}: requires a gradient, but a segment returns none for "
+                    f"it, so that what computed it would not be trained. {remedy}"
+                )
     for path, leaf in tree_flatten_with_path(params)[0]:
         if isinstance(leaf, Tensor) and has_hooks(leaf):
             warn(

@@ -40,7 +40,7 @@ class Following:
             known is not None
             and type(params) is dict
             and type(x) is type(y) is Tensor
-            and not x.requires_grad  # which is refused
+            and not (x.requires_grad or y.requires_grad)  # which is refused
             and self._is_the_returned(state)
             and len(params) == len(self._params)
             and all(map(is_, params.values(), self._params))

@@ -275,11 +275,15 @@ class TrainSegment:
         if trees is not None:
             key = (trees.key, with_grad, *self.surroundings(trees.device_type))
             known = self._recall.find(key)
-            is_refused = with_grad and any(leaf.requires_grad for leaf in trees.leaves[2])  # x
+            is_refused = with_grad and any(
+                leaf.requires_grad
+                for data in trees.leaves[2:4]
+                for leaf in data  # x and y
+            )
             if known is not None and not is_refused:
                 return self.again(known, trees.leaves, params, state, with_grad, early)
         if with_grad:
-            check_no_gradient_is_lost(params, () if self.tapped else x)
+            check_no_gradient_is_lost(params, () if self.tapped else x, y)
         call, tensors, layout = self._laid_out(params, state, x, y, reset, mask)
         info = CallInfo()
         if mapped:

@@ -356,6 +356,61 @@ def test_a_step_that_writes_into_what_it_closes_over() -> None:
     assert not total.any()
 
 
+@pytest.mark.parametrize("argument", ["step", "loss"])
+def test_a_counter_that_is_a_tensor(argument: str) -> None:
+    """Which nothing in the graph reads."""
+    calls = torch.zeros((), dtype=torch.long)
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if argument == "step":
+            calls.add_(1)
+        return h + x_t * params["w"], h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        if argument == "loss":
+            calls.add_(1)
+        return mse(out, y)
+
+    x = torch.randn(K, B, H)
+    segment = make_train_segment(step, loss, backend="eager")
+    expected = f"{argument}: changes in place a tensor that is not among its arguments"
+    with pytest.raises(RuntimeError, match=expected):
+        segment({"w": torch.ones(H)}, torch.zeros(B, H), x, x)
+
+
+@pytest.mark.parametrize("changed", ["out", "y"])
+def test_a_loss_that_writes_into_its_arguments(changed: str) -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = h + x_t * params["w"]
+        return h, h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        {"out": out, "y": y}[changed].sub_(1)
+        return mse(out, y)
+
+    x, y = torch.randn(K, B, H), torch.zeros(K, B, H)
+    segment = make_train_segment(step, loss, backend="eager")
+    with pytest.raises(RuntimeError, match=r"loss: changes out or y in place.*Write out = out - a"):
+        segment({"w": torch.ones(H)}, torch.zeros(B, H), x, y)
+    assert not y.any()
+
+
+def test_attempts_that_fail_print_nothing(capfd: Any) -> None:
+    """The deviation of a single step divides by 0, which a trace for any K comes upon."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = h + x_t * params["w"]
+        return h, h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return out.std(0, correction=0).mean() + out.std(0).nan_to_num().mean()
+
+    x = torch.randn(1, B, H)
+    segment = make_train_segment(step, loss, backend="eager")
+    segment({"w": torch.ones(H)}, torch.zeros(B, H), x, x)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["tensor", "parameter", "module"])
 def test_a_step_that_closes_over_what_it_should_be_given(kind: str) -> None:
     """A weight that is not in params would silently never be trained."""

@@ -410,8 +410,15 @@ def test_x_that_waits_for_a_gradient() -> None:
     refused(ValueError, r"x: requires a gradient, but a segment returns none.*taps=\[\"x\"\]", x=x)
 
 
+def test_y_that_waits_for_a_gradient() -> None:
+    """As targets do that another network computed, if they were not detached."""
+    y = arguments()["y"].requires_grad_()
+    refused(ValueError, "y: requires a gradient, but a segment returns none for it.*Detach it", y=y)
+
+
 @pytest.mark.parametrize("consecutive", [False, True])
-def test_x_that_waits_for_a_gradient_later(consecutive: bool) -> None:
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_data_that_waits_for_a_gradient_later(name: str, consecutive: bool) -> None:
     """As that of an encoder does that is no longer frozen; calls of its shape are known by then."""
     given = problem("gru_cell")
     segment: Any = make_train_segment(given.step, given.loss, backend="eager")
@@ -419,8 +426,10 @@ def test_x_that_waits_for_a_gradient_later(consecutive: bool) -> None:
     params, state, x, y = given.data(3)
     for _ in range(3):
         state = call(params, state, x, y).state
-    with pytest.raises(ValueError, match="x: requires a gradient, but a segment returns none"):
-        call(params, state, x.clone().requires_grad_(), y)
+    data = {"x": x, "y": y}
+    data[name] = data[name].clone().requires_grad_()
+    with pytest.raises(ValueError, match=f"{name}: requires a gradient, but a segment returns"):
+        call(params, state, **data)
 
 
 def test_a_hook_on_a_parameters_gradient() -> None:

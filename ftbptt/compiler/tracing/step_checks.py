@@ -1,4 +1,4 @@
-"""What a step must return, and what it must not do: checked once, when it is traced."""
+"""What a step must return, and what it and a loss must not do: checked when they are traced."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..._compat.running import is_fake
+from ..._compat.tracing import writes_in_place
 from ..._messages import describe_type
 from ..._trees import (
     in_order_of,
@@ -122,6 +123,27 @@ def forbid_input_mutation(step: Step, module: fx.GraphModule, names: list[str]) 
             raise RuntimeError(
                 f"step {step.name} changes {name} in place. A step is a pure function: work on a "
                 "clone, or return the new value."
+            )
+
+
+def forbid_mutation(argument: str, module: fx.GraphModule) -> None:
+    """Raises RuntimeError if ``argument``, as it was traced, writes into a tensor it closes over.
+
+    Or, for a loss, into what it is given, which is the caller's ``out`` and ``y``.
+    """
+    for node in module.graph.nodes:
+        if not writes_in_place(node.target):
+            continue
+        written = node.args[0]
+        if written.op == "get_attr":
+            raise RuntimeError(
+                f"{argument}: changes in place a tensor that is not among its arguments. Carry it "
+                "in the state and return it, or change it between the calls of the segment."
+            )
+        if written.op == "placeholder":
+            raise RuntimeError(
+                f"{argument}: changes out or y in place, which it would do to the result of the "
+                "call as well. Write out = out - a instead of out -= a, or work on a clone."
             )
 
 

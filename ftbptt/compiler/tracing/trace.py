@@ -43,6 +43,7 @@ from .step_checks import (
     floating_dtypes,
     forbid_input_mutation,
     forbid_mixed_dtypes,
+    forbid_mutation,
     forbid_trained_captures,
 )
 from .vmap_rewrites import REWRITES
@@ -83,6 +84,12 @@ def trace_function(
     ``time_axis.batching``, which functionalize does not take.
     ``differentiated``: the graph whose gradient the function computes.
     """
+    if isinstance(function, fx.GraphModule):
+        forward = function.forward  # a call of the module prints errors, also of a mere attempt
+
+        def function(*args: Tensor) -> Any:
+            return forward(*args)
+
     table = {
         **(BEFORE_AUTOGRAD if before_autograd else past_autograd()),
         **REWRITES,
@@ -221,6 +228,7 @@ def trace_step(
     module = without_step_effects(step, traced)
     failures_as_nan(module)
     forbid_input_mutation(step, module, names)
+    forbid_mutation("step", module)
     if autocast is None:
         forbid_mixed_dtypes(step, module, names)
     n_params, n_buffers, _, n_state = sizes
