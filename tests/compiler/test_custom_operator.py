@@ -58,6 +58,7 @@ def sign(x: Tensor) -> Tensor:
 
 
 sign.register_fake(torch.empty_like)
+sign.register_vmap(lambda info, in_dims, x: (sign(x), in_dims[0]))
 
 
 @torch.library.custom_op("ftbptt_tests::product", mutates_args=())

@@ -395,6 +395,7 @@ def test_a_loss_that_writes_into_its_arguments(changed: str) -> None:
     assert not y.any()
 
 
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 def test_attempts_that_fail_print_nothing(capfd: Any) -> None:
     """The deviation of a single step divides by 0, which a trace for any K comes upon."""
 
