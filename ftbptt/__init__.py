@@ -23,9 +23,10 @@ Packages, each importing only from those before it: ``contract`` (what a segment
 ``_trees``, ``_reach`` (what a function reads) and ``_compat`` (what is private in torch).
 """
 
+from .contract.as_step import as_step
 from .contract.output import SegmentOutput, TappedOutput
 from .contract.reference import reference_segment
-from .contract.step import Step, as_step
+from .contract.step import Step
 from .contract.taps import Tap, tap
 from .debug import Comparison, GradientHorizon, compare_to_reference, gradient_horizon
 from .segment.explain import Explanation

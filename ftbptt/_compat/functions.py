@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,29 +21,33 @@ from torch.autograd.function import _SingleLevelFunction as FunctionAtLevel
 from torch.nn.modules._functions import BackwardHookFunction
 
 __all__ = [
+    "CustomOperator",
     "FunctionAtLevel",
-    "OperatorGradient",
     "applying_functions_by",
+    "as_custom_operator",
     "functions_at_one_level",
-    "gradient_of_custom_operator",
 ]
 
 
-class OperatorGradient(NamedTuple):
-    """What ``torch.library.register_autograd`` was given for an operator."""
+class CustomOperator(NamedTuple):
+    """An operator made by ``torch.library.custom_op``, and what ``register_autograd`` was given."""
 
+    name: str
+    arguments: Sequence[Any]  # of its schema
     backward: Callable[..., Any] | None
     setup_context: Callable[..., Any] | None
 
 
-def gradient_of_custom_operator(func: Any) -> OperatorGradient | None:
-    """None for what is no operator made by ``torch.library.custom_op``, or one that writes."""
+def as_custom_operator(func: Any) -> CustomOperator | None:
+    """None for other functions, and for an operator that writes, which has no gradient."""
     if not isinstance(func, torch._ops.OpOverload) or func._schema.name not in OPDEFS:
         return None
-    definition = OPDEFS[func._schema.name]
-    if func._schema.is_mutable:  # such operators have no gradient
+    schema, definition = func._schema, OPDEFS[func._schema.name]
+    if schema.is_mutable:
         return None
-    return OperatorGradient(definition._backward_fn, definition._setup_context_fn)
+    return CustomOperator(
+        schema.name, schema.arguments, definition._backward_fn, definition._setup_context_fn
+    )
 
 
 @contextmanager

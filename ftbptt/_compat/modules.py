@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 # How torch.compile(module) names the module inside it, in front of the names of its parameters.
 COMPILED_PREFIX = "_orig_mod."
@@ -40,3 +44,20 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """As ``named_buffers(recurse=False)``; see :func:`own_parameters`."""
     return module._buffers
+
+
+@contextmanager
+def parametrizations_kept_apart() -> Iterator[None]:
+    """Within ``parametrize.cached()``, a cache of its own; torch has one, whatever the parameters.
+
+    Else a module that is called with other parameters, which are fake in a trace, would get the
+    weights that were computed from those before, and leave its own for those after.
+    """
+    if not parametrize._cache_enabled:
+        yield
+        return
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before

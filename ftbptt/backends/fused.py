@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -195,36 +195,42 @@ def run_scan(
     numbers = [steps, *kernel.row_axes, *(sequence.stride(0) for sequence in kernel_sequences)]
     for weight in weights:
         numbers += weight.stride() if weight.dim() == 3 else (0, *weight.stride())
-    finals, emits, totals = (
-        [value_of(node) for node in nodes] for nodes in (block.carries, block.emits, block.totals)
+    parts = _results(block, kernel, steps)
+    results = [result for part in parts for result in part]
+    written = iter(
+        torch.ops.ftbptt.scan(
+            inputs,
+            kernel.library,
+            numbers,
+            [size for shape, _ in results for size in shape],
+            [len(shape) for shape, _ in results],
+            [_SCALAR_TYPES[dtype] for _, dtype in results],
+        )
     )
+    finals, histories, emits, totals = ([*islice(written, len(part))] for part in parts)
     emits = [
-        value if order is None else value.permute(order)
-        for value, order in zip(emits, kernel.emit_orders, strict=True)
-    ]
-    with_history = [value for value, flag in zip(finals, block.history, strict=True) if flag]
-    shapes = [
-        *(tuple(value.shape) for value in finals),
-        *((steps + 1, *value.shape) for value in with_history),
-        *((steps, *value.shape) for value in emits),
-        *(tuple(value.shape) for value in totals),
-    ]
-    result = torch.ops.ftbptt.scan(
-        inputs,
-        kernel.library,
-        numbers,
-        [size for shape in shapes for size in shape],
-        [len(shape) for shape in shapes],
-        [_SCALAR_TYPES[value.dtype] for value in (*finals, *with_history, *emits, *totals)],
-    )
-    first_history, first_emit = len(finals), len(finals) + len(with_history)
-    histories = histories_by_carry(block, result[first_history:first_emit])
-    first_total = first_emit + len(emits)
-    written = [
         emit if order is None else emit.permute(0, *(1 + axis for axis in inverse(order)))
-        for emit, order in zip(result[first_emit:first_total], kernel.emit_orders, strict=True)
+        for emit, order in zip(emits, kernel.emit_orders, strict=True)
     ]
-    return result[:first_history], histories, [*written, *result[first_total:]]
+    return finals, histories_by_carry(block, histories), [*emits, *totals]
+
+
+def _results(
+    block: ScanBlock, kernel: Kernel, steps: Any
+) -> list[list[tuple[tuple[Any, ...], torch.dtype]]]:
+    """Shapes and dtypes of what a kernel writes: final carries, histories, emits, totals."""
+    carries = [value_of(node) for node in block.carries]
+    with_history = [value for value, flag in zip(carries, block.history, strict=True) if flag]
+    emits = [
+        value_of(node) if order is None else value_of(node).permute(order)
+        for node, order in zip(block.emits, kernel.emit_orders, strict=True)
+    ]
+    return [
+        [(tuple(value.shape), value.dtype) for value in carries],
+        [((steps + 1, *value.shape), value.dtype) for value in with_history],
+        [((steps, *value.shape), value.dtype) for value in emits],
+        [(tuple(value.shape), value.dtype) for value in map(value_of, block.totals)],
+    ]
 
 
 def _fallback(block: ScanBlock) -> Backend:

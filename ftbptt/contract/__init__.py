@@ -1,6 +1,6 @@
 """What a segment means, apart from how it runs.
 
-``step`` (one time step, from a module, a cell or a function) and ``taps`` (what is looked at inside
-it), ``loss``, ``layout`` (where time and rows lie in the caller's data), ``output`` (what comes
-back), and ``reference``: the whole as a plain loop in eager torch.
+``step`` (one time step), ``as_step`` (makes one of a module, a cell or a function), ``taps`` (what
+is looked at inside it), ``loss``, ``layout`` (where time and rows lie in the caller's data),
+``output`` (what comes back), and ``reference``: the whole as a plain loop in eager torch.
 """

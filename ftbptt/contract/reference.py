@@ -22,10 +22,11 @@ from .._trees import (
     tree_map,
     tree_unflatten,
 )
+from .as_step import as_step
 from .layout import Layout, broadcast_rows
 from .loss import Loss, segment_loss
 from .output import SegmentOutput
-from .step import Step, StepFunction, as_step, start_of
+from .step import Step, StepFunction, start_of
 
 Tree = Any
 

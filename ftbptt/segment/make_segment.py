@@ -10,8 +10,9 @@ from torch import nn
 from .._numbers import check_bool, check_initial_state, check_int, check_time_dim
 from ..backends import NAMES
 from ..compiler.signature import Recipe
+from ..contract.as_step import as_step
 from ..contract.loss import Loss, of_first
-from ..contract.step import Step, StepFunction, as_step
+from ..contract.step import Step, StepFunction
 from .call import InDims
 from .train_segment import TrainSegment
 

@@ -16,7 +16,8 @@ from ..compiler.signature import Recipe
 from ..contract.layout import Layout, SharedLayout
 from ..contract.loss import Loss, of_first
 from ..contract.output import EarlyGradients, SegmentOutput, TappedOutput
-from .arguments import check_no_gradient_is_lost, lay_out
+from .argument_checks import check_no_gradient_is_lost
+from .arguments import lay_out
 from .call import Call, InDims, Results, context_of, layout_of
 from .call_cache import Known, Recall, Trees, like
 from .executables import Executables

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from ftbptt import as_step, make_train_segment, reference_segment
@@ -54,6 +54,21 @@ def test_parametrised(kind: str) -> None:
     draw, wrap = Draw(0), getattr(parametrizations, kind)
     module = draw.module(lambda: Plain(wrap)).eval()
     check_module(problem_of(module, draw))
+
+
+def test_a_cache_of_parametrized_weights() -> None:
+    """torch's is one for all calls, whatever the parameters: neither takes from the other."""
+    draw = Draw(0)
+    made = problem_of(draw.module(lambda: Plain(parametrizations.weight_norm)), draw)
+    module: Any = made.step
+    segment = make_train_segment(module, made.loss, backend="eager")
+    others = {name: 0.5 * p.detach() for name, p in made.params.items()}
+    _, state, x, y = made.data(K)
+    with parametrize.cached():
+        before = module(x[0], state)[0]
+        assert_close(segment(others, state, x, y), reference(replace(made, params=others), K))
+        assert_close(segment(made.params, state, x, y), reference(made, K))
+        assert torch.equal(module(x[0], state)[0], before)
 
 
 def test_spectral_norm_in_train_mode_changes_a_buffer() -> None:

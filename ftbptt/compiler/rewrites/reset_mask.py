@@ -7,6 +7,7 @@ work: rows restart independently, and a reset adds no kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -48,41 +49,17 @@ def with_reset_and_mask(
     parameters, buffers and captures.
     """
     n_params, n_initial, n_x = len(s.params), len(s.initial), len(s.x)
-
-    def initial_parts(
-        params: Sequence[Tensor], initial: Sequence[Tensor], parts: list[Tensor]
-    ) -> list[Tensor]:
-        leaves = list(initial)
-        if callable(recipe.initial_state):
-            with under(s.autocast):
-                tree = recipe.initial_state(tree_unflatten(list(params), s.specs.params))
-            like = tree_unflatten([None] * len(s.state), s.specs.state)
-            leaves, spec = tree_flatten(in_order_of(like, tree))
-            if spec != s.specs.state:
-                raise TypeError(
-                    "initial_state: expected the structure of the state, found a different one.\n"
-                    f"  state:         {s.specs.state}\n  initial_state: {spec}"
-                )
-        elif not n_initial:
-            return [torch.zeros_like(part) for part in parts]
-        unpacked: list[Tensor] = []
-        for leaf, state_leaf, packing in zip(leaves, s.state, packings, strict=True):
-            if leaf.dim() > len(state_leaf.shape) or not _broadcasts(leaf.shape, state_leaf.shape):
-                raise ValueError(
-                    f"initial_state: returned a leaf of shape {list(leaf.shape)} where the state "
-                    f"has {list(state_leaf.shape)}. Return that, or one that broadcasts to it."
-                )
-            unpacked += packing.unpack(leaf.expand(state_leaf.shape))
-        return unpacked
+    part_axes = [
+        packing.row_axis(axis)
+        for packing, axis in zip(packings, row_axes, strict=True)
+        for _ in range(packing.count)
+    ]
 
     def choose(flags: Tensor, yes: list[Tensor], no: list[Tensor]) -> list[Tensor]:
-        chosen: list[Tensor] = []
-        for packing, axis in zip(packings, row_axes, strict=True):
-            part_axis = packing.row_axis(axis)
-            for _ in range(packing.count):
-                pair = yes[len(chosen)], no[len(chosen)]
-                chosen.append(broadcast_rows(torch.where, flags, *pair, _always(part_axis)))
-        return chosen
+        return [
+            broadcast_rows(torch.where, flags, a, b, _always(axis))
+            for a, b, axis in zip(yes, no, part_axes, strict=True)
+        ]
 
     def run(*args: Tensor) -> list[Tensor]:
         fixed, rest = args[:n_fixed], list(args[n_fixed:])
@@ -94,7 +71,8 @@ def with_reset_and_mask(
             factor = x[-1].reshape(())  # it has the axes that where time lies in x may need
             parts = [_with_factor(part, factor) for part in parts]
         if reset is not None:
-            parts = choose(reset, initial_parts(fixed[:n_params], initial, parts), parts)
+            start = _initial_parts(recipe, s, packings, fixed[:n_params], initial, parts)
+            parts = choose(reset, start, parts)
         result = module(*fixed, *x, *parts)
         outs, after = result[: len(result) - len(parts)], result[len(result) - len(parts) :]
         if mask is not None:
@@ -102,3 +80,41 @@ def with_reset_and_mask(
         return [*outs, *after]
 
     return run
+
+
+def _initial_parts(
+    recipe: Recipe,
+    s: Signature,
+    packings: Sequence[Packing],
+    params: Sequence[Tensor],
+    initial: list[Tensor],
+    like: Sequence[Tensor],
+) -> list[Tensor]:
+    """The parts of the state that a reset starts from; zeros ``like`` those of the state."""
+    if callable(recipe.initial_state):
+        with under(s.autocast):
+            tree = recipe.initial_state(tree_unflatten(list(params), s.specs.params))
+        initial = _leaves_like_state(tree, s)
+    elif not initial:
+        return [torch.zeros_like(part) for part in like]
+    parts: list[Tensor] = []
+    for leaf, state_leaf, packing in zip(initial, s.state, packings, strict=True):
+        if leaf.dim() > len(state_leaf.shape) or not _broadcasts(leaf.shape, state_leaf.shape):
+            raise ValueError(
+                f"initial_state: returned a leaf of shape {list(leaf.shape)} where the state "
+                f"has {list(state_leaf.shape)}. Return that, or one that broadcasts to it."
+            )
+        parts += packing.unpack(leaf.expand(state_leaf.shape))
+    return parts
+
+
+def _leaves_like_state(tree: Any, s: Signature) -> list[Tensor]:
+    """The leaves of a computed ``initial_state``, in the order of those of the state."""
+    like = tree_unflatten([None] * len(s.state), s.specs.state)
+    leaves, spec = tree_flatten(in_order_of(like, tree))
+    if spec != s.specs.state:
+        raise TypeError(
+            "initial_state: expected the structure of the state, found a different one.\n"
+            f"  state:         {s.specs.state}\n  initial_state: {spec}"
+        )
+    return leaves

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ def split_stacked_state(
             parts = [graph.placeholder(f"{leaf.name}_{i}") for i in range(packing.count)]
         for part, fake in zip(parts, packing.unpack(value_of(leaf)), strict=True):
             part.meta["val"] = fake
-        for reader, part in _readers(leaf, packing, parts):
-            reader.replace_all_uses_with(part)
+        for reader, part in _readers(leaf, packing).items():
+            reader.replace_all_uses_with(parts[part])
         graph.eliminate_dead_code()
         graph.erase_node(leaf)
     module.recompile()
@@ -137,36 +138,53 @@ def _packing(leaf: Node, after: Node) -> Packing:
     return Packing()
 
 
-def _readers(leaf: Node, packing: Packing, parts: Sequence[Node]) -> list[tuple[Node, Node]]:
-    """Each node that reads exactly one part of the leaf, with that part."""
-    readers = []
-    starts = [sum(packing.sizes[:i]) for i in range(len(packing.sizes))]
-    rank, length = value_of(leaf).dim(), value_of(leaf).shape[packing.dim]
-    for user in list(leaf.users):
-        args = [*user.args[1:]]
-        if not packing.sizes and user.target is aten.select.int and args[0] % rank == packing.dim:
-            readers.append((user, parts[args[1] % packing.count]))
-        elif not packing.sizes and user.target is aten.unbind.int:
-            if (args[0] if args else 0) % rank == packing.dim:
-                readers += [(item, parts[item.args[1]]) for item in user.users]
-        elif packing.sizes and user.target in (aten.split.Tensor, aten.split_with_sizes.default):
-            pieces = [piece.shape[packing.dim] for piece in user.meta["val"]]
-            if (args[1] if len(args) > 1 else 0) % rank == packing.dim and tuple(
-                pieces
-            ) == packing.sizes:
-                readers += [(item, parts[item.args[1]]) for item in user.users if is_getitem(item)]
-        elif packing.sizes and user.target is aten.slice.Tensor and len(args) >= 3:
-            start, end = args[1] or 0, min(args[2], length)
-            if args[0] % rank == packing.dim and start in starts and len(args) == 3:
-                part = starts.index(start)
-                if end - start == packing.sizes[part]:
-                    readers.append((user, parts[part]))
+def _readers(leaf: Node, packing: Packing) -> dict[Node, int]:
+    """The nodes that read exactly one part of the leaf, each with the number of the part."""
+    readers: dict[Node, int] = {}
+    for user in leaf.users:
+        if _divides(user, packing):
+            readers |= {item: item.args[1] for item in user.users if is_getitem(item)}
+        elif (part := _part_taken(user, packing)) is not None:
+            readers[user] = part
     return readers
+
+
+def _divides(user: Node, packing: Packing) -> bool:
+    """Whether it takes the leaf apart into exactly its parts."""
+    if not packing.sizes:
+        if user.target is not aten.unbind.int:
+            return False
+        dims = user.args[1:]
+    elif user.target in (aten.split.Tensor, aten.split_with_sizes.default):
+        dims = user.args[2:]
+    else:
+        return False
+    if (dims[0] if dims else 0) % value_of(user.args[0]).dim() != packing.dim:
+        return False
+    pieces = tuple(piece.shape[packing.dim] for piece in user.meta["val"]) if packing.sizes else ()
+    return pieces == packing.sizes
+
+
+def _part_taken(user: Node, packing: Packing) -> int | None:
+    """The number of the part, if it selects or slices one."""
+    if user.target is not (aten.slice.Tensor if packing.sizes else aten.select.int):
+        return None
+    if packing.sizes and len(user.args) != 4:  # without an end, or with a step
+        return None
+    leaf, dim, *bounds = user.args
+    if dim % value_of(leaf).dim() != packing.dim:
+        return None
+    if not packing.sizes:
+        return bounds[0] % packing.count
+    found = bounds[0] or 0, min(bounds[1], value_of(leaf).shape[packing.dim])
+    ends = [*accumulate(packing.sizes)]
+    parts = [*zip([0, *ends], ends, strict=False)]
+    return parts.index(found) if found in parts else None
 
 
 def _reads_only_parts(leaf: Node, packing: Packing) -> bool:
     """Whether each read of the leaf is of one part."""
-    readers = {reader for reader, _ in _readers(leaf, packing, [leaf] * packing.count)}
+    readers = _readers(leaf, packing)
     return all(
         user in readers or (user.users and all(item in readers for item in user.users))
         for user in leaf.users

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from ..._compat.functions import (
+    CustomOperator,
     FunctionAtLevel,
-    OperatorGradient,
     applying_functions_by,
     functions_at_one_level,
 )
@@ -261,10 +261,10 @@ def _backward_of(
 
 
 def apply_operator(
-    operator: Any, gradient: OperatorGradient, args: Sequence[Any], kwargs: dict[str, Any]
+    call: Callable[..., Any], operator: CustomOperator, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Calls a custom operator, as a Function with the gradient that was registered for it."""
-    name, arguments = operator._schema.name, operator._schema.arguments
+    name, arguments = operator.name, operator.arguments
     given = {**{a.name: a.default_value for a in arguments if a.has_default_value()}, **kwargs}
     given.update(zip((a.name for a in arguments), args, strict=False))
     positional = [given[a.name] for a in arguments if not a.kwarg_only]
@@ -273,24 +273,24 @@ def apply_operator(
     def forward(ctx: Any, *inputs: Any) -> Any:
         # Detached: torch's own gradient of it cannot be traced, though nothing asks for it.
         detached = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, inputs)
-        output = operator(*detached, **options)
+        output = call(*detached, **options)
         if isinstance(output, list) or any(map(_is_list_of_tensors, inputs)):
             raise RuntimeError(
                 f"{name}: an operator that takes or returns a list of tensors has no gradient in a "
                 "segment. Give it single tensors, and return a tuple."
             )
-        if gradient.setup_context is not None:
+        if operator.setup_context is not None:
             named = {"keyword_only_inputs": options} if options else {}
-            gradient.setup_context(ctx=ctx, inputs=inputs, output=output, **named)
+            operator.setup_context(ctx=ctx, inputs=inputs, output=output, **named)
         return output
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        if gradient.backward is None:
+        if operator.backward is None:
             raise RuntimeError(
                 f"{name}: is differentiated, but has no gradient. Register one "
                 "(torch.library.register_autograd), or give it detached tensors."
             )
-        return gradient.backward(ctx, *grads)
+        return operator.backward(ctx, *grads)
 
     parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function: Any = type(name, (torch.autograd.Function,), parts)

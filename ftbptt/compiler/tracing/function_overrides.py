@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..._compat.functions import gradient_of_custom_operator
+from ..._compat.functions import as_custom_operator
 from ..._trees import differentiable, tree_map
 from ..straight_through import with_gradient_of
 from .custom_gradient import apply_operator
@@ -243,6 +243,6 @@ class Composed(TorchFunctionMode):
         if composed is not None:
             with self:  # the mode is off inside this method; a layer calls dropout
                 result = composed(*args, **kwargs)
-        if result is NotImplemented and (gradient := gradient_of_custom_operator(func)):
-            result = apply_operator(func, gradient, args, kwargs)
+        if result is NotImplemented and (operator := as_custom_operator(func)):
+            result = apply_operator(func, operator, args, kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result

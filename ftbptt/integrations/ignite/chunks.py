@@ -19,7 +19,8 @@ from torch.amp import GradScaler
 from ..._messages import first_line
 from ..._trees import tree_flatten, tree_leaves, tree_map
 from ..._warnings import warn
-from ...contract.step import Step, as_step
+from ...contract.as_step import as_step
+from ...contract.step import Step
 from ...segment.make_segment import make_train_segment
 from ...training.data.chunk import Chunk
 from ...training.segments import Segments

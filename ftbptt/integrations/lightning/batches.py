@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..._trees import tree_leaves, tree_map
+from ...contract.as_step import as_step
 from ...contract.loss import Loss
-from ...contract.step import as_step
 from ...segment.make_segment import make_train_segment
 from ...training.data.chunk import Chunk, TimeAxes, as_chunk, as_tensors, check_leaves, error_prefix
 from ...training.data.cursor import Span

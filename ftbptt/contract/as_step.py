@@ -1,0 +1,163 @@
+"""From what the user has (a module, a torch cell or layer, a function) to a :class:`Step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .._compat.modules import uncompiled
+from .._trees import tree_leaves, tree_map
+from .step import Step, StepFunction, layers_of
+
+Tree = Any
+
+
+def as_step(
+    step: nn.Module | StepFunction | Step,
+    *,
+    sequence: bool = False,
+    batch_first: bool | None = None,
+    state_batch_dim: int | None = None,
+) -> Step:
+    """as_step : module or function -> Step
+
+    - a function ``step(params, x_t, state) -> (out_t, state)``;
+    - a module called ``module(x_t, state) -> (out_t, state)``;
+    - torch's ``nn.RNNCell``, ``nn.GRUCell``, ``nn.LSTMCell`` (``out_t`` is the new ``h``) and
+      ``nn.RNN``, ``nn.GRU``, ``nn.LSTM``, with the state they use in torch;
+    - with ``sequence=True``, a module that takes a chunk, ``module(x[K, ...], state) ->
+      (out[K, ...], state)``: it is called on chunks of one step, so a layer in it that mixes steps,
+      such as a convolution over time, would see one at a time, and noise is drawn anew for each
+      step: a mask of variational dropout is for the state to carry.
+
+    ``batch_first`` says that the chunk is ``[B, K, ...]`` (default: what the recurrent modules
+    inside say); ``state_batch_dim`` is the axis of the rows in a state leaf, which ``reset`` and
+    ``mask`` of shape ``[K, B]`` need (default: 1 for leaves like the ``[L, B, H]`` of a torch
+    recurrent layer inside, else 0).
+
+    Raises TypeError for what is none of these, such as a module of TorchScript, and for an option
+    that has no meaning for it; ValueError for a layer that reads time in both directions.
+
+    >>> as_step(nn.LSTMCell(3, 5)).name
+    'LSTMCell'
+    """
+    options = {
+        "sequence": sequence or None,
+        "batch_first": batch_first,
+        "state_batch_dim": state_batch_dim,
+    }
+    if isinstance(step, Step):
+        _refuse(options, "what as_step has made")
+        return step
+    if isinstance(step, type) or not callable(step):
+        raise TypeError(
+            f"step: expected a module, or a function step(params, x_t, state) -> (out_t, state), "
+            f"found {step!r}."
+        )
+    if not isinstance(step, nn.Module):
+        if sequence:
+            raise TypeError(
+                "as_step(sequence=True) needs an nn.Module; for a function, call it on a chunk of "
+                "one step yourself: step(params, x_t, state)."
+            )
+        _refuse(options, "a function", but=["state_batch_dim"])
+        return Step(step, state_batch_dim=state_batch_dim)
+    if isinstance(step, torch.jit.ScriptModule):
+        raise TypeError(
+            "step: a module of torch.jit.script or torch.jit.trace cannot be run with other "
+            "parameters than its own. Pass the module that it was made from."
+        )
+    if isinstance(step, (nn.DataParallel, DistributedDataParallel)):
+        raise TypeError(
+            f"step: {type(step).__name__} runs a batch on several devices, and reduces gradients "
+            "by itself. Pass the module inside, step.module; for several processes there is "
+            "train_stream(..., mesh=)."
+        )
+    step = uncompiled(step)  # what torch.compile wraps is compiled here, as part of the segment
+    layers = layers_of(step)
+    for layer in layers:
+        # In a module that takes one step, it may read along another axis than time.
+        if layer.bidirectional and (layer is step or sequence):
+            raise ValueError(
+                f"step: {type(layer).__name__}(bidirectional=True) cannot be trained by TBPTT: "
+                "its backward direction reads the sequence from the end, which a segment of K "
+                "steps does not hold, so no state can be carried to the next segment. Use "
+                "bidirectional=False, or train on whole sequences with autograd."
+            )
+    if batch_first is None:
+        batch_first = any(layer.batch_first for layer in layers)
+    if isinstance(step, nn.RNNCellBase):
+        _refuse(options, f"{type(step).__name__}, which takes one step")
+        call = _call_lstm_cell if isinstance(step, nn.LSTMCell) else _call_cell
+        return Step(None, step, call, zero_state=_zero_cell_state(step))
+    if isinstance(step, nn.RNNBase):
+        _refuse(options, f"{type(step).__name__}", but=["sequence", "batch_first"])
+        return Step(
+            None, step, _call_chunk(batch_first), batch_first, None, _zero_layer_state(step)
+        )
+    if sequence:
+        return Step(None, step, _call_chunk(batch_first), batch_first, state_batch_dim)
+    _refuse(options, "a module that takes one step", but=["state_batch_dim"])
+    return Step(None, step, state_batch_dim=state_batch_dim)
+
+
+def _refuse(options: dict[str, Any], what: str, but: Sequence[str] = ()) -> None:
+    for name, value in options.items():
+        if value is not None and name not in but:
+            raise TypeError(f"as_step: {name}={value!r} has no meaning for {what}. Leave it out.")
+
+
+def _call_cell(cell: nn.Module, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = cell(x_t, h)
+    return h, h
+
+
+def _call_lstm_cell(cell: nn.Module, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+    h, c = cell(x_t, tuple(state))
+    return h, type(state)((h, c)) if type(state) in (tuple, list) else (h, c)
+
+
+def _call_chunk(batch_first: bool) -> Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]]:
+    def call(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+        # An unbatched chunk is [K, D] whatever batch_first says, as in torch.
+        def axis(leaf: Tensor) -> int:
+            return 1 if batch_first and leaf.dim() >= 1 and _is_batched(module, leaf) else 0
+
+        out, state = module(tree_map(lambda leaf: leaf.unsqueeze(axis(leaf)), x_t), state)
+        out_axis = max(axis(leaf) for leaf in _tensors(x_t))
+        return tree_map(lambda leaf: leaf.squeeze(out_axis), out), state
+
+    return call
+
+
+def _tensors(tree: Tree) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_batched(module: nn.Module, x_t: Tensor) -> bool:
+    """Whether one step of the data has rows: torch's own layers also take [D] and then [K, D]."""
+    return x_t.dim() >= 2 or not isinstance(module, nn.RNNBase)
+
+
+def _zero_cell_state(cell: nn.RNNCellBase) -> Callable[[Tree], Tree]:
+    def zero_state(x_t: Tensor) -> Tree:
+        h = x_t.new_zeros((*x_t.shape[:-1], cell.hidden_size))
+        return (h, torch.zeros_like(h)) if isinstance(cell, nn.LSTMCell) else h
+
+    return zero_state
+
+
+def _zero_layer_state(layer: nn.RNNBase) -> Callable[[Tree], Tree]:
+    def zero_state(x_t: Tensor) -> Tree:
+        rows = x_t.shape[:-1]
+        hidden = layer.proj_size or layer.hidden_size
+        h = x_t.new_zeros((layer.num_layers, *rows, hidden))
+        if isinstance(layer, nn.LSTM):
+            return h, x_t.new_zeros((layer.num_layers, *rows, layer.hidden_size))
+        return h
+
+    return zero_state

@@ -1,0 +1,239 @@
+"""What a call's arguments must be. Errors name the leaf, what was found and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat.modules import has_hooks
+from .._trees import keystr, tree_flatten, tree_flatten_with_path
+from .._warnings import warn
+from ..compiler.signature import Level, Recipe
+from .call import GROUPS
+
+Tree = Any
+_LEAF, _EMPTY = tree_flatten(0)[1], tree_flatten(())[1]
+
+
+class Argument:
+    """One argument of the caller, flattened; every leaf of it a tensor.
+
+    ``shared``: its leaves have the batch axis of ``in_dims``.
+    """
+
+    def __init__(self, name: str, tree: Tree, shared: bool = False) -> None:
+        self.name, self.tree, self.shared = name, tree, shared
+        if isinstance(tree, Tensor):  # the most frequent tree, and the slowest to ask pytree for
+            self.leaves, self.spec = [tree], _LEAF
+        elif type(tree) is tuple and not tree:
+            self.leaves, self.spec = [], _EMPTY
+        else:
+            self.leaves, self.spec = tree_flatten(tree)
+        for i, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, Tensor):
+                convert = "" if leaf is None else "torch.as_tensor(value), or "
+                if hasattr(leaf, "keys"):
+                    convert = "dict(value), or "
+                raise TypeError(
+                    f"{self.path(i)}: expected a tensor, found {type(leaf).__name__}. Every leaf "
+                    f"of {name} must be a tensor: {convert}keep what is not data out of it."
+                )
+
+    def path(self, i: int) -> str:
+        """The name of the i-th leaf, for a message."""
+        return f"{self.name}{keystr(tree_flatten_with_path(self.tree)[0][i][0])}"
+
+
+_GRADIENT_OF_X = (
+    "Compute it in the step, or tap it there "
+    '(make_train_segment(..., taps=["x"]) and x_t = ftbptt.tap("x", x_t)) and call '
+    'x.backward(result.taps["x"].grad); else detach it.'
+)
+
+
+def check_no_gradient_is_lost(params: Tree, x: Tree, y: Tree) -> None:
+    """Raises ValueError for data that waits for a gradient; warns of hooks on parameters.
+
+    ``x`` may wait for one in a segment with taps, which has it.
+    """
+    for name, data, remedy in (("x", x, _GRADIENT_OF_X), ("y", y, "Detach it.")):
+        for path, leaf in tree_flatten_with_path(data)[0]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise ValueError(
+                    f"{name}{keystr(path)}: requires a gradient, but a segment returns none for "
+                    f"it, so that what computed it would not be trained. {remedy}"
+                )
+    for path, leaf in tree_flatten_with_path(params)[0]:
+        if isinstance(leaf, Tensor) and has_hooks(leaf):
+            warn(
+                f"ftbptt: params{keystr(path)} has a hook on its gradient, which is not called: "
+                "gradients are returned, not accumulated by autograd. Apply it to what is returned "
+                "(in train_stream by Events(before_update=...)), and remove it.",
+                RuntimeWarning,
+            )
+
+
+def check_parameter_names(recipe: Recipe, params: Tree) -> None:
+    step = recipe.step
+    names = step.parameter_names()
+    if names is None:
+        return
+    if not isinstance(params, dict):
+        raise TypeError(
+            f"params: expected a dict of {step.name}'s parameters by name, found "
+            f"{type(params).__name__}. Pass dict(module.named_parameters())."
+        )
+    params = step.own_names(params)
+    if missing := [name for name in names if name not in params]:
+        raise TypeError(
+            f"params: {missing[0]!r} is missing, a parameter of {step.name}. Pass "
+            "dict(module.named_parameters()); to freeze one, pass it and leave it out of the "
+            "optimizer."
+        )
+    if len(params) > len(names):
+        known = {*names, *step.buffers()}
+        if unknown := [name for name in params if name not in known]:
+            if twin := step.other_name(unknown[0]):
+                raise TypeError(
+                    f"params: {unknown[0]!r} is the parameter that stands there as {twin!r} "
+                    "already, tied to it. Pass dict(module.named_parameters()), which has it once."
+                )
+            raise TypeError(
+                f"params: {unknown[0]!r} is not a parameter of {step.name}, which has "
+                f"{', '.join(map(repr, names))}."
+            )
+
+
+def check_lengths(
+    xs: Argument, ys: Argument, time_dim: int, x_dim: int | None, y_dim: int | None
+) -> int:
+    """The number of steps K, the same in every leaf of x and y.
+
+    ``x_dim`` and ``y_dim`` are axes that ``time_dim`` does not count (``in_dims``).
+    """
+    steps: int | None = None
+    for argument, dim in ((xs, x_dim), (ys, y_dim)):
+        for i, leaf in enumerate(argument.leaves):
+            shape = list(leaf.shape)
+            if dim is not None:
+                check_axis(argument, i, dim)
+                del shape[dim]
+            if len(shape) <= time_dim:
+                raise ValueError(
+                    f"{argument.path(i)}: expected time on axis {time_dim}, found shape "
+                    f"{list(leaf.shape)}."
+                )
+            length = shape[time_dim]
+            if steps is not None and length != steps:
+                raise ValueError(
+                    f"{argument.path(i)}: has {length} steps on axis {time_dim}, but "
+                    f"{xs.path(0)} has {steps}. x and y must have the same length; nothing is cut "
+                    "silently. Where only some steps have a target, fill up y and give mask=. "
+                    "Expand what a row has at all steps over them, or carry it in the state."
+                )
+            steps = length
+        if steps is None:
+            raise TypeError(
+                "x: expected at least one tensor, with time on its first axis; found none."
+            )
+    if steps == 0:
+        raise ValueError("x: has 0 steps; a segment needs at least one. Skip an empty segment.")
+    assert steps is not None
+    return steps
+
+
+def check_axis(argument: Argument, i: int, axis: int) -> None:
+    """``in_dims`` names an axis that each leaf of the argument must have."""
+    shape = list(argument.leaves[i].shape)
+    if axis >= len(shape):
+        raise ValueError(
+            f"{argument.path(i)}: has shape {shape}, but in_dims names axis {axis} of "
+            f"{argument.name}. Name one that every leaf has."
+        )
+
+
+def check_batches(argument: Argument, shared: Level, axis: int) -> None:
+    for i, leaf in enumerate(argument.leaves):
+        if leaf.shape[axis] != shared.size:
+            raise ValueError(
+                f"{argument.path(i)}: has {leaf.shape[axis]} sequences on the axis that in_dims "
+                f"names, but x has {shared.size}."
+            )
+
+
+def check_initial(initial: Argument, states: Argument, state_dim: int | None) -> None:
+    """``state_dim``: the axis of a state leaf that ``initial_state`` does not have."""
+    for i, (start, leaf) in enumerate(zip(initial.leaves, states.leaves, strict=False)):
+        if start.dtype != leaf.dtype:
+            raise TypeError(
+                f"{initial.path(i)}: is {start.dtype}, but {states.path(i)} is {leaf.dtype}. Give "
+                "both in one dtype."
+            )
+        shape = list(leaf.shape)
+        if state_dim is not None:
+            del shape[state_dim]
+        try:
+            fits = torch.broadcast_shapes(start.shape, shape) == torch.Size(shape)
+        except RuntimeError:
+            fits = False
+        if not fits:
+            of_one = "" if state_dim is None else f" without axis {state_dim}, the sequences"
+            raise ValueError(
+                f"{initial.path(i)}: has shape {list(start.shape)}, but {states.path(i)} has "
+                f"{shape}{of_one}. Give the shape of the state, or one that broadcasts to it."
+            )
+
+
+def check_flag_types(reset: Any, mask: Any, most_axes: int) -> None:
+    """``most_axes``: with ``in_dims``, each sequence may have rows of its own."""
+    for name, flags in (("reset", reset), ("mask", mask)):
+        if flags is None:
+            continue
+        found = flags.dtype if isinstance(flags, Tensor) else type(flags).__name__
+        if found != torch.bool:
+            raise TypeError(f"{name}: expected a bool tensor [K] or [K, B], found {found}.")
+        if not 1 <= flags.dim() <= most_axes:
+            raise ValueError(f"{name}: expected [K] or [K, B], found shape {list(flags.shape)}.")
+
+
+def check_flags(argument: Argument, steps: int, states: Argument, recipe: Recipe) -> None:
+    """The lengths of ``reset`` and ``mask``, with time in front."""
+    name = argument.name
+    for flags in argument.leaves:
+        shape = list(flags.shape)
+        if shape[0] != steps:
+            raise ValueError(f"{name}: has {shape[0]} steps, but x has {steps}.")
+        if len(shape) == 1 or argument.shared:
+            continue
+        for i, leaf in enumerate(states.leaves):
+            axis = recipe.step.row_axis(leaf)
+            rows = leaf.shape[axis] if leaf.dim() > axis else None
+            if rows != shape[1]:
+                raise ValueError(
+                    f"{name}: has {shape[1]} rows, but {states.path(i)} of shape "
+                    f"{list(leaf.shape)} has {rows or 'none'} on axis {axis}. Give one bool per "
+                    "row of the batch, or [K] for all rows; if the rows of the state lie on "
+                    "another axis, say so with as_step(..., state_batch_dim=)."
+                )
+            if axis == 1 and recipe.step.may_be_rows_first(leaf, states.leaves):
+                raise ValueError(
+                    f"{name}: has {shape[1]} rows, and {states.path(i)} of shape "
+                    f"{list(leaf.shape)} as many on axis 0 and on axis 1. Say which are the rows "
+                    "of the batch with as_step(..., state_batch_dim=). It holds for all leaves: "
+                    "where they differ, transpose some, or give [K] for all rows."
+                )
+
+
+def check_devices(arguments: Sequence[Argument]) -> None:
+    device = arguments[GROUPS.index("x")].leaves[0].device
+    for argument in arguments:
+        for i, leaf in enumerate(argument.leaves):
+            if leaf.device != device:
+                x = arguments[GROUPS.index("x")].path(0)
+                raise ValueError(
+                    f"{argument.path(i)}: is on {leaf.device}, but {x} is on {device}. Move "
+                    "everything to one device."
+                )
