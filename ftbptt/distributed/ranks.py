@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+# Its functions have the default group of the time of their import as a default argument, and torch
+# imports it late: then the group outlives its end, see Ranks.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
@@ -39,9 +44,19 @@ class Ranks:
                 "mesh: expected a DeviceMesh or a ProcessGroup, found "
                 f"{type(mesh).__name__}. torch.distributed.device_mesh.init_device_mesh makes one."
             )
-        self.group = mesh
+        # Not held: what holds a group keeps its threads when it is destroyed, and those of gloo end
+        # the process (SIGABRT) if they let go of a tensor while the interpreter shuts down.
+        self._group = weakref.ref(mesh)
         self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
         self.alive = True  # False once a collective has failed
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Raises :class:`RankFailed` once the group was destroyed."""
+        group = self._group()
+        if group is None:
+            raise RankFailed("mesh: its process group was destroyed, so the ranks cannot go on.")
+        return group
 
     def broadcast_params(self, params: Tree) -> None:
         """Overwrites the parameters with those of the first rank, in place.

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ def main(folder: Path, kills: int) -> None:
         "gloo", init_method=None if meeting is None else f"file://{meeting}",
         rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
     )  # fmt: skip
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size, group = dist.get_rank(), dist.get_world_size(), weakref.ref(dist.group.WORLD)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     chance = random.Random(attempt)
     victim, after = chance.randrange(size), chance.uniform(0.0, 0.5)
@@ -61,6 +62,8 @@ def main(folder: Path, kills: int) -> None:
     if rank == 0:
         torch.save({name: p.detach() for name, p in params.items()}, folder / "result.pt")
     dist.destroy_process_group()
+    # Its threads may end the process that shuts down, if they still have something to let go of.
+    assert group() is None, "something holds the process group after its end"
 
 
 if __name__ == "__main__":
