@@ -213,7 +213,7 @@ class _Printer:
 
     def _add_totals(self) -> Iterator[str]:
         for i in range(len(self.loop.totals)):
-            yield f"sums{i}.add_step();"
+            yield f"sums{i}.add_step(step);"
 
     def _store_totals(self) -> Iterator[str]:
         for i in range(len(self.loop.totals)):

@@ -22,6 +22,7 @@
 #include "buffer.h"
 #include "gemm.h"
 #include "math.h"
+#include "sums.h"
 
 namespace ftbptt {
 
@@ -97,42 +98,6 @@ inline void add_(T* p, X x) {
 
 template <typename T, typename V>
 inline void add_(T* p, V v, int64_t count) { store_(p, load_<V>(p, count) + v, count); }
-
-// Sums over all steps and rows. Each thread adds up its rows of one step first, and then the steps,
-// which loses fewer digits than one long running sum.
-template <typename T>
-class Sums {
- public:
-  Sums(int64_t threads, int64_t count)
-      : threads_(threads), count_(count), stride_((count + kLine - 1) / kLine * kLine), all_(2 * threads * stride_) {
-    std::fill_n(all_.data(), 2 * threads * stride_, T(0));
-  }
-
-  T* of_step() const { return all_.data() + 2 * omp_get_thread_num() * stride_; }
-
-  void add_step() const {
-    T* const step = of_step();
-    T* const sum = step + stride_;
-    for (int64_t i = 0; i < count_; ++i) {
-      sum[i] += step[i];
-      step[i] = T(0);
-    }
-  }
-
-  template <typename S>
-  void store(S* out) const {
-    for (int64_t i = 0; i < count_; ++i) {
-      T sum(0);
-      for (int64_t thread = 0; thread < threads_; ++thread) sum += all_.data()[(2 * thread + 1) * stride_ + i];
-      out[i] = static_cast<S>(sum);
-    }
-  }
-
- private:
-  static constexpr int64_t kLine = 64 / sizeof(T);
-  int64_t threads_, count_, stride_;
-  Buffer<T> all_;
-};
 
 // -- arithmetic: on vectors, and on scalars ------------------------------------------------------
 
