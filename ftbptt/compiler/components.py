@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 import networkx as nx
 
 from .adjoint import Loop
-from .graphs import Node, inputs_of, is_getitem, is_tuple, needed_for, reachable_from
+from .graphs import (
+    Node,
+    aten,
+    inputs_of,
+    is_getitem,
+    is_tuple,
+    needed_for,
+    reachable_from,
+    value_of,
+)
 
 
 @dataclass(frozen=True)
@@ -104,3 +113,26 @@ def assign_stages(order: list[Node], components: list[Component]) -> dict[Node, 
         else:
             stage[node] = max(map(ready, inputs_of(node)), default=0)
     return stage
+
+
+_LINEAR = {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default,
+           aten.where.self}  # fmt: skip
+
+
+def is_linear(component: Component) -> bool:
+    """Whether its next carry is elementwise affine in its one carry."""
+    if len(component.carries) > 1:
+        return False
+    (carry,), core = component.carries, component.core - component.fused
+    inside = core | {carry}
+    shape = value_of(carry).shape
+    for node in core:
+        if node.target not in _LINEAR or value_of(node).shape != shape:
+            return False
+        if sum(arg in inside for arg in node.args) != 1:
+            return False
+        if node.target is aten.div.Tensor and node.args[0] not in inside:
+            return False
+        if node.target is aten.where.self and node.args[0] in inside:
+            return False
+    return bool(core)

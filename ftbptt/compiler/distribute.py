@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from .adjoint import Loop
-from .components import Component, assign_stages, find_components, is_map_stage
+from .components import Component, assign_stages, find_components, is_linear, is_map_stage
 from .fusion import Fusion, fused_nodes, keeps_rows
 from .graphs import (
     CHEAP,
@@ -29,11 +29,10 @@ from .graphs import (
     nbytes,
     needed_for,
     skip_identities,
-    value_of,
     varying_with,
 )
 from .time_axis.batching import for_any_length
-from .time_axis.reduction import Term, time_sum
+from .time_axis.reduction import BatchSum, Term, time_sum
 
 
 @dataclass
@@ -124,7 +123,7 @@ def distribute(loop: Loop, fusion: Fusion | None = None) -> DistributedLoop:
     varying = varying_with([*loop.sequences, *loop.carries], loop.graph)
     # First, since it adds nodes to the graph and to ``varying``.
     sums = [time_sum(node, varying, set(inputs)) for node in loop.summed]
-    results = [*loop.next_carries, *loop.stacked, *_leaves(sums)]
+    results = [*loop.next_carries, *loop.stacked, *_read_by(sums)]
     needed = needed_for(results, stop=inputs)
     # Results of an operation with several are read through getitem, also where none is needed.
     needed |= {
@@ -149,14 +148,19 @@ def distribute(loop: Loop, fusion: Fusion | None = None) -> DistributedLoop:
     return DistributedLoop(loop, hoisted, module, blocks, sums)
 
 
-def _leaves(sums: Iterable[Term]) -> list[Node]:
-    return [leaf for term in sums for leaf in term.leaves()]
+def _read_by(sums: Iterable[Term]) -> list[Node]:
+    """What the sums read at every step."""
+    return [node for total in sums for term in total.terms() for node in term.sequences()]
+
+
+def _batch_sums(sums: Iterable[Term]) -> list[BatchSum]:
+    return [term for total in sums for term in total.terms() if isinstance(term, BatchSum)]
 
 
 def _at_every_step(schedule: _Schedule, sums: list[Term]) -> set[Node]:
     """Values that must exist as a sequence, whichever block computes them."""
     shifted = {c.next_carries[0] for c in schedule.components if not c.recurrent}
-    return {*schedule.loop.stacked, *shifted, *_leaves(sums)}
+    return {*schedule.loop.stacked, *shifted, *_read_by(sums)}
 
 
 def _fuse(
@@ -198,8 +202,8 @@ def _movable(
     stage = schedule.stage
     inside = {*component.core, *component.carries, *component.next_carries}
     map_after = [n for n in schedule.order if stage[n] == component.stage_after]
-    batch_sums = (term for total in sums for term in total.all() if term.kind == "rows")
-    totals = {term.node for term in batch_sums if term.operands[0] in {*inside, *map_after}}
+    summed_here = {*inside, *map_after}
+    totals = {term.node for term in _batch_sums(sums) if term.summed in summed_here}
     readers = {*component.core, *map_after, *totals}
 
     def can_move(node: Node) -> bool:
@@ -219,7 +223,7 @@ def _with_moved(
 ) -> tuple[_Schedule, Component, list[Term]]:
     """The schedule with these nodes in the recurrence, the recurrence, and the sums left."""
     graph = schedule.loop.graph
-    totals = {term.node for total in sums for term in total.all() if term.kind == "rows"} & moved
+    totals = {term.node for term in _batch_sums(sums)} & moved
     fused_component = replace(
         component,
         core=component.core | (moved - totals),
@@ -305,7 +309,6 @@ def _scan_block(schedule: _Schedule, component: Component, results: set[Node]) -
         [*next_carries, *emits, *component.totals],
         schedule.loop.graph,
     )
-    linear = len(carries) == 1 and _is_linear(carries[0], core - component.fused)
     return ScanBlock(
         carries,
         next_carries,
@@ -313,7 +316,7 @@ def _scan_block(schedule: _Schedule, component: Component, results: set[Node]) -
         sequences,
         emits,
         history=[],
-        linear=linear,
+        linear=is_linear(component),
         module=module,
         totals=component.totals,
     )
@@ -322,31 +325,25 @@ def _scan_block(schedule: _Schedule, component: Component, results: set[Node]) -
 def _sink(schedule: _Schedule, core: set[Node], carries: set[Node]) -> set[Node]:
     """The core, and cheap work of maps that only feeds it, where that reads no more bytes."""
     body = set(core)
-
-    def sequences() -> set[Node]:
-        read = {a for n in body for a in inputs_of(n) if a in schedule.varying}
-        return read - body - carries
-
-    def new_inputs(node: Node) -> frozenset[Node]:
-        return frozenset(a for a in inputs_of(node) if a in schedule.varying) - read
-
-    read = sequences()
-    changed = True
-    while changed:
-        changed = False
-        from_maps = (n for n in read if is_map_stage(schedule.stage.get(n, 1)))
-        candidates = [n for n in from_maps if n.target in CHEAP | VIEWS]
-        # Those of the same inputs together, such as all chunks of one value.
-        by_inputs: dict[frozenset[Node], list[Node]] = {}
-        for node in sorted(candidates, key=lambda n: n.name):
-            by_inputs.setdefault(new_inputs(node), []).append(node)
-        for inputs, nodes in by_inputs.items():
-            if sum(map(nbytes, inputs)) <= sum(map(nbytes, nodes)):
-                body.update(nodes)
-                read = sequences()
-                changed = True
-                break
+    while nodes := _to_sink(schedule, body, carries):
+        body.update(nodes)
     return body
+
+
+def _to_sink(schedule: _Schedule, body: set[Node], carries: set[Node]) -> list[Node]:
+    """Cheap work that the body reads, and that itself reads no more than it gives; or nothing."""
+    varying = schedule.varying
+    read = {a for n in body for a in inputs_of(n) if a in varying} - body - carries
+    # Those of the same inputs together, such as all chunks of one value.
+    by_inputs: dict[frozenset[Node], list[Node]] = {}
+    for node in sorted(read, key=lambda n: n.name):
+        if node.target in CHEAP | VIEWS and is_map_stage(schedule.stage.get(node, 1)):
+            inputs = frozenset(a for a in inputs_of(node) if a in varying) - read
+            by_inputs.setdefault(inputs, []).append(node)
+    for inputs, nodes in by_inputs.items():
+        if sum(map(nbytes, inputs)) <= sum(map(nbytes, nodes)):
+            return nodes
+    return []
 
 
 def _map_block(schedule: _Schedule, outputs: list[Node], stage_nodes: set[Node]) -> MapBlock:
@@ -375,23 +372,3 @@ def _invariants(schedule: _Schedule, nodes: Iterable[Node]) -> list[Node]:
         [a for n in nodes for a in [n, *inputs_of(n)] if a not in schedule.varying], stop
     )
     return _in_graph_order(schedule, read & stop)
-
-
-_LINEAR = {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default,
-           aten.where.self}  # fmt: skip
-
-
-def _is_linear(carry: Node, core: set[Node]) -> bool:
-    """Whether the core is elementwise affine in its one carry."""
-    inside = core | {carry}
-    shape = value_of(carry).shape
-    for node in core:
-        if node.target not in _LINEAR or value_of(node).shape != shape:
-            return False
-        if sum(arg in inside for arg in node.args) != 1:
-            return False
-        if node.target is aten.div.Tensor and node.args[0] not in inside:
-            return False
-        if node.target is aten.where.self and node.args[0] in inside:
-            return False
-    return bool(core)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,12 +25,35 @@ RunScan = Callable[
 
 @dataclass
 class _Values:
-    """The values of a running loop by node; sequences have the steps as axis 0."""
+    """The values of a running loop by node; see ``LoopValues``."""
 
-    invariant: dict[Node, Tensor]
-    sequence: dict[Node, Tensor]
-    final: dict[Node, Tensor]
-    total: dict[Node, Tensor]
+    steps: Any
+    windows: int
+    invariants: dict[Node, Tensor]
+    sequences: dict[Node, Tensor]
+    finals: dict[Node, Tensor] = field(default_factory=dict)
+    totals: dict[Node, Tensor] = field(default_factory=dict)
+
+    def sequence(self, node: Node) -> Tensor:
+        """``[K, ...]``, or ``[K, windows, ...]``."""
+        if node not in self.sequences:  # the same at every step
+            value = self.invariant(node)
+            leading_axes = (self.steps, self.windows) if self.windows else (self.steps,)
+            self.sequences[node] = value.expand(*leading_axes, *value.shape)
+        return self.sequences[node]
+
+    def total(self, node: Node) -> Tensor:
+        if node not in self.totals:
+            self.totals[node] = self.sequence(node).sum(0)
+        return self.totals[node]
+
+    def invariant(self, node: Node) -> Tensor:
+        """A view of a parameter, or a constant, is computed here."""
+        if node not in self.invariants:
+            args = torch.fx.node.map_arg(node.args, self.invariant)
+            kwargs = torch.fx.node.map_arg(node.kwargs, self.invariant)
+            self.invariants[node] = node.target(*args, **kwargs)
+        return self.invariants[node]
 
 
 def run_loop(
@@ -49,62 +72,32 @@ def run_loop(
     """
     loop = distributed.loop
     values = _Values(
+        steps,
+        windows,
         dict(zip(loop.invariants, invariants, strict=True)),
         dict(zip(loop.sequences, sequences, strict=True)),
-        {},
-        {},
     )
     start = dict(zip(loop.carries, carries, strict=True))
     if distributed.hoisted is not None:
         hoisted = distributed.hoisted(*invariants)
-        values.invariant.update(zip(distributed.hoisted_nodes, hoisted, strict=True))
-    leading_axes = (steps, windows) if windows else (steps,)
-
-    def sequence(node: Node) -> Tensor:
-        if node not in values.sequence:  # the same at every step
-            value = _invariant(node, values)
-            values.sequence[node] = value.expand(*leading_axes, *value.shape)
-        return values.sequence[node]
-
+        values.invariants.update(zip(distributed.hoisted_nodes, hoisted, strict=True))
     for block in distributed.blocks:
         if isinstance(block, MapBlock):
-            _run_map(block, values, steps, windows)
+            _run_map(block, values)
         elif isinstance(block, ShiftBlock):
-            source = sequence(block.source)
-            _run_shift(block, values, start[block.carry], loop.reverse, source)
+            _run_shift(block, values, start[block.carry], loop.reverse)
         else:
-            _run_recurrence(block, run_scan, values, start, steps, loop.reverse)
-
-    def invariant(node: Node) -> Tensor:
-        return _invariant(node, values)
-
-    def total(node: Node) -> Tensor:
-        if node not in values.total:
-            values.total[node] = sequence(node).sum(0)
-        return values.total[node]
-
-    finals = [values.final[carry] for carry in loop.carries]
-    stacked = [sequence(node) for node in loop.stacked]
-    sums = [term.evaluate(sequence, total, invariant, steps) for term in distributed.sums]
+            _run_recurrence(block, run_scan, values, start, loop.reverse)
+    finals = [values.finals[carry] for carry in loop.carries]
+    stacked = [values.sequence(node) for node in loop.stacked]
+    sums = [term.evaluate(values) for term in distributed.sums]
     return finals, stacked, sums
 
 
-def _invariant(node: Node, values: _Values) -> Tensor:
-    """The value of an invariant; a view of a parameter, or a constant, is computed here."""
-    if node not in values.invariant:
-
-        def operand(arg: Node) -> Tensor:
-            return _invariant(arg, values)
-
-        args = torch.fx.node.map_arg(node.args, operand)
-        kwargs = torch.fx.node.map_arg(node.kwargs, operand)
-        values.invariant[node] = node.target(*args, **kwargs)
-    return values.invariant[node]
-
-
-def _run_map(block: MapBlock, values: _Values, steps: Any, windows: int) -> None:
-    invariants = [values.invariant[node] for node in block.invariants]
-    sequences = [values.sequence[node] for node in block.sequences]
+def _run_map(block: MapBlock, values: _Values) -> None:
+    steps, windows = values.steps, values.windows
+    invariants = [values.invariants[node] for node in block.invariants]
+    sequences = [values.sequences[node] for node in block.sequences]
     if windows:  # their steps are one long sequence
         sequences = [sequence.flatten(0, 1) for sequence in sequences]
         steps = steps * windows
@@ -118,19 +111,17 @@ def _run_map(block: MapBlock, values: _Values, steps: Any, windows: int) -> None
         results = torch.func.vmap(function, dims, randomness="different")(*invariants, *sequences)
     if windows:
         results = [result.unflatten(0, (-1, windows)) for result in results]
-    values.sequence.update(zip(block.outputs, results, strict=True))
+    values.sequences.update(zip(block.outputs, results, strict=True))
 
 
-def _run_shift(
-    block: ShiftBlock, values: _Values, start: Tensor, reverse: bool, source: Tensor
-) -> None:
-    start = start.unsqueeze(0)
+def _run_shift(block: ShiftBlock, values: _Values, start: Tensor, reverse: bool) -> None:
+    source, start = values.sequence(block.source), start.unsqueeze(0)
     if reverse:
-        values.sequence[block.carry] = torch.cat([source[1:], start])
-        values.final[block.carry] = source[0].clone()
+        values.sequences[block.carry] = torch.cat([source[1:], start])
+        values.finals[block.carry] = source[0].clone()
     else:
-        values.sequence[block.carry] = torch.cat([start, source[:-1]])
-        values.final[block.carry] = source[-1].clone()
+        values.sequences[block.carry] = torch.cat([start, source[:-1]])
+        values.finals[block.carry] = source[-1].clone()
 
 
 def _run_recurrence(
@@ -138,21 +129,22 @@ def _run_recurrence(
     run_scan: RunScan,
     values: _Values,
     start: dict[Node, Tensor],
-    steps: Any,
     reverse: bool,
 ) -> None:
-    invariants = [_invariant(node, values) for node in block.invariants]
-    sequences = [values.sequence[node] for node in block.sequences]
+    invariants = [values.invariant(node) for node in block.invariants]
+    sequences = [values.sequences[node] for node in block.sequences]
     carries = [start[carry] for carry in block.carries]
-    finals, histories, emits = run_scan(block, invariants, sequences, carries, steps, reverse)
-    values.sequence.update(zip(block.emits, emits, strict=False))
-    values.total.update(zip(block.totals, emits[len(block.emits) :], strict=True))
+    finals, histories, emits = run_scan(
+        block, invariants, sequences, carries, values.steps, reverse
+    )
+    values.sequences.update(zip(block.emits, emits, strict=False))
+    values.totals.update(zip(block.totals, emits[len(block.emits) :], strict=True))
     for carry, next_carry, final, history in zip(
         block.carries, block.next_carries, finals, histories, strict=True
     ):
-        values.final[carry] = final
+        values.finals[carry] = final
         if history is not None:
             first, last = history[:-1], history[1:]  # the first and the last K of K + 1
-            values.sequence[carry] = last if reverse else first
+            values.sequences[carry] = last if reverse else first
             if next_carry is not carry:
-                values.sequence[next_carry] = first if reverse else last
+                values.sequences[next_carry] = first if reverse else last

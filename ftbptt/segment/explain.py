@@ -12,6 +12,7 @@ from ..backends import Backend
 from ..compiler.distribute import Block, DistributedLoop, MapBlock, ShiftBlock
 from ..compiler.graphs import GEMMS, VIEWS, Node, aten, gemm_flops, is_getitem, nbytes, value_of
 from ..compiler.plan import Plan
+from ..compiler.time_axis.reduction import Gemm, LoopTotal
 from .execute import Executable
 
 
@@ -180,12 +181,12 @@ def _invariant(module: fx.GraphModule, phase: str, backend: Backend) -> BlockRep
 def _sums(loop: DistributedLoop, steps: int, phase: str) -> list[BlockReport]:
     """The parameters' gradients: each a GEMM over all steps and rows, or a sum."""
     gemms, sums, flops = [], 0, 0
-    for term in (term for total in loop.sums for term in total.all()):
-        if term.kind == "gemm":
-            a, b = (value_of(operand).shape for operand in term.operands)
+    for term in (term for total in loop.sums for term in total.terms()):
+        if isinstance(term, Gemm):
+            a, b = value_of(term.a).shape, value_of(term.b).shape
             flops += steps * gemm_flops(term.node)
             gemms.append(_gemm_text(a, b, f"contracted over {steps} steps and rows at once"))
-        elif term.kind != "total":  # a loop has done it
+        elif not isinstance(term, LoopTotal):  # a loop has done it
             sums += 1
     if not gemms and not sums:
         return []

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from .._interrupt import uninterrupted
@@ -189,43 +190,60 @@ class Trainer:
         """
         learner = self.learner
         grads, norm = learner.ready()
-        clips = learner.clip_norm is not None and learner.scaler is None
-        if clips and norm is not None and not self.guard.is_sound(norm):
-            self.ended |= self.guard.stops(
-                f"the gradient's norm is {float(norm)} in update {self.index}",
-                "The run stops before that update; the parameters are those before it.",
-            )
+        if self._stops_at(norm):
             return None
-        try:
-            if self.events.before_update:
-                emit(self.events.before_update, grads)
-        except BaseException:
-            if learner.is_sharded:  # the step is a collective, which the other ranks make
-                self.is_consistent = False
-                learner.step(grads)
-            raise
+        self._announce(grads)
         if norm is None and learner.changes_gradients:
             norm = get_total_norm(grads)
-        place, meter = self.place, self.monitor.meter
         with self.uninterrupted():
-            self.is_consistent = False
-            stepped = learner.step(grads)
-            self.is_consistent, self.resume_point = True, None
-            self.index += 1
-            is_due = meter.add(stats)
-            update = Update(
-                self.index - 1, place.epoch, place.end, stats.loss, stats.weight,
-                learner.params, self.state_after, meter.tokens_per_second, grads, norm,
-            )  # fmt: skip
-            self.monitor.unreported = update
-            if stepped:
-                learner.follow_schedule()
-            report = self.monitor.read() if (is_due if due is None else due) else None
+            update, report = self._step(stats, grads, norm, due)
         if report is not None:
             self.publish(report)
         if self.events.after_update:
             emit(self.events.after_update, update)
         return update
+
+    def _stops_at(self, norm: Tensor | None) -> bool:
+        """Whether the norm, by which the gradient would be clipped, is not finite."""
+        learner = self.learner
+        clips = learner.clip_norm is not None and learner.scaler is None
+        if not clips or norm is None or self.guard.is_sound(norm):
+            return False
+        self.ended |= self.guard.stops(
+            f"the gradient's norm is {float(norm)} in update {self.index}",
+            "The run stops before that update; the parameters are those before it.",
+        )
+        return True
+
+    def _announce(self, grads: Tree) -> None:
+        """Calls the handlers that run before the optimizer's step."""
+        try:
+            if self.events.before_update:
+                emit(self.events.before_update, grads)
+        except BaseException:
+            if self.learner.is_sharded:  # the step is a collective, which the other ranks make
+                self.is_consistent = False
+                self.learner.step(grads)
+            raise
+
+    def _step(
+        self, stats: WindowStats, grads: Tree, norm: Tensor | None, due: bool | None
+    ) -> tuple[Update, Report | None]:
+        """The optimizer's step and what it changes in the run; what was read of it, if anything."""
+        learner, place, meter = self.learner, self.place, self.monitor.meter
+        self.is_consistent = False
+        stepped = learner.step(grads)
+        self.is_consistent, self.resume_point = True, None
+        self.index += 1
+        is_due = meter.add(stats)
+        update = Update(
+            self.index - 1, place.epoch, place.end, stats.loss, stats.weight,
+            learner.params, self.state_after, meter.tokens_per_second, grads, norm,
+        )  # fmt: skip
+        self.monitor.unreported = update
+        if stepped:
+            learner.follow_schedule()
+        return update, self.monitor.read() if (is_due if due is None else due) else None
 
     def publish(self, report: Report | None) -> None:
         """Publishes what was read, and ends the run if that says so."""

@@ -13,12 +13,14 @@ import torch
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
+    EMAWeightAveraging,
     LearningRateMonitor,
     ModelCheckpoint,
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from ftbptt import make_train_segment
@@ -334,6 +336,34 @@ def test_early_stopping() -> None:
     stop = EarlyStopping("val_loss", patience=2, min_delta=100)
     run = fit(model(), [stream(8)], [stream(5)], max_epochs=20, callbacks=[stop])
     assert run.current_epoch == 3
+
+
+def test_averaged_weights() -> None:
+    """A callback that copies the module, and averages after each batch."""
+    batches = [stream(8), stream(12)]
+    own = model()
+    fit(own, batches, callbacks=[EMAWeightAveraging(decay=0.5)])
+    first, last = by_hand(batches[:1])[0], by_hand(batches)[0]
+    means = [(p + q) / 2 for p, q in zip(first.parameters(), last.parameters(), strict=True)]
+    assert_equal([*own.step.parameters()], means)
+
+
+def test_the_tuner_is_refused(tmp_path: Path) -> None:
+    own = model()
+    run = trainer(max_epochs=1, default_root_dir=tmp_path)
+    with pytest.raises(RuntimeError, match=r"^Tuner: .* takes away the callback"):
+        Tuner(run).lr_find(own, loader([stream(8)]))
+    assert not list(tmp_path.glob(".lr_find*"))
+    fit(own, [stream(8)])
+    assert distance(own.step, by_hand([stream(8)])[0]) < 1e-10
+
+
+def test_a_module_in_torch_compile() -> None:
+    own = model()
+    compiled = torch.compile(own)
+    with pytest.warns(RuntimeWarning, match="torch.compile around Tagger has no effect"):
+        fit(compiled, [stream(8)])
+    assert distance(own.step, by_hand([stream(8)])[0]) < 1e-10
 
 
 def test_val_check_interval_counts_batches() -> None:

@@ -64,27 +64,38 @@ def split_stacked_state(
     outs, leaves_after = values[:n_outs], values[n_outs:]
     packings: list[Packing] = []
     parts_after: list[Node] = []
+    reads_of: dict[Node, dict[Node, int]] = {}
     for leaf, after, unsplit_axis in zip(leaves, leaves_after, unsplit_axes, strict=True):
-        packing = _packing(leaf, after)
-        is_split = packing.dim is not None
-        if packing.dim == unsplit_axis or (is_split and not _reads_only_parts(leaf, packing)):
-            packing = Packing()
-        packings.append(packing)
-        parts_after.extend([after] if packing.dim is None else after.args[0])
+        packing = _packing(after)
+        reads = None
+        if packing.dim not in (None, unsplit_axis):
+            reads = _reads_of_parts(leaf, packing)
+        if reads is None:
+            packings.append(Packing())
+            parts_after.append(after)
+        else:
+            packings.append(packing)
+            parts_after.extend(after.args[0])
+            reads_of[leaf] = reads
     output.args = ([*outs, *parts_after],)
     for leaf, packing in zip(leaves, packings, strict=True):
-        if packing.dim is None:
-            continue
-        with graph.inserting_before(leaf):
-            parts = [graph.placeholder(f"{leaf.name}_{i}") for i in range(packing.count)]
-        for part, fake in zip(parts, packing.unpack(value_of(leaf)), strict=True):
-            part.meta["val"] = fake
-        for reader, part in _readers(leaf, packing).items():
-            reader.replace_all_uses_with(parts[part])
-        graph.eliminate_dead_code()
+        if leaf in reads_of:
+            _replace_by_parts(leaf, packing, reads_of[leaf])
+    graph.eliminate_dead_code()
+    for leaf in reads_of:
         graph.erase_node(leaf)
     module.recompile()
     return module, packings
+
+
+def _replace_by_parts(leaf: Node, packing: Packing, reads: dict[Node, int]) -> None:
+    """Adds an input for each part before the leaf's, for the reads of the part."""
+    with leaf.graph.inserting_before(leaf):
+        parts = [leaf.graph.placeholder(f"{leaf.name}_{i}") for i in range(packing.count)]
+    for part, fake in zip(parts, packing.unpack(value_of(leaf)), strict=True):
+        part.meta["val"] = fake
+    for read, number in reads.items():
+        read.replace_all_uses_with(parts[number])
 
 
 def _move_size_one_axes(graph: fx.Graph, leaves: Sequence[Node]) -> None:
@@ -124,7 +135,7 @@ def _move_size_one_axes(graph: fx.Graph, leaves: Sequence[Node]) -> None:
     graph.eliminate_dead_code()
 
 
-def _packing(leaf: Node, after: Node) -> Packing:
+def _packing(after: Node) -> Packing:
     """How the step puts the next value of a leaf together."""
     is_join = after.target in (aten.stack.default, aten.cat.default)
     if is_join and not contains_parts_unchanged(after):
@@ -138,15 +149,17 @@ def _packing(leaf: Node, after: Node) -> Packing:
     return Packing()
 
 
-def _readers(leaf: Node, packing: Packing) -> dict[Node, int]:
-    """The nodes that read exactly one part of the leaf, each with the number of the part."""
-    readers: dict[Node, int] = {}
+def _reads_of_parts(leaf: Node, packing: Packing) -> dict[Node, int] | None:
+    """What reads the leaf, each with the number of its part; None if a read is not of one part."""
+    reads: dict[Node, int] = {}
     for user in leaf.users:
-        if _divides(user, packing):
-            readers |= {item: item.args[1] for item in user.users if is_getitem(item)}
-        elif (part := _part_taken(user, packing)) is not None:
-            readers[user] = part
-    return readers
+        if (part := _part_taken(user, packing)) is not None:
+            reads[user] = part
+        elif _divides(user, packing) and all(map(is_getitem, user.users)):
+            reads |= {item: item.args[1] for item in user.users}
+        else:
+            return None
+    return reads
 
 
 def _divides(user: Node, packing: Packing) -> bool:
@@ -180,12 +193,3 @@ def _part_taken(user: Node, packing: Packing) -> int | None:
     ends = [*accumulate(packing.sizes)]
     parts = [*zip([0, *ends], ends, strict=False)]
     return parts.index(found) if found in parts else None
-
-
-def _reads_only_parts(leaf: Node, packing: Packing) -> bool:
-    """Whether each read of the leaf is of one part."""
-    readers = _readers(leaf, packing)
-    return all(
-        user in readers or (user.users and all(item in readers for item in user.users))
-        for user in leaf.users
-    )

@@ -7,102 +7,160 @@ batch together, instead of K small ones or K contributions in memory that are su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
-from ..._trees import tree_leaves
+from ..._trees import tree_leaves, tree_map
 from ..graphs import VIEWS, Node, aten, matrix_product, new_node, value_of
 from .convolution import weight_gradient
 
-Values = Callable[[Node], Tensor]
+
+class LoopValues(Protocol):
+    """What a loop that has run knows of the nodes of its step."""
+
+    steps: Any
+
+    def sequence(self, node: Node) -> Tensor:
+        """The values at all steps, ``[K, ...]``."""
+
+    def total(self, node: Node) -> Tensor:
+        """Their sum over the steps."""
+
+    def invariant(self, node: Node) -> Tensor:
+        """The value of a node that is the same at every step."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """The sum of ``node`` over the steps; ``kind`` says how it is computed from ``operands``.
+    """The sum of ``node`` over the steps. Each subclass is a way to compute it."""
 
-    - ``sum``: add up the sequence of the node;
-    - ``times_steps``: the node is an invariant, times K;
-    - ``gemm``: one GEMM over all steps and the batch;
-    - ``convolution``: the gradient of its weight, over all steps and the batch in the same way;
-    - ``rows``: the sum of the operand over all steps and the batch;
-    - ``scatter``: one scatter of all steps and the batch;
-    - ``total``: a sum that the node's loop returns;
-    - ``apply``: the node's operation, applied to the sums of its arguments.
-    """
-
-    kind: str
     node: Node
-    operands: tuple[Any, ...] = ()
 
-    def leaves(self) -> Iterator[Node]:
-        """The values that must exist at every step."""
-        if self.kind == "sum":
-            yield self.node
-        elif self.kind in ("gemm", "convolution", "rows", "scatter"):
-            yield from (operand for operand in self.operands if isinstance(operand, fx.Node))
-        for term in self.terms():
-            yield from term.leaves()
-
-    def terms(self) -> list[Term]:
-        """The sums among its operands."""
-        return [operand for operand in tree_leaves(self.operands) if isinstance(operand, Term)]
-
-    def all(self) -> Iterator[Term]:
-        """This term and, recursively, the sums among its operands."""
+    def terms(self) -> Iterator[Term]:
+        """This term and, recursively, those that it is computed from."""
         yield self
-        for term in self.terms():
-            yield from term.all()
+
+    def sequences(self) -> Sequence[Node]:
+        """The nodes whose values at every step it reads itself."""
+        return []
 
     def with_totals(self, nodes: set[Node]) -> Term:
         """The same, given that loops return the sums of these nodes over steps and batch."""
-        if self.kind == "rows" and self.node in nodes:
-            return Term("total", self.node)
+        return self
 
-        def changed(operand: Any) -> Any:
-            if isinstance(operand, list):
-                return [changed(item) for item in operand]
-            return operand.with_totals(nodes) if isinstance(operand, Term) else operand
-
-        return replace(self, operands=tuple(map(changed, self.operands)))
-
-    def evaluate(self, sequence: Values, total: Values, invariant: Values, steps: Any) -> Tensor:
-        """The value, from functions for a node's sequence ``[K, ...]``, total and invariant."""
-        if self.kind in ("sum", "total"):
-            return total(self.node)
-        if self.kind == "times_steps":
-            return invariant(self.node) * steps
-        if self.kind == "gemm":
-            return _gemm(*(sequence(operand) for operand in self.operands))
-        if self.kind == "rows":
-            return _sum_of_rows(sequence(self.operands[0])).reshape(value_of(self.node).shape)
-        if self.kind == "convolution":
-            rows = [sequence(operand).flatten(0, 1) for operand in self.operands]
-            weight, *options = self.node.args[2:]
-            return self.node.target(*rows, invariant(weight), *options)
-        if self.kind == "scatter":
-            values = [sequence(a) if isinstance(a, fx.Node) else a for a in self.operands]
-            return self.node.target(*values)
-
-        def value(operand: Any) -> Any:
-            if isinstance(operand, Term):
-                return operand.evaluate(sequence, total, invariant, steps)
-            if isinstance(operand, list):
-                return [value(item) for item in operand]
-            return invariant(operand) if isinstance(operand, fx.Node) else operand
-
-        return self.node.target(*map(value, self.operands), **self.node.kwargs)
+    def evaluate(self, values: LoopValues) -> Tensor:
+        raise NotImplementedError
 
 
-def _gemm(a: Tensor, b: Tensor) -> Tensor:
-    """``sum_t a[t] @ b[t]`` of ``[K, (n,) M, R]`` and ``[K, (n,) R, N]``: one (batched) GEMM."""
-    a = a.movedim(0, -2)  # [(n,) M, K, R]
-    b = b.movedim(0, -3)  # [(n,) K, R, N]
-    return matrix_product(a.flatten(-2), b.flatten(-3, -2))
+class StepSum(Term):
+    """Its values at all steps, added up."""
+
+    def sequences(self) -> Sequence[Node]:
+        return [self.node]
+
+    def evaluate(self, values: LoopValues) -> Tensor:
+        return values.total(self.node)
+
+
+class TimesSteps(Term):
+    """An invariant, times K."""
+
+    def evaluate(self, values: LoopValues) -> Tensor:
+        return values.invariant(self.node) * values.steps
+
+
+class LoopTotal(Term):
+    """A sum over steps and batch that the node's loop returns."""
+
+    def evaluate(self, values: LoopValues) -> Tensor:
+        return values.total(self.node)
+
+
+class BatchSum(Term):
+    """A node that sums a matrix over its rows: the sum of all steps' rows."""
+
+    @property
+    def summed(self) -> Node:
+        return self.node.args[0]
+
+    def sequences(self) -> Sequence[Node]:
+        return [self.summed]
+
+    def with_totals(self, nodes: set[Node]) -> Term:
+        return LoopTotal(self.node) if self.node in nodes else self
+
+    def evaluate(self, values: LoopValues) -> Tensor:
+        return _sum_of_rows(values.sequence(self.summed)).reshape(value_of(self.node).shape)
+
+
+@dataclass(frozen=True)
+class Gemm(Term):
+    """A product of matrices, or of batches of them: one GEMM over all steps and the batch."""
+
+    a: Node
+    b: Node
+
+    def sequences(self) -> Sequence[Node]:
+        return [self.a, self.b]
+
+    def evaluate(self, values: LoopValues) -> Tensor:
+        a = values.sequence(self.a).movedim(0, -2)  # [(n,) M, K, R]
+        b = values.sequence(self.b).movedim(0, -3)  # [(n,) K, R, N]
+        return matrix_product(a.flatten(-2), b.flatten(-3, -2))
+
+
+class ConvolutionGradient(Term):
+    """The gradient of a convolution's weight: one over all steps and the batch."""
+
+    def sequences(self) -> Sequence[Node]:
+        return self.node.args[:2]
+
+    def evaluate(self, values: LoopValues) -> Tensor:
+        rows = [values.sequence(node).flatten(0, 1) for node in self.sequences()]
+        weight, *options = self.node.args[2:]
+        return self.node.target(*rows, values.invariant(weight), *options)
+
+
+class EmbeddingGradient(Term):
+    """The gradient of an embedding's weight: one scatter of all steps and the batch."""
+
+    def sequences(self) -> Sequence[Node]:
+        return self.node.args[:2]
+
+    def evaluate(self, values: LoopValues) -> Tensor:
+        rows = [values.sequence(node) for node in self.sequences()]
+        return self.node.target(*rows, *self.node.args[2:])
+
+
+@dataclass(frozen=True)
+class Apply(Term):
+    """A linear operation, applied to the sums of what it reads."""
+
+    args: tuple[Any, ...]  # the node's, with a Term for each that varies
+
+    def terms(self) -> Iterator[Term]:
+        yield self
+        for arg in tree_leaves(self.args):
+            if isinstance(arg, Term):
+                yield from arg.terms()
+
+    def with_totals(self, nodes: set[Node]) -> Term:
+        def changed(arg: Any) -> Any:
+            return arg.with_totals(nodes) if isinstance(arg, Term) else arg
+
+        return replace(self, args=tree_map(changed, self.args))
+
+    def evaluate(self, values: LoopValues) -> Tensor:
+        def value(arg: Any) -> Any:
+            if isinstance(arg, Term):
+                return arg.evaluate(values)
+            return values.invariant(arg) if isinstance(arg, fx.Node) else arg
+
+        return self.node.target(*tree_map(value, self.args), **self.node.kwargs)
 
 
 def _sum_of_rows(x: Tensor) -> Tensor:
@@ -125,50 +183,53 @@ def time_sum(node: Node, varying: set[Node], inputs: set[Node]) -> Term:
     may be added to the node's graph, and are then added to ``varying``. ``inputs`` are not looked
     into: what a saved value was computed from does not exist in the reverse loop.
     """
-
-    def apply(*operands: Any) -> Term:
-        return Term("apply", node, operands)
-
-    def sum_of(arg: Any) -> Any:
-        return time_sum(arg, varying, inputs) if isinstance(arg, fx.Node) else arg
-
     if node not in varying:
-        return Term("times_steps", node)
-    target, args = node.target, node.args
+        return TimesSteps(node)
     if node in inputs or node.op != "call_function":
-        return Term("sum", node)
-    if target is aten.permute.default and args[0].target in (aten.mm.default, aten.bmm.default):
-        swapped = _swapped_gemm(args[0], args[1], varying, inputs)
-        if swapped is not None:
-            return swapped
+        return StepSum(node)
+    target, args = node.target, node.args
+    products = (aten.mm.default, aten.bmm.default)
+    if target is aten.permute.default and args[0].target in products:
+        operands = _swapped_operands(args[0], args[1], varying, inputs)
+        if operands is not None:
+            return Gemm(args[0], *operands)
+    if target in products and args[0] in varying and args[1] in varying:
+        return Gemm(node, *args)
     if target is aten.sum.dim_IntList and _sums_rows(node) and args[0] in varying:
-        return Term("rows", node, (args[0],))
-    if target in _LINEAR_VIEWS or target is aten.sum.dim_IntList or target is aten.neg.default:
-        return apply(sum_of(args[0]), *args[1:])
-    if target in (aten.add.Tensor, aten.sub.Tensor):
-        if all(isinstance(a, fx.Node) for a in args[:2]):
-            return apply(sum_of(args[0]), sum_of(args[1]))
-        return Term("sum", node)
-    if target in (aten.mul.Tensor, aten.div.Tensor, aten.mm.default, aten.bmm.default):
-        a_varies, b_varies = args[0] in varying, args[1] in varying
-        if a_varies and not b_varies:
-            return apply(sum_of(args[0]), args[1])
-        if b_varies and not a_varies and target is not aten.div.Tensor:
-            return apply(args[0], sum_of(args[1]))
-        if a_varies and b_varies and target in (aten.mm.default, aten.bmm.default):
-            return Term("gemm", node, (args[0], args[1]))
-        return Term("sum", node)
-    if target is aten.cat.default and len(node.users) == 1:  # other users need it concatenated
-        return apply([sum_of(arg) for arg in args[0]], *args[1:])
-    if target in (aten.slice_scatter.default, aten.select_scatter.default):
-        return apply(sum_of(args[0]), sum_of(args[1]), *args[2:])
+        return BatchSum(node)
     if target is weight_gradient and args[2] not in varying:
-        return Term("convolution", node, args[:2])
+        return ConvolutionGradient(node)
     # args[4]: scale_grad_by_freq, whose frequencies are those of one step.
     is_scatter = target is aten.embedding_dense_backward.default and not args[4]
     if is_scatter and args[0] in varying and args[1] in varying:
-        return Term("scatter", node, tuple(args))
-    return Term("sum", node)
+        return EmbeddingGradient(node)
+    summed = _summed_operands(node, varying)
+    if not summed:
+        return StepSum(node)
+
+    def sum_of(arg: Node) -> Any:
+        return time_sum(arg, varying, inputs) if arg in summed else arg
+
+    return Apply(node, fx.node.map_arg(args, sum_of))
+
+
+def _summed_operands(node: Node, varying: set[Node]) -> set[Node]:
+    """The operands in which the node is linear, so that their sums give its own; or none."""
+    target, args = node.target, node.args
+    if target in _LINEAR_VIEWS or target in (aten.sum.dim_IntList, aten.neg.default):
+        return {args[0]}
+    if target in (aten.slice_scatter.default, aten.select_scatter.default):
+        return set(args[:2])
+    if target is aten.cat.default and len(node.users) == 1:  # other users need it concatenated
+        return set(args[0])
+    if target in (aten.add.Tensor, aten.sub.Tensor):
+        return set(args[:2]) if all(isinstance(arg, fx.Node) for arg in args[:2]) else set()
+    if target in (aten.mul.Tensor, aten.mm.default, aten.bmm.default):
+        operands = {arg for arg in args[:2] if arg in varying}
+        return operands if (args[0] in varying) != (args[1] in varying) else set()
+    if target is aten.div.Tensor:
+        return {args[0]} if args[1] not in varying else set()
+    return set()
 
 
 def _sums_rows(node: Node) -> bool:
@@ -177,10 +238,10 @@ def _sums_rows(node: Node) -> bool:
     return value.dim() == 2 and list(dims) == [0] and value.is_floating_point()
 
 
-def _swapped_gemm(
+def _swapped_operands(
     product: Node, dims: Sequence[int], varying: set[Node], inputs: set[Node]
-) -> Term | None:
-    """``(a @ b)^T`` as ``b^T @ a^T``, so that the gradient of a weight comes out contiguous.
+) -> tuple[Node, Node] | None:
+    """``b^T, a^T`` for ``(a @ b)^T``, so that the gradient of a weight comes out contiguous.
 
     None if it does not apply. Changes the graph and ``varying``, see :func:`time_sum`.
     """
@@ -193,7 +254,7 @@ def _swapped_gemm(
         return None
     operands = (_transposed(b, dims, inputs), _transposed(a, dims, inputs))
     varying.update(operands)
-    return Term("gemm", product, operands)
+    return operands
 
 
 def _transposed(node: Node, dims: Sequence[int], inputs: set[Node]) -> Node:

@@ -40,6 +40,7 @@ class TBPTTRun(Callback):
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
+        self.trainer: Trainer | None = None  # whose callback it was made
         self._learner: Learner | None = None
         self._loaded: dict[str, Any] | None = None  # the state_dict of a checkpoint
         self._carried: tuple[int, Tree] | None = None  # (epoch, the state after its last batch)
@@ -55,6 +56,9 @@ class TBPTTRun(Callback):
         self._learner = self._loaded = self._carried = self._last_logs = None
         self.pending.clear()
         self._module.automatic_optimization = True
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.trainer = trainer
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pl_module.automatic_optimization = False

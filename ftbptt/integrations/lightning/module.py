@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor
 
 from ..._numbers import check_int
 from ..._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from ..._warnings import warn
 from ...training.data.chunk import Chunk
 from ...training.data.windows import Truncation
 from ...training.updates.window_stats import WindowStats
@@ -163,12 +165,28 @@ class TBPTTModule(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """The callback that this module needs; an override must extend this list."""
+        try:
+            to_uncompiled(self)
+        except ValueError:  # it is not compiled
+            pass
+        else:
+            warn(
+                f"ftbptt: torch.compile around {type(self).__name__} has no effect: its windows "
+                "are compiled by its backend. Give the Trainer the module itself.",
+                RuntimeWarning,
+            )
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._run.prepare()
         return [] if self._run in self._callbacks() else [self._run]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.automatic_optimization or self._run not in self._callbacks():
+        if self._run not in self._callbacks():
+            if self._run.trainer is self.trainer:
+                raise RuntimeError(
+                    "Tuner: Lightning's search for a learning rate or a batch size takes away the "
+                    "callback that makes this module's updates. Compare short fits instead, such "
+                    "as Trainer(max_steps=100), one for each value."
+                )
             raise RuntimeError(
                 "configure_callbacks: this module's own callback is missing. Return "
                 "[*super().configure_callbacks(), ...]."
