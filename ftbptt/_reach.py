@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import islice
@@ -20,11 +21,12 @@ def reached_by(root: Any) -> Iterator[Any]:
     Itself and what it reads, each once. A function reads what it closes over, its defaults, and
     what it names as globals, if these are modules, containers, or the caller's own, that is, of
     the same file; a method what it is bound to, a ``partial`` what it binds, an object of the
-    caller's what it holds, and a module its submodules and what its own ``forward`` reads.
+    caller's what it holds, and a module its submodules, such objects, and what its own ``forward``
+    reads.
     """
     seen: dict[int, Any] = {}  # kept alive, so that no other object gets their ids
     owners: dict[int, Any] = {}  # of methods
-    files = set[str]()  # modules of the functions so far
+    files = set[str]()  # those of the functions and modules so far
     waiting = [root]
     while waiting:
         value = waiting.pop()
@@ -33,7 +35,9 @@ def reached_by(root: Any) -> Iterator[Any]:
         seen[id(value)] = value
         if isinstance(value, nn.Module):
             yield value
+            files.add(type(value).__module__)
             waiting += [*value.children(), *_methods_of(value)]
+            waiting += [part for part in vars(value).values() if _is_own(part, files)]
         elif isinstance(value, MethodType):
             waiting.append(value.__func__)
             owners[id(value.__self__)] = value.__self__
@@ -105,7 +109,7 @@ def _globals_of(function: FunctionType) -> list[Any]:
 
 def _is_own(value: Any, files: set[str]) -> bool:
     """Whether its class is the caller's, or has nothing but attributes."""
-    return type(value).__module__ in files or isinstance(value, SimpleNamespace)
+    return type(value).__module__ in files or isinstance(value, (SimpleNamespace, Namespace))
 
 
 def _methods_of(module: nn.Module) -> list[Any]:
@@ -114,6 +118,7 @@ def _methods_of(module: nn.Module) -> list[Any]:
     names = ["forward"]
     while names:
         method = getattr(type(module), names.pop(), None)
+        method = method.fget if isinstance(method, property) else method
         if not isinstance(method, (FunctionType, _CACHE)) or method in methods:
             continue
         if not method.__module__.startswith("torch."):

@@ -17,6 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.distributions import Distribution
@@ -41,6 +42,7 @@ from .logs import without_log
 
 __all__ = [
     "UNTRACEABLE",
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "calling_compiled_as_written",

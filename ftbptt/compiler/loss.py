@@ -24,6 +24,7 @@ from ..contract.loss import segment_loss
 from .graphs import is_same_graph, reachable_from, value_of, vjp_by
 from .signature import Leaf, Level, Recipe, Signature, under, vmapped
 from .time_axis.batching import for_any_length
+from .tracing.constants import Constants
 from .tracing.effects import without_effects
 from .tracing.errors import explain_trace_errors
 from .tracing.function_overrides import Composed
@@ -99,8 +100,10 @@ class LossTracer:
         out_spec: TreeSpec,
         outs: Sequence[Tensor],
         steps: int,
+        constants: Constants,
     ) -> None:
         self.recipe, self.signature, self.out_spec = recipe, signature, out_spec
+        self.constants = constants
         self.levels = signature.levels
         self.example_steps = recipe.context + _EXAMPLE_STEPS
         mask = [] if signature.mask is None else [signature.mask]
@@ -196,7 +199,9 @@ class LossTracer:
         def traced() -> fx.GraphModule:
             with explain_trace_errors("loss", self.recipe.loss), Composed("loss"):
                 examples = self._examples(mode, length, [])
-                return trace_function(value, examples, mode, before_autograd=True)
+                return trace_function(
+                    value, examples, mode, before_autograd=True, constants=self.constants
+                )
 
         graph = without_effects(
             "loss",

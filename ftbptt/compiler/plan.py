@@ -25,6 +25,7 @@ from .rewrites.reset_mask import with_reset_and_mask
 from .rewrites.split_matmul import split_products
 from .rewrites.split_state import Packing, split_stacked_state
 from .signature import Leaf, Recipe, Signature, vmapped, with_level_axes
+from .tracing.constants import Constants
 from .tracing.trace import StepGraph, lift_captures, trace_function, trace_step
 from .windows import Sliding
 
@@ -40,6 +41,7 @@ class Plan:
     signature: Signature
     captures: list[Tensor]
     copied: list[tuple[Tensor, Tensor]]  # a tensor that the step closes over, and its copy
+    constants: Constants
     out_spec: TreeSpec
     packings: list[Packing]
     preparation: Preparation | None
@@ -81,7 +83,8 @@ def make_plan(
     """
     s = signature
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    traced = _trace(recipe, s, buffer_names, mode)
+    constants = Constants(recipe.functions())
+    traced = _trace(recipe, s, buffer_names, mode, constants)
     prepare, graph = split_invariants(traced.graph, len(traced.invariants))
     trained = [i for i in range(len(s.params)) if differentiable(traced.examples[i])]
     preparation = None
@@ -89,12 +92,13 @@ def make_plan(
         flags = _batched(s, traced.invariants)
         preparation = make_preparation(prepare, s.levels, flags, traced.examples, trained, mode)
     outs = [node.meta["val"] for node in graph.graph.output_node().args[0]][: traced.outs]
-    loss = LossTracer(recipe, s, traced.out_spec, outs, steps)
+    loss = LossTracer(recipe, s, traced.out_spec, outs, steps, constants)
     loops = _make_loops(recipe, s, traced, graph, preparation, trained, loss.with_grad, mode)
     return Plan(
         signature=s,
         captures=traced.captures,
         copied=traced.copied,
+        constants=constants,
         out_spec=traced.out_spec,
         packings=traced.packings,
         preparation=preparation,
@@ -106,12 +110,16 @@ def make_plan(
 
 
 def _trace(
-    recipe: Recipe, s: Signature, buffer_names: Sequence[str], mode: FakeTensorMode
+    recipe: Recipe,
+    s: Signature,
+    buffer_names: Sequence[str],
+    mode: FakeTensorMode,
+    constants: Constants,
 ) -> _TracedStep:
     """The step on the parts of its state, with what else is done at every step around it."""
     with mode:
         state = [leaf.example() for leaf in s.state]
-    base = _trace_callers_step(recipe.step, s, buffer_names, state, mode)
+    base = _trace_callers_step(recipe.step, s, buffer_names, state, mode, constants)
     row_axes = [recipe.step.row_axis(leaf) for leaf in state]
     n_passed = len(s.params) + len(s.buffers)  # captures follow what the step was called with
     n_fixed = n_passed + len(base.captures)
@@ -142,7 +150,7 @@ def _trace(
             examples = with_level_axes(examples, [s.shared], [flags])
     graph = module
     if step is not module or any(packing.dim is not None for packing in packings):
-        graph = trace_function(step, examples, mode, before_autograd=True)
+        graph = trace_function(step, examples, mode, before_autograd=True, constants=constants)
     graph = without_empty_values(graph)
     late_captures = lift_captures(  # those of initial_state
         "initial_state", graph, after=n_fixed, remedy="Take it from params, or detach it."
@@ -167,7 +175,12 @@ def _trace(
 
 
 def _trace_callers_step(
-    step: Step, s: Signature, buffer_names: Sequence[str], state: list[Tensor], mode: FakeTensorMode
+    step: Step,
+    s: Signature,
+    buffer_names: Sequence[str],
+    state: list[Tensor],
+    mode: FakeTensorMode,
+    constants: Constants,
 ) -> StepGraph:
     """The caller's step, as it is called: on the full state."""
     with mode:
@@ -182,6 +195,7 @@ def _trace_callers_step(
         tree_unflatten(inputs, s.specs.x),
         tree_unflatten(state, s.specs.state),
         s.autocast,
+        constants,
     )
 
 

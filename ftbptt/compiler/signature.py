@@ -103,6 +103,11 @@ class Recipe:
     def _modules_of_loss(self) -> list[nn.Module]:
         return modules_read_by(self.loss)
 
+    def functions(self) -> list[Any]:
+        """The caller's, which are traced."""
+        start = [self.initial_state] if callable(self.initial_state) else []
+        return [self.step.root, self.loss, *start]
+
     def modes(self) -> tuple[bool, ...]:
         """Which modules of the step and of the loss are in train mode."""
         return (*self.step.modes(), *[module.training for module in self._modules_of_loss])

@@ -54,10 +54,15 @@ class Step:
         object.__setattr__(self, "_parameter_names", names)
         object.__setattr__(self, "_buffer_owners", owners)
         object.__setattr__(self, "_tied", [] if self.module is None else _tied(self.module))
-        modules = modules_read_by(self.function if self.module is None else self.module)
+        modules = modules_read_by(self.root)
         object.__setattr__(self, "_modules", modules)
         layers = [] if self.module is None else layers_of(self.module)
         object.__setattr__(self, "_layers", layers)
+
+    @property
+    def root(self) -> Any:
+        """What the caller gave as the step: a module or a function."""
+        return self.function if self.module is None else self.module
 
     @property
     def name(self) -> str:

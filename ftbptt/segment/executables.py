@@ -54,8 +54,14 @@ class Executables:
         with torch.no_grad(), as_traced(call.autocast):
             if executable is None:
                 executable = self.of(call, tensors)
+            known = executable
             while executable.instead is not None:
                 executable = executable.instead
+            change = executable.plan.constants.change()
+            if change is not None:
+                executable = self._made_anew(call, tensors, change)
+            if executable is not known:
+                known.instead = executable
             info.out_spec = executable.plan.out_spec
             for source, copy in executable.plan.copied:  # the source may have been written to
                 copy.copy_(source)
@@ -99,6 +105,17 @@ class Executables:
                 plan = make_plan(recipe, call.signature(tensors), call.buffer_names, steps)
                 self._by_key[key] = self._on(plan, choose(self._backend))
         return self._by_key[key]
+
+    def _made_anew(self, call: Call, tensors: Sequence[Tensor], change: str) -> Executable:
+        """In place of one that was compiled with other constants."""
+        warn(
+            f"ftbptt: {self._recipe.step.name} is compiled again: {change} has changed, and the "
+            "step or the loss may read it. To change a value without that, write to a tensor in "
+            "place, as v.fill_(0.5), and compute with the tensor.",
+            RuntimeWarning,
+        )
+        self._by_key.pop(call.key(tensors), None)
+        return self.of(call, tensors)
 
     def _on(self, plan: Plan, backend: Backend) -> Executable:
         return make_executable(plan, backend, self._count_compile, reuse_output=self._reuse_output)

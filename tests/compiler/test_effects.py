@@ -331,7 +331,8 @@ def test_changes_by_another_thread_stay() -> None:
             other.join()
         return h * params["w"], h * (scale_of_all + kept[0]) + x_t
 
-    assert call(step).loss.isfinite()
+    with pytest.warns(RuntimeWarning, match="compiled again"):  # with what they are now
+        assert call(step).loss.isfinite()
     assert scale_of_all == 2
     assert kept == [1, 2]
 

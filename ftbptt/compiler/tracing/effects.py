@@ -85,7 +85,7 @@ def without_step_effects(step: Step, trace: Callable[[], T]) -> T:
     """:func:`without_effects`, of a step."""
     return without_effects(
         f"step {step.name}",
-        step.function if step.module is None else step.module,
+        step.root,
         trace,
         "read such a value from the state and return it in the next state.",
     )

@@ -32,6 +32,7 @@ from ..._trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tr
 from ...contract.step import Step
 from ..graphs import aten
 from ..signature import Autocast, under
+from .constants import Constants, noting_tensors_read
 from .custom_gradient import custom_gradients_as_nodes
 from .decompositions import BEFORE_AUTOGRAD, past_autograd
 from .effects import without_step_effects
@@ -74,6 +75,7 @@ def trace_function(
     before_autograd: bool = False,
     functional: bool = False,
     differentiated: fx.GraphModule | None = None,
+    constants: Constants | None = None,
 ) -> fx.GraphModule:
     """trace_function : function, fake examples of its arguments -> its graph, in core operations
 
@@ -83,6 +85,7 @@ def trace_function(
     ``functional``: the function writes nothing in place. It may then use the vmap rules of
     ``time_axis.batching``, which functionalize does not take.
     ``differentiated``: the graph whose gradient the function computes.
+    ``constants``: gets the numbers that are read from tensors outside.
     """
     if isinstance(function, fx.GraphModule):
         forward = function.forward  # a call of the module prints errors, also of a mere attempt
@@ -90,9 +93,11 @@ def trace_function(
         def function(*args: Tensor) -> Any:
             return forward(*args)
 
+    tensors_read: list[Tensor] = []
     table = {
         **(BEFORE_AUTOGRAD if before_autograd else past_autograd()),
         **REWRITES,
+        **noting_tensors_read(tensors_read),
     }
     custom_gradients = custom_gradients_as_nodes() if before_autograd else nullcontext()
     # Attention as products and a softmax: its fused operation has no vmap rule.
@@ -122,6 +127,8 @@ def trace_function(
             module = make_fx(pure, decomposition_table=table)(*examples)
         if put_custom_gradients_into is not None:
             put_custom_gradients_into(module.graph)
+    if constants is not None:
+        constants.add_numbers(tensors_read)
     _make_batchable(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -190,6 +197,7 @@ def trace_step(
     x_t: Tree,
     state: Tree,
     autocast: Autocast | None,
+    constants: Constants,
 ) -> StepGraph:
     """trace_step : step, fake params, buffers, x_t and state, the caller's autocast -> StepGraph
 
@@ -222,7 +230,7 @@ def trace_step(
 
     def traced() -> fx.GraphModule:
         with explain_trace_errors("step", step):
-            return trace_function(run, examples, mode, before_autograd=True)
+            return trace_function(run, examples, mode, before_autograd=True, constants=constants)
 
     examples = [leaf for leaves in flat for leaf in leaves]
     module = without_step_effects(step, traced)

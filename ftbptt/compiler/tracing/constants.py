@@ -1,0 +1,184 @@
+"""What a trace of a step or loss has for constants, and whether these have changed since.
+
+A graph holds the operations of one trace: variables and attributes that Python read, such as a
+dropout rate, are numbers in it, and so is what torch reads from a tensor outside (``float(scale)``,
+``x.roll(n)``). Outside tensors themselves are none: they are inputs of the graph.
+"""
+
+from __future__ import annotations
+
+import dis
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, CodeType, FunctionType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat.running import version_of
+from ..._compat.tracing import FakeTensor
+from ..._reach import is_bound, names_in, reached_by
+from ..graphs import aten
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (dict, list)
+_WATCHED = (*_PLAIN, *_CONTAINERS, tuple, Tensor, FunctionType, BuiltinFunctionType)
+_MOST_ITEMS = 64  # of a container: what is longer holds data
+
+
+class Constants:
+    """The constants of all traces of these functions and modules, as they are now."""
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self._scopes = [scope for root in roots for scope in _scopes_of(root)]
+        self._numbers: list[_Number] = []
+
+    def change(self) -> str | None:
+        """The first that has changed; None if none has."""
+        for scope in self._scopes:
+            if not all(map(operator.is_, scope.read(), scope.values)):
+                change = scope.change()
+                if change is not None:
+                    return change
+        for number in self._numbers:
+            if number.has_changed():
+                return "the number in a tensor from outside"
+        return None
+
+    def add_numbers(self, tensors: Iterable[Tensor]) -> None:
+        """Adds the numbers of tensors outside, which a trace has read."""
+        for tensor in tensors:
+            if not any(number.tensor() is tensor for number in self._numbers):
+                self._numbers.append(_Number(tensor))
+
+
+class _Scope:
+    """Variables of one scope. ``read()`` gives their values, quickly: each call compares them."""
+
+    def __init__(
+        self, names: Sequence[Any], read: Callable[[], Iterable[Any]], description: str
+    ) -> None:
+        self.read, self.values = read, [*read()]
+        self._names, self._description = names, description
+
+    def change(self) -> str | None:
+        """The first variable that is another one; equal numbers are taken for the same."""
+        values = [*self.read()]
+        for name, value, before in zip(self._names, values, self.values, strict=False):
+            if not _is_same(value, before):
+                return self._description.format(name)
+        self.values = values
+        return None
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, tuple):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    return isinstance(value, _PLAIN) and value == other
+
+
+class _Number:
+    """The number in a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = ref(tensor)
+        self._version, self._value = version_of(tensor), tensor.item()
+
+    def has_changed(self) -> bool:
+        tensor = self.tensor()
+        if tensor is None or (version_of(tensor) == self._version and not tensor.is_inference()):
+            return False
+        if tensor.item() != self._value:
+            return True
+        self._version = version_of(tensor)  # written to, with the same number
+        return False
+
+
+def noting_tensors_read(tensors: list[Tensor]) -> dict[Any, Callable[[Tensor], Any]]:
+    """A decomposition that adds those to ``tensors`` whose number is read, and no fake ones."""
+
+    def note(tensor: Tensor) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            tensors.append(tensor)
+        return NotImplemented
+
+    return {aten._local_scalar_dense.default: note}
+
+
+def _scopes_of(root: Any) -> Iterator[_Scope]:
+    """The variables that are read by a function or module, and by what it calls."""
+    reached = list(reached_by(root))
+    codes = [value.__code__ for value in reached if isinstance(value, FunctionType)]
+    named = {name for code in codes for name in names_in(code)}
+    for value in reached:
+        if isinstance(value, FunctionType):
+            yield from _captured(value)
+            names = set(_globals_in(value.__code__)) & value.__globals__.keys()
+            yield from _variables(value.__globals__, names, "the global variable {!r}")
+        else:
+            yield from _attributes(value, named)
+
+
+def _captured(function: FunctionType) -> Iterator[_Scope]:
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    bound = {name: cell.cell_contents for name, cell in cells.items() if is_bound(cell)}
+    names = [name for name, value in bound.items() if isinstance(value, _WATCHED)]
+    description = "the captured variable {!r}"
+    if names:
+        watched = [cells[name] for name in names]
+        yield _Scope(
+            names, lambda: [c.cell_contents if is_bound(c) else None for c in watched], description
+        )
+    for name, value in bound.items():
+        yield from _items(value, description.format(name))
+
+
+def _attributes(owner: Any, named: set[str]) -> Iterator[_Scope]:
+    """Those that code names. The code of torch's own modules is not known: all of them."""
+    kinds = [kind for kind in type(owner).__mro__ if kind not in (object, nn.Module)]
+    names = vars(owner).keys() & named
+    if isinstance(owner, nn.Module):
+        if any(kind.__module__.startswith("torch.") for kind in kinds):
+            names = {name for name in vars(owner) if not name.startswith("_")}
+        names.discard("training")  # there is a trace for each mode
+    description = f"the attribute {{!r}} of {type(owner).__name__}"
+    yield from _variables(vars(owner), names, description)
+    for kind in kinds:
+        if not kind.__module__.startswith("torch."):
+            yield from _variables(vars(kind), vars(kind).keys() & named, description)
+
+
+def _variables(
+    variables: Mapping[str, Any], names: Iterable[str], description: str
+) -> Iterator[_Scope]:
+    watched = sorted(name for name in names if isinstance(variables[name], _WATCHED))
+    if watched:
+        yield _Scope(watched, lambda: map(variables.get, watched), description)
+    for name in watched:
+        yield from _items(variables[name], description.format(name))
+
+
+def _items(container: Any, name: str) -> Iterator[_Scope]:
+    """What a dict or a list holds, such as a configuration."""
+    if not isinstance(container, _CONTAINERS) or len(container) > _MOST_ITEMS:
+        return
+    keys = container if isinstance(container, dict) else range(len(container))
+    items = container.values if isinstance(container, dict) else container.copy
+    names = ["the length", *(f"the item {key!r}" for key in keys)]
+    yield _Scope(names, lambda: (len(container), *items()), f"{{}} of {name}")
+
+
+def _globals_in(code: CodeType) -> Iterator[str]:
+    """The global variables that code, and the code nested in it, reads."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_in(constant)

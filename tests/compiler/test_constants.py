@@ -1,0 +1,242 @@
+"""What a step, its loss or its initial state reads besides its arguments, and that changes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ftbptt import TrainSegment, make_train_segment
+
+from ..cells.problems import B, Draw, H, Problem, mse, named
+from ..oracle import check
+
+AGAIN = "compiled again: .* has changed, and the step or the loss may read it"
+READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "float": lambda h, v: h * float(v),
+    "item": lambda h, v: h * v.item(),
+    "if": lambda h, v: h if v else -h,
+    "shift": lambda h, v: h.roll(v, 1),
+    "slope": lambda h, v: F.leaky_relu(h, v),
+    "fill": lambda h, v: h + torch.full((H,), v, dtype=h.dtype),
+}
+
+
+def made_with(of: Callable[[Tensor], Tensor], loss: Any = mse) -> Problem:
+    draw = Draw(1)
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> Any:
+        h = torch.tanh(of(x_t @ params["w"]) + h)
+        return h, h
+
+    params, state = {"w": draw(H, H)}, draw(B, H)
+    return Problem(step, params, state, draw.sequence(B, H), draw.sequence(B, H), loss)
+
+
+def check_changes(segment: TrainSegment, made: Problem, v: Tensor, **options: Any) -> None:
+    """The number changes, is written again, and the first call comes again with another K."""
+    check(segment, made, 4, **options)
+    traces = segment.trace_count
+    v.fill_(0)
+    with pytest.warns(RuntimeWarning, match=AGAIN):
+        check(segment, made, 4, **options)
+    assert segment.trace_count == traces + 1
+    v.fill_(0)
+    check(segment, made, 3, **options)  # K is no part of a trace
+    v.fill_(2)
+    with pytest.warns(RuntimeWarning, match=AGAIN):
+        check(segment, made, 4, **options)
+    assert segment.trace_count == traces + 2
+
+
+# -- numbers in tensors ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", READS)
+def test_by_a_step(read: str) -> None:
+    v = torch.tensor(2) if read == "shift" else torch.tensor(2.0, dtype=torch.float64)
+    made = made_with(lambda h: READS[read](h, v))
+    check_changes(make_train_segment(made.step, made.loss, backend="eager"), made, v)
+
+
+@pytest.mark.parametrize("backend", ["fused", "auto"])
+def test_compiled(backend: str) -> None:
+    v = torch.tensor(2.0)
+    made = made_with(lambda h: h * float(v))
+    check_changes(make_train_segment(made.step, made.loss, backend=backend), made, v)
+
+
+def test_by_a_loss() -> None:
+    v = torch.tensor(2.0)
+    made = made_with(lambda h: h, lambda out, y: mse(out, y) * v.item())
+    check_changes(make_train_segment(made.step, made.loss, backend="eager"), made, v)
+
+
+def test_by_the_initial_state() -> None:
+    v = torch.tensor(2.0)
+    made = made_with(lambda h: h)
+
+    def start(params: Any) -> Tensor:
+        return params["w"][:1] * float(v)
+
+    segment = make_train_segment(made.step, made.loss, backend="eager", initial_state=start)
+    reset = torch.tensor([False, True, False, True])
+    check(segment, made, 4, initial_state=start, reset=reset)
+    v.fill_(3)
+    with pytest.warns(RuntimeWarning, match=AGAIN):
+        check(segment, made, 4, initial_state=start, reset=reset)
+
+
+def test_of_inference_mode() -> None:
+    """Such a tensor does not count how often it is written to."""
+    with torch.inference_mode():
+        v = torch.tensor(2.0)
+    made = made_with(lambda h: h * float(v))
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    check(segment, made, 4)
+    with torch.inference_mode():
+        v.fill_(3)
+    with pytest.warns(RuntimeWarning, match=AGAIN):
+        check(segment, made, 4)
+
+
+def test_of_a_tensor_that_the_step_makes() -> None:
+    made = made_with(lambda h: h * torch.tensor(0.5).item())
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    check(segment, made, 4)
+    assert segment.explain(*made.data(4)).backend == "eager"
+
+
+@pytest.mark.filterwarnings("ignore:ftbptt. step is compiled again:RuntimeWarning")
+def test_a_number_that_changes_again_and_again_holds_two_programs() -> None:
+    """The first, by which calls are known, and the last."""
+    v = torch.tensor(2.0)
+    made = made_with(lambda h: h * float(v))
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    plans = []
+    for i in range(4):
+        v.fill_(i)
+        segment(*made.data(4))
+        (executable,) = segment._executables._by_key.values()
+        plans.append(weakref.ref(executable.plan))
+        del executable
+    gc.collect()
+    assert [plan() is not None for plan in plans] == [True, False, False, True]
+
+
+# -- variables and attributes ---------------------------------------------------------------------
+
+rate = 2.0
+activation = torch.tanh
+
+
+@dataclass
+class Config:
+    rate: float = 2.0
+
+
+class Scaled(nn.Module):
+    """Reads numbers in many ways; ``count`` it does not read."""
+
+    of_class = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+        self.rate, self.count = 2.0, 0
+        self.with_rates = {"a": 2.0, "other": [1]}
+        self.rates = [2.0, 3.0]
+        self.slope = nn.LeakyReLU(0.2)
+        self.constant = torch.tensor(2.0)
+        self.config, self.options = Config(), Namespace(rate=2.0)
+
+    @property
+    def sum(self) -> float:
+        return self.rate + self.of_class + self.with_rates["a"] + self.rates[1]
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        factor = self.sum + self.config.rate + self.options.rate + self.constant
+        h = torch.tanh(self.slope(self.linear(x)) * factor + h)
+        return h, h
+
+
+CHANGES: dict[str, Callable[[Scaled], Any]] = {
+    "'rate' of Scaled": lambda m: setattr(m, "rate", 3.0),
+    "'of_class' of Scaled": lambda m: setattr(Scaled, "of_class", 3.0),
+    "item 'a' of the attribute 'with_rates'": lambda m: m.with_rates.update(a=3.0),
+    "item 1 of the attribute 'rates'": lambda m: m.rates.__setitem__(1, 4.0),
+    "length of the attribute 'rates'": lambda m: m.rates.append(4.0),
+    "'rates' of Scaled": lambda m: setattr(m, "rates", [0.0, 0.0]),
+    "'negative_slope' of LeakyReLU": lambda m: setattr(m.slope, "negative_slope", 0.3),
+    "'constant' of Scaled": lambda m: setattr(m, "constant", torch.tensor(3.0)),
+    "'rate' of Config": lambda m: setattr(m.config, "rate", 3.0),
+    "'rate' of Namespace": lambda m: setattr(m.options, "rate", 3.0),
+}
+
+
+def test_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scaled, "of_class", 2.0)  # which is put back
+    draw = Draw(1)
+    module = draw.module(Scaled)
+    made = Problem(module, named(module), draw(B, H), draw.sequence(B, H), draw.sequence(B, H), mse)
+    segment = make_train_segment(module, mse, backend="eager")
+    check(segment, made, 4)
+    for i, (name, change) in enumerate(CHANGES.items()):
+        change(module)
+        with pytest.warns(RuntimeWarning, match=f"Scaled is compiled again: the .*{name}"):
+            check(segment, made, 4)
+        assert segment.trace_count == i + 2
+    module.count += 1
+    module.rate = float("3")  # equal, but another object
+    module.unknown = 1
+    check(segment, made, 3)
+    assert segment.trace_count == len(CHANGES) + 1
+
+
+def test_captured_and_global_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, cut = 2.0, (0, H)
+    shift = 1.0
+
+    def of(h: Tensor) -> Tensor:
+        return activation(h * rate + own)[:, slice(*cut)]
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return mse(out + shift, y)
+
+    made = made_with(of, loss)
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    check(segment, made, 4)
+    cut = (0, int(str(H)))  # an equal one
+    check(segment, made, 4)
+    assert segment.trace_count == 1
+    own = 3.0
+    with pytest.warns(RuntimeWarning, match="step is compiled again: the captured variable 'own'"):
+        check(segment, made, 4)
+    shift = 3.0
+    with pytest.warns(RuntimeWarning, match="the captured variable 'shift' has changed"):
+        check(segment, made, 4)
+    monkeypatch.setitem(globals(), "rate", 3.0)
+    with pytest.warns(RuntimeWarning, match="the global variable 'rate' has changed"):
+        check(segment, made, 4)
+    monkeypatch.setitem(globals(), "activation", torch.sigmoid)
+    with pytest.warns(RuntimeWarning, match="the global variable 'activation' has changed"):
+        check(segment, made, 4)
+
+
+def test_a_variable_that_is_called_like_an_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``size`` is an attribute in the step, and no variable that it reads."""
+    monkeypatch.setitem(globals(), "size", 2)
+    made = made_with(lambda h: h * h.size(0))
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    check(segment, made, 4)
+    monkeypatch.setitem(globals(), "size", 3)
+    check(segment, made, 4)
+    assert segment.trace_count == 1
