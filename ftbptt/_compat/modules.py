@@ -46,6 +46,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """As ``named_children()``, and it changes with the module; see :func:`own_parameters`."""
+    return module._modules
+
+
 @contextmanager
 def parametrizations_kept_apart() -> Iterator[None]:
     """Within ``parametrize.cached()``, a cache of its own; torch has one, whatever the parameters.

@@ -111,7 +111,8 @@ class Step:
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers: constants of a segment, read anew at each call."""
-        return {name: getattr(owner, key) for name, owner, key in self._buffer_owners}
+        buffers = {name: getattr(owner, key) for name, owner, key in self._buffer_owners}
+        return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
     def with_states(self, tapped: bool = False) -> Step:
         """The same step, its output ``(out_t, state)``: with the state that it was called with.
@@ -188,7 +189,7 @@ class Step:
             call = self.call_module
             result = module(x_t, state) if call is None else call(module, x_t, state)
             for name, owner, key in self._buffer_owners:
-                if getattr(owner, key) is not given[name]:
+                if getattr(owner, key) is not given.get(name):
                     raise RuntimeError(
                         f"step {self.name} assigns to its buffer {name!r}. Buffers are constants "
                         "of a segment: carry the value in the state and return it, or compute it "

@@ -240,3 +240,38 @@ def test_a_variable_that_is_called_like_an_attribute(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(globals(), "size", 3)
     check(segment, made, 4)
     assert segment.trace_count == 1
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+
+def test_a_submodule_that_is_replaced() -> None:
+    module = Draw(1).module(Scaled)
+    segment = make_train_segment(module, mse, backend="eager")
+    given = named(module), torch.zeros(B, H).double(), *(torch.ones(3, B, H).double(),) * 2
+    segment(*given)
+    module.slope = nn.Tanh()
+    with pytest.raises(RuntimeError, match=r"the submodule 'slope' of Scaled was replaced .* new"):
+        segment(*given)
+
+
+def test_a_buffer_that_is_removed() -> None:
+    class Shifted(nn.Module):
+        shift: Tensor | None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(H, H)
+            self.register_buffer("shift", torch.ones(H))
+
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(self.linear(x) + h)
+            return (h if self.shift is None else h + self.shift), h
+
+    draw = Draw(1)
+    module = draw.module(Shifted)
+    made = Problem(module, named(module), draw(B, H), draw.sequence(B, H), draw.sequence(B, H), mse)
+    segment = make_train_segment(module, mse, backend="eager")
+    check(segment, made, 4)
+    module.shift = None
+    check(segment, made, 4)

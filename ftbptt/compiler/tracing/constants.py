@@ -17,9 +17,10 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from ..._compat.modules import own_modules
 from ..._compat.running import version_of
 from ..._compat.tracing import FakeTensor
-from ..._reach import is_bound, names_in, reached_by
+from ..._reach import is_bound, modules_read_by, names_in, reached_by
 from ..graphs import aten
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -32,11 +33,23 @@ class Constants:
     """The constants of all traces of these functions and modules, as they are now."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
+        roots = list(roots)
         self._scopes = [scope for root in roots for scope in _scopes_of(root)]
+        modules = (module for root in roots for module in modules_read_by(root))
+        self._children = [_children_of(module) for module in modules if own_modules(module)]
         self._numbers: list[_Number] = []
 
     def change(self) -> str | None:
-        """The first that has changed; None if none has."""
+        """The first that has changed; None if none has.
+
+        Raises RuntimeError for a submodule that was replaced: more than a trace depends on that.
+        """
+        for children in self._children:
+            if not all(map(operator.is_, children.read(), children.values)):
+                raise RuntimeError(
+                    f"step or loss: {children.change()} was replaced since the segment was made. "
+                    "Make a new segment, by make_train_segment."
+                )
         for scope in self._scopes:
             if not all(map(operator.is_, scope.read(), scope.values)):
                 change = scope.change()
@@ -137,6 +150,12 @@ def _captured(function: FunctionType) -> Iterator[_Scope]:
         )
     for name, value in bound.items():
         yield from _items(value, description.format(name))
+
+
+def _children_of(module: nn.Module) -> _Scope:
+    children = own_modules(module)
+    description = f"the submodule {{!r}} of {type(module).__name__}"
+    return _Scope([*children], children.values, description)
 
 
 def _attributes(owner: Any, named: set[str]) -> Iterator[_Scope]:
