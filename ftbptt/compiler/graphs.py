@@ -135,8 +135,20 @@ def contains_parts_unchanged(join: Node) -> bool:
     return all((part.dtype, part.dim()) == (value_of(join).dtype, rank) for part in parts)
 
 
+def has_same_code(a: fx.GraphModule, b: fx.GraphModule) -> bool:
+    """Whether two graphs that were traced in the same way are of the same operations.
+
+    On the same tensors, if they hold any.
+    """
+    held = [
+        [getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr")]
+        for module in (a, b)
+    ]
+    return a.code == b.code and all(map(operator.is_, *held))
+
+
 def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
-    """Whether two graphs traced in the same way have the same code and the same constants.
+    """As :func:`has_same_code`, of graphs that are for nothing else: it changes them.
 
     A size that one of them leaves to be inferred (-1) is written out in both.
     """
@@ -145,11 +157,7 @@ def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
             for node in module.graph.find_nodes(op="call_function", target=reshape):
                 node.args = (node.args[0], list(value_of(node).shape))
         module.recompile()
-    constants = [
-        [getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr")]
-        for module in (a, b)
-    ]
-    return a.code == b.code and all(map(operator.is_, *constants))
+    return has_same_code(a, b)
 
 
 def varying_with(sources: Iterable[Node], graph: fx.Graph) -> set[Node]:

@@ -124,6 +124,7 @@ class LossTracer:
         if traced is None:
             self.example_steps = steps
             traced = self._trace_loss(steps)
+        self.traced = traced.graph
         self.with_grad = self._outs_with_grad(traced.graph)
 
     def graphs_for(self, steps: int) -> KeyedGraphs:

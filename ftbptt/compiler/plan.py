@@ -6,6 +6,7 @@ and holds for every K. ``explain`` prints it, and a backend runs it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from .._compat.tracing import FakeTensorMode
 from .._trees import TreeSpec, differentiable, tree_unflatten
 from ..contract.step import Step
 from .adjoint import LoopPair, StepRoles, make_loops
-from .graphs import VIEWS, Node, aten
+from .graphs import VIEWS, Node, aten, has_same_code
 from .loss import LossTracer
 from .rewrites.empty import without_empty_values
 from .rewrites.hoist_parameters import Preparation, make_preparation, split_invariants
@@ -42,6 +43,7 @@ class Plan:
     captures: list[Tensor]
     copied: list[tuple[Tensor, Tensor]]  # a tensor that the step closes over, and its copy
     constants: Constants
+    step: fx.GraphModule  # as it was traced
     out_spec: TreeSpec
     packings: list[Packing]
     preparation: Preparation | None
@@ -54,6 +56,18 @@ class Plan:
     def finish(self) -> fx.GraphModule | None:
         """What gives parameters the gradients of what was prepared from them, if anything does."""
         return None if self.preparation is None else self.preparation.finish
+
+    def computes_as(self, other: Plan) -> bool:
+        """Whether the step and the loss are the same operations on the same tensors outside."""
+        same_captures = len(self.captures) == len(other.captures) and all(
+            map(operator.is_, self.captures, other.captures)
+        )
+        return (
+            same_captures
+            and self.out_spec == other.out_spec
+            and has_same_code(self.step, other.step)
+            and has_same_code(self.loss.traced, other.loss.traced)
+        )
 
 
 @dataclass
@@ -99,6 +113,7 @@ def make_plan(
         captures=traced.captures,
         copied=traced.copied,
         constants=constants,
+        step=traced.graph,
         out_spec=traced.out_spec,
         packings=traced.packings,
         preparation=preparation,

@@ -13,6 +13,7 @@ from .._warnings import warn
 from ..backends import Backend, choose
 from ..compiler.plan import Plan, make_plan
 from ..compiler.signature import Recipe, as_traced
+from ..compiler.tracing.constants import Change
 from ..compiler.tracing.trace import TRACING
 from ..contract.output import EarlyGradients
 from .call import Call
@@ -57,9 +58,8 @@ class Executables:
             known = executable
             while executable.instead is not None:
                 executable = executable.instead
-            change = executable.plan.constants.change()
-            if change is not None:
-                executable = self._made_anew(call, tensors, change)
+            while (change := executable.plan.constants.change()) is not None:
+                executable = self._after(change, call, tensors, executable)
             if executable is not known:
                 known.instead = executable
             info.out_spec = executable.plan.out_spec
@@ -106,16 +106,24 @@ class Executables:
                 self._by_key[key] = self._on(plan, choose(self._backend))
         return self._by_key[key]
 
-    def _made_anew(self, call: Call, tensors: Sequence[Tensor], change: str) -> Executable:
-        """In place of one that was compiled with other constants."""
+    def _after(
+        self, change: Change, call: Call, tensors: Sequence[Tensor], before: Executable
+    ) -> Executable:
+        """The executable for a call after a change outside: made anew, unless that is not read."""
+        key = call.key(tensors)
+        self._by_key.pop(key, None)
+        executable = self.of(call, tensors)
+        if executable.plan.computes_as(before.plan):
+            change.ignore()
+            self._by_key[key] = before
+            return before
         warn(
-            f"ftbptt: {self._recipe.step.name} is compiled again: {change} has changed, and the "
-            "step or the loss may read it. To change a value without that, write to a tensor in "
+            f"ftbptt: {self._recipe.step.name} is compiled again: {change.name} has changed, which "
+            "the step or the loss reads. To change a value without that, write to a tensor in "
             "place, as v.fill_(0.5), and compute with the tensor.",
             RuntimeWarning,
         )
-        self._by_key.pop(call.key(tensors), None)
-        return self.of(call, tensors)
+        return executable
 
     def _on(self, plan: Plan, backend: Backend) -> Executable:
         return make_executable(plan, backend, self._count_compile, reuse_output=self._reuse_output)

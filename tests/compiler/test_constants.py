@@ -19,7 +19,7 @@ from ftbptt import TrainSegment, make_train_segment
 from ..cells.problems import B, Draw, H, Problem, mse, named
 from ..oracle import check
 
-AGAIN = "compiled again: .* has changed, and the step or the loss may read it"
+AGAIN = "compiled again: .* has changed, which the step or the loss reads"
 READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "float": lambda h, v: h * float(v),
     "item": lambda h, v: h * v.item(),
@@ -108,6 +108,16 @@ def test_of_inference_mode() -> None:
         check(segment, made, 4)
 
 
+def test_that_is_read_for_nothing() -> None:
+    v = torch.tensor(2.0)
+    made = made_with(lambda h: (h * float(v), h)[1])
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    for i in range(3):
+        v.fill_(i)
+        check(segment, made, 4)
+    assert segment.trace_count == 2  # from then on it is known
+
+
 def test_of_a_tensor_that_the_step_makes() -> None:
     made = made_with(lambda h: h * torch.tensor(0.5).item())
     segment = make_train_segment(made.step, made.loss, backend="eager")
@@ -144,7 +154,7 @@ class Config:
 
 
 class Scaled(nn.Module):
-    """Reads numbers in many ways; ``count`` it does not read."""
+    """Reads numbers in many ways."""
 
     of_class = 2.0
 
@@ -154,7 +164,7 @@ class Scaled(nn.Module):
         self.rate, self.count = 2.0, 0
         self.with_rates = {"a": 2.0, "other": [1]}
         self.rates = [2.0, 3.0]
-        self.slope = nn.LeakyReLU(0.2)
+        self.slope, self.memory = nn.LeakyReLU(0.2), torch.zeros(())
         self.constant = torch.tensor(2.0)
         self.config, self.options = Config(), Namespace(rate=2.0)
 
@@ -163,6 +173,7 @@ class Scaled(nn.Module):
         return self.rate + self.of_class + self.with_rates["a"] + self.rates[1]
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.memory if h is None else h
         factor = self.sum + self.config.rate + self.options.rate + self.constant
         h = torch.tanh(self.slope(self.linear(x)) * factor + h)
         return h, h
@@ -173,7 +184,6 @@ CHANGES: dict[str, Callable[[Scaled], Any]] = {
     "'of_class' of Scaled": lambda m: setattr(Scaled, "of_class", 3.0),
     "item 'a' of the attribute 'with_rates'": lambda m: m.with_rates.update(a=3.0),
     "item 1 of the attribute 'rates'": lambda m: m.rates.__setitem__(1, 4.0),
-    "length of the attribute 'rates'": lambda m: m.rates.append(4.0),
     "'rates' of Scaled": lambda m: setattr(m, "rates", [0.0, 0.0]),
     "'negative_slope' of LeakyReLU": lambda m: setattr(m.slope, "negative_slope", 0.3),
     "'constant' of Scaled": lambda m: setattr(m, "constant", torch.tensor(3.0)),
@@ -194,11 +204,16 @@ def test_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.warns(RuntimeWarning, match=f"Scaled is compiled again: the .*{name}"):
             check(segment, made, 4)
         assert segment.trace_count == i + 2
-    module.count += 1
     module.rate = float("3")  # equal, but another object
-    module.unknown = 1
+    module.count += 1  # no code names it
     check(segment, made, 3)
     assert segment.trace_count == len(CHANGES) + 1
+    module.rates.append(5.0)  # read by no code
+    for i in range(3):
+        module.memory = made.state + i  # read in a branch that is not taken
+        check(segment, made, 4)
+    assert segment.trace_count == len(CHANGES) + 3
+    assert len(segment._executables._by_key) == 1
 
 
 def test_captured_and_global_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 A graph holds the operations of one trace: variables and attributes that Python read, such as a
 dropout rate, are numbers in it, and so is what torch reads from a tensor outside (``float(scale)``,
-``x.roll(n)``). Outside tensors themselves are none: they are inputs of the graph.
+``x.roll(n)``). Tensors outside are inputs of the graph: of them it is constant which they are.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import dis
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -39,25 +40,24 @@ class Constants:
         self._children = [_children_of(module) for module in modules if own_modules(module)]
         self._numbers: list[_Number] = []
 
-    def change(self) -> str | None:
+    def change(self) -> Change | None:
         """The first that has changed; None if none has.
 
         Raises RuntimeError for a submodule that was replaced: more than a trace depends on that.
         """
         for children in self._children:
-            if not all(map(operator.is_, children.read(), children.values)):
+            if (replaced := children.change()) is not None:
                 raise RuntimeError(
-                    f"step or loss: {children.change()} was replaced since the segment was made. "
-                    "Make a new segment, by make_train_segment."
+                    f"step or loss: {replaced.name} was replaced since the segment was made. Make "
+                    "a new segment, by make_train_segment."
                 )
         for scope in self._scopes:
-            if not all(map(operator.is_, scope.read(), scope.values)):
-                change = scope.change()
-                if change is not None:
-                    return change
+            if (change := scope.change()) is not None:
+                return change
         for number in self._numbers:
             if number.has_changed():
-                return "the number in a tensor from outside"
+                ignore = partial(self._numbers.remove, number)
+                return Change("the number in a tensor from outside", ignore)
         return None
 
     def add_numbers(self, tensors: Iterable[Tensor]) -> None:
@@ -67,21 +67,31 @@ class Constants:
                 self._numbers.append(_Number(tensor))
 
 
+class Change(NamedTuple):
+    """What has changed, and how to take no more notice of it."""
+
+    name: str
+    ignore: Callable[[], None]
+
+
 class _Scope:
-    """Variables of one scope. ``read()`` gives their values, quickly: each call compares them."""
+    """Variables of one scope. ``read()`` gives their values, quickly: it is for each call."""
 
     def __init__(
         self, names: Sequence[Any], read: Callable[[], Iterable[Any]], description: str
     ) -> None:
         self.read, self.values = read, [*read()]
         self._names, self._description = names, description
+        self._ignored: set[Any] = set()
 
-    def change(self) -> str | None:
+    def change(self) -> Change | None:
         """The first variable that is another one; equal numbers are taken for the same."""
+        if all(map(operator.is_, self.read(), self.values)):
+            return None
         values = [*self.read()]
         for name, value, before in zip(self._names, values, self.values, strict=False):
-            if not _is_same(value, before):
-                return self._description.format(name)
+            if name not in self._ignored and not _is_same(value, before):
+                return Change(self._description.format(name), partial(self._ignored.add, name))
         self.values = values
         return None
 
