@@ -233,7 +233,9 @@ def run(options: argparse.Namespace, mesh: DeviceMesh | None) -> None:
     except KeyboardInterrupt:
         if mesh is not None and mesh.get_rank() > 0:
             return
-        print(f"\nstopped during {stage}; saving what there is (--resume goes on)")
+        saved = (options.out / ("run.pt" if mesh is None else "ranks")).exists()
+        goes_on = " (--resume goes on)" if saved else ""
+        print(f"\nstopped during {stage}; saving what there is{goes_on}")
         save_model(options.out / "model.pt", model, vocabulary, settings)
     plot_curve(options.out / "curve.png", *curve(stream, data), bits, source)
     print(f"\nmodel: {options.out / 'model.pt'}\ncurve: {options.out / 'curve.png'}")

@@ -24,9 +24,9 @@ def stacked(trees: list[Tree], dim: int = 0) -> Tree:
     return tree_unflatten([leaf.detach() for leaf in leaves], flat[0][1])
 
 
-def sequences(name: str, steps: int) -> list[tuple[Tree, Tree, Tree, Tree]]:
-    """Params, state, x and y of N problems of one cell, each with a seed of its own."""
-    return [problem(name, seed=seed).data(steps) for seed in range(N)]
+def sequences(name: str, steps: int, count: int = N) -> list[tuple[Tree, Tree, Tree, Tree]]:
+    """Params, state, x and y of problems of one cell, each with a seed of its own."""
+    return [problem(name, seed=seed).data(steps) for seed in range(count)]
 
 
 def looped(given: Problem, calls: list[tuple[Tree, ...]], **rows: list[Tensor]) -> SegmentOutput:

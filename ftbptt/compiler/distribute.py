@@ -153,8 +153,14 @@ def _read_by(sums: Iterable[Term]) -> list[Node]:
     return [node for total in sums for term in total.terms() for node in term.sequences()]
 
 
-def _batch_sums(sums: Iterable[Term]) -> list[BatchSum]:
-    return [term for total in sums for term in total.terms() if isinstance(term, BatchSum)]
+def _batch_sums(schedule: _Schedule, sums: Iterable[Term]) -> list[BatchSum]:
+    """Those that a loop can return summed over the steps: no step reads them."""
+    terms = (term for total in sums for term in total.terms())
+    return [
+        term
+        for term in terms
+        if isinstance(term, BatchSum) and not any(u in schedule.stage for u in term.node.users)
+    ]
 
 
 def _at_every_step(schedule: _Schedule, sums: list[Term]) -> set[Node]:
@@ -203,7 +209,7 @@ def _movable(
     inside = {*component.core, *component.carries, *component.next_carries}
     map_after = [n for n in schedule.order if stage[n] == component.stage_after]
     summed_here = {*inside, *map_after}
-    totals = {term.node for term in _batch_sums(sums) if term.summed in summed_here}
+    totals = {term.node for term in _batch_sums(schedule, sums) if term.summed in summed_here}
     readers = {*component.core, *map_after, *totals}
 
     def can_move(node: Node) -> bool:
@@ -223,7 +229,7 @@ def _with_moved(
 ) -> tuple[_Schedule, Component, list[Term]]:
     """The schedule with these nodes in the recurrence, the recurrence, and the sums left."""
     graph = schedule.loop.graph
-    totals = {term.node for term in _batch_sums(sums)} & moved
+    totals = {term.node for term in _batch_sums(schedule, sums)} & moved
     fused_component = replace(
         component,
         core=component.core | (moved - totals),
@@ -237,7 +243,7 @@ def _with_moved(
         components=components,
         stage=schedule.stage | dict.fromkeys(moved - totals, component.stage),
     )
-    return fused_schedule, fused_component, [term.with_totals(moved) for term in sums]
+    return fused_schedule, fused_component, [term.with_totals(totals) for term in sums]
 
 
 def _is_heavy(node: Node, inputs: list[Node]) -> bool:

@@ -174,6 +174,18 @@ class Step:
         """``params`` by the names of the module; torch.compile puts a prefix before them."""
         return {name.removeprefix(COMPILED_PREFIX): value for name, value in params.items()}
 
+    def misfit(self, params: dict[str, Tensor]) -> str | None:
+        """What to say of the first parameter that has another shape than the module's own."""
+        own = {} if self.module is None else dict(self.module.named_parameters())
+        for name, value in self.own_names(params).items():
+            if name in own and value.shape != own[name].shape:
+                return (
+                    f"params[{name!r}]: has shape {list(value.shape)}, but that of {self.name} is "
+                    f"{list(own[name].shape)}. Pass dict(module.named_parameters()) of the module "
+                    "that the segment was made of."
+                )
+        return None
+
     def other_name(self, name: str) -> str | None:
         """The first name of a parameter that is tied to it under ``name``."""
         return dict(self._tied).get(name)

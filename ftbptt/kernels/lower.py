@@ -222,7 +222,7 @@ class _Builder:
         vectors, k, n = math.prod(shape[rank:-1]), shape[-1], value.shape[-1]
         # A batch of weights is one for each of the leading row axes, or for each vector of a row.
         is_batch = node.target is aten.bmm.default and value_of(weight).stride(0) != 0
-        by_vector = is_batch and vectors > 1 and value_of(weight).shape[0] == vectors
+        by_vector = is_batch and node.meta.get("by_vector", rank == 0)
         grouped = 0
         if is_batch and not by_vector:
             grouped = self.rows.axis(value_of(weight).shape[0], node)

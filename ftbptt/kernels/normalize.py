@@ -215,6 +215,7 @@ def _put_rows_first(node: Node, rows: RowView) -> None:
         a = new_node(graph, aten.view.default, a, [rows.total, vectors, shape[-1]])
     product = graph.call_function(node.target, (a, weight))
     product.meta["val"] = value_of(node).new_empty(rows.total, vectors, n, device="meta")
+    product.meta["by_vector"] = is_by_vector  # shapes do not tell, for as many rows as vectors
     if is_by_vector:
         result = new_node(graph, aten.permute.default, product, [1, 0, 2])
     else:

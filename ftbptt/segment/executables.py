@@ -20,7 +20,7 @@ from .call import Call
 from .capture import make_executable
 from .compile_cache import use_a_folder_that_works
 from .execute import Executable
-from .fallback import run_or_fall_back
+from .fallback import on_first_that_works
 from .vmap import CallInfo
 
 
@@ -70,20 +70,18 @@ class Executables:
                 return executable.run(groups, with_grad=with_grad, early=early)
             callers: list[BaseException] = []
             noted = None if early is None else early.noting(callers)
-            plan, first = executable.plan, executable
+            first = executable
 
-            def run(tried: Executable) -> list[Tensor]:
+            def run(backend: Backend) -> tuple[list[Tensor], Executable]:
+                is_first = backend is first.backend
+                tried = first if is_first else self._on(first.plan, backend)
                 # What was handed over was sent: another backend does not send it once more.
-                early = noted if tried is first else None
-                return tried.run(groups, with_grad=with_grad, early=early)
+                early = noted if is_first else None
+                return tried.run(groups, with_grad=with_grad, early=early), tried
 
-            result, ran, messages = run_or_fall_back(
-                executable,
-                self._recipe.step.name,
-                tensors[0].device.type,
-                lambda backend: self._on(plan, backend),
-                run,
-                callers,
+            device_type = tensors[0].device.type
+            (result, ran), messages = on_first_that_works(
+                run, executable.backend, self._recipe.step.name, device_type, callers
             )
             if ran is not executable:
                 executable.instead = self._by_key[call.key(tensors)] = ran
@@ -103,8 +101,19 @@ class Executables:
                 recipe = replace(self._recipe, probes=call.probes)
                 steps = call.groups(tensors)["x"][0].shape[0]
                 plan = make_plan(recipe, call.signature(tensors), call.buffer_names, steps)
-                self._by_key[key] = self._on(plan, choose(self._backend))
+                self._by_key[key] = self._made(plan, tensors[0].device.type)
         return self._by_key[key]
+
+    def _made(self, plan: Plan, device_type: str) -> Executable:
+        backend = choose(self._backend)
+        if self._backend != "auto":
+            return self._on(plan, backend)
+        executable, messages = on_first_that_works(
+            lambda backend: self._on(plan, backend), backend, self._recipe.step.name, device_type
+        )
+        for message in messages:
+            warn(message, RuntimeWarning)
+        return executable
 
     def _after(
         self, change: Change, call: Call, tensors: Sequence[Tensor], before: Executable

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._trees import tree_leaves, tree_map
 from ..contract.output import EarlyGradients, SegmentOutput
@@ -41,10 +41,12 @@ class Segments(DataLayout):
         autocast: torch.dtype | None = None,
         time_dim: int | None = None,
     ) -> None:
-        if not callable(train_segment):
+        if not callable(train_segment) or isinstance(train_segment, nn.Module):
+            is_module = isinstance(train_segment, nn.Module)
+            advice = " Make a segment of it: make_train_segment(module, loss)." if is_module else ""
             raise TypeError(
                 "train_segment: expected what make_train_segment returns, or a function of its "
-                f"contract, found {type(train_segment).__name__}."
+                f"contract, found {type(train_segment).__name__}.{advice}"
             )
         if not isinstance(train_segment, TrainSegment) and (context or scaled):
             name = "context" if context else "scaler"

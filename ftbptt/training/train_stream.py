@@ -118,12 +118,14 @@ def train_stream(
         own mean over valid steps (0 if it has none); there sequences times steps are the weight.
     ``clip_norm``, ``clip_value``, ``scheduler``, ``ema_decay``
         Clipping of the gradient, by norm first; a scheduler of torch, stepped at each update
-        (``ReduceLROnPlateau`` at each report); a moving average of the parameters.
+        (``ReduceLROnPlateau`` at each report); a moving average of the parameters, which begins
+        at those before the first update.
     ``autocast``, ``scaler``
         ``torch.bfloat16`` or ``torch.float16``, and a ``torch.amp.GradScaler`` for the latter.
     ``stop``
         A function of a report's mean loss that ends the run when it returns true, such as
-        :class:`EarlyStop`.
+        :class:`EarlyStop`. When reports come depends on the time that updates take; with
+        ``interval=0`` there is one at each update.
     ``on_nonfinite``
         What to do if a loss, or the norm that gradients are clipped by, is not finite. "stop" ends
         the run with a warning that says where it began; "raise" raises FloatingPointError; "skip"

@@ -122,7 +122,15 @@ class WindowRunner:
         segments, first_row = self.segments, 0
         results = []
         for chunk, state in segments.micro_batches(job.chunk, job.state, self.micro_batches):
-            result = self._run_part(job._replace(chunk=chunk, state=state), first_row)
+            try:
+                result = self._run_part(job._replace(chunk=chunk, state=state), first_row)
+            except ValueError as error:
+                if segments.inner is not None and segments.inner.recipe.initial_state is not None:
+                    error.add_note(
+                        "ftbptt: micro_batches splits the rows of the data and of the state, but "
+                        "not those of initial_state. Give one that holds for each row."
+                    )
+                raise
             if result is None:
                 return None
             results.append(result)

@@ -179,3 +179,23 @@ def test_a_range_of_integers_is_made_before_the_loop() -> None:
     scans = [block for block in segment.explain(*data).blocks if block.kind.endswith("scan")]
     assert len(scans) == 2
     assert all("not fused" not in block.runs for block in scans)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_sum_over_rows_that_the_step_reads_as_well() -> None:
+    """The bias's gradient in batch norm: what a kernel returns summed up is not there at a step."""
+
+    def step(params: dict[str, Tensor], x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        given = x_t @ params["w"]
+        normed = nn.functional.batch_norm(given, None, None, params["gain"], params["bias"], True)
+        h = torch.tanh(normed + h @ params["u"])
+        h = h - h.mean(0, keepdim=True)
+        return h, h
+
+    torch.manual_seed(0)
+    shapes = {"w": (D, H), "u": (H, H), "gain": (H,), "bias": (H,)}
+    params = {name: torch.randn(shape).double() / 2 for name, shape in shapes.items()}
+    x, y = torch.randn(K, B, D).double(), torch.randn(K, B, H).double()
+    made = Problem(step, params, torch.zeros(B, H).double(), lambda k: x[:k], lambda k: y[:k], mse)
+    segment = make_train_segment(step, mse, backend="fused")
+    assert_close(segment(*made.data(K)), reference(made, K))

@@ -235,6 +235,21 @@ def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPat
         make_train_segment(cell, mse, backend="compile")(*arguments)
 
 
+def test_auto_falls_back_where_no_kernel_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ValueError("a mistake in the generator")
+
+    monkeypatch.setattr("ftbptt.backends.fused.make_row_loop", broken)
+    cell = nn.GRUCell(D, H)
+    arguments = dict(cell.named_parameters()), None, torch.randn(K, B, D), torch.randn(K, B, H)
+    segment = make_train_segment(cell, mse)
+    with pytest.warns(RuntimeWarning, match="fused backend failed for GRUCell.*a mistake"):
+        result = segment(*arguments)
+    torch.testing.assert_close(segment(*arguments), result)
+    with pytest.raises(ValueError, match="a mistake"):
+        make_train_segment(cell, mse, backend="fused")(*arguments)
+
+
 def test_auto_does_not_fall_back_for_good_where_the_data_are_at_fault() -> None:
     """A token outside the vocabulary is an error on every backend; later calls run as before."""
 

@@ -171,6 +171,18 @@ def test_products_of_several_vectors_of_a_row(features: tuple[int, ...]) -> None
     Scan(step, weights, [sequence], [carry]).check()
 
 
+@pytest.mark.parametrize("rows", [4, 3])
+def test_products_of_several_vectors_with_a_weight_of_each_row(rows: int) -> None:
+    """As many rows as vectors: the weights could also be those of the vectors."""
+    sequence, carry = random(3, rows, 4, 6), random(rows, 4, 6)
+
+    def step(weights: Sequence[Tensor], x: Sequence[Tensor], carried: Sequence[Tensor]) -> Any:
+        mean = carried[0].mean(1, keepdim=True)
+        return [torch.tanh(torch.bmm(carried[0], weights[0]) + x[0] + mean)], []
+
+    Scan(step, [random(rows, 6, 6, seed=1)], [sequence], [carry]).check()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reductions_in_lower_precision(dtype: torch.dtype) -> None:
     """Added up in float32, in vectors: rows of 37 numbers."""

@@ -12,6 +12,7 @@ from torch.func import vmap
 from ftbptt import SegmentOutput, make_train_segment
 
 from ..cells import CELLS, problem, slow_but
+from ..cells.problems import B
 from ..oracle import assert_close
 from ..segment.test_vmap import check_ensemble, check_shared, with_rows
 from ..sequences import N, looped, sequences, stacked
@@ -40,6 +41,12 @@ def test_ensemble(name: str, threads: SetThreads) -> None:
         threads(count)
         check_ensemble(segment, name, steps)
     assert segment.trace_count == 1
+
+
+@pytest.mark.parametrize("name", slow_but(["lstm_cell", "lstm_readout"], CELLS))
+def test_as_many_models_as_rows(name: str) -> None:
+    """Weights of the models could be taken for those of the rows."""
+    check_ensemble(fused(name), name, 3, count=B)
 
 
 @pytest.mark.parametrize("dim", [1, -1])

@@ -153,6 +153,26 @@ def test_initial_state_of_another_structure() -> None:
         segment(**given, reset=torch.zeros(K, dtype=torch.bool))
 
 
+def test_parameters_of_another_module() -> None:
+    cell, other = nn.LSTMCell(D, H), nn.LSTMCell(D + 1, H)
+    segment = make_train_segment(cell, mse, backend="eager")
+    with pytest.raises(
+        ValueError, match=rf"params\['weight_ih'\]: has shape \[28, 6\], .* LSTMCell is \[28, {D}\]"
+    ):
+        segment(dict(other.named_parameters()), None, torch.randn(K, B, D), torch.randn(K, B, H))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_state_of_an_lstm_is_a_pair(count: int) -> None:
+    cell, h = nn.LSTMCell(D, H), torch.zeros(B, H)
+    segment = make_train_segment(cell, mse, backend="eager")
+    state = h if count == 1 else (h,) * count
+    with pytest.raises(
+        TypeError, match=r"is given 3 tensors, or one of 3 rows, as its state, which"
+    ):
+        segment(dict(cell.named_parameters()), state, torch.randn(K, B, D), torch.randn(K, B, H))
+
+
 def test_initial_state_of_another_shape_or_dtype() -> None:
     given = arguments()
     reset = torch.zeros(K, dtype=torch.bool)

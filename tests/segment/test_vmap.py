@@ -68,8 +68,8 @@ def check_shared(segment: Any, name: str, steps: int) -> None:
     assert_close(found, looped(given, [(given.params, *call[1:]) for call in calls]))
 
 
-def check_ensemble(segment: Any, name: str, steps: int) -> None:
-    given, calls = problem(name), sequences(name, steps)
+def check_ensemble(segment: Any, name: str, steps: int, count: int = N) -> None:
+    given, calls = problem(name), sequences(name, steps, count)
     if name == "unused_parameters":  # an index of each model cannot be mapped: torch, too
         calls = [({**call[0], "order": given.params["order"]}, *call[1:]) for call in calls]
         dims: Any = {key: None if key == "order" else 0 for key in given.params}

@@ -32,6 +32,24 @@ def started(params: dict[str, Tensor], optimizer: Any, module: nn.Module, **opti
     return train_stream(segment, params, zeros(), stream(20), optimizer, **options)
 
 
+def test_what_an_optimizer_keeps_in_another_dtype(tmp_path: Path) -> None:
+    """NAdam has a number in float32 beside parameters in float64. torch casts it when it loads."""
+
+    def trained(*cuts: int | None) -> Tagger:
+        module = tagger()
+        file = tmp_path / f"{len(cuts)}.pt"
+        for cut in cuts:
+            optimizer = torch.optim.NAdam(module.parameters(), lr=0.05)
+            params = dict(module.named_parameters())
+            for _ in started(params, optimizer, module, checkpoint=file, resume=True, updates=cut):
+                pass
+        return module
+
+    torch.testing.assert_close(
+        trained(2, None).state_dict(), trained(None).state_dict(), rtol=0, atol=0
+    )
+
+
 def test_a_group_that_is_added_in_the_midst_of_a_run() -> None:
     """As when layers are thawed one after the other: it is trained from the next update on."""
 

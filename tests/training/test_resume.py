@@ -390,7 +390,7 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not hold a run of train_stream"):
         Run("plain", 0, tmp_path / "run.pt", resume=True)
     torch.save({"model": torch.ones(3)}, tmp_path / "weights.pt")
-    with pytest.raises(CheckpointError, match=r"weights.pt: cut off, or not a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"weights.pt: .* or not written by train_"):
         Run("plain", 0, tmp_path / "weights.pt", resume=True)
 
 

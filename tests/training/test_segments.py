@@ -54,6 +54,17 @@ def one_update(data: Any, in_dims: Any = IN_DIMS, **options: Any) -> tuple[Tenso
     return update.loss, [leaf.detach() for leaf in params.values()]
 
 
+def test_micro_batches_with_an_initial_state_of_each_row() -> None:
+    start, params = torch.zeros(4, 5).double(), parameters()
+    segment = make_train_segment(step, square_error, backend="eager", initial_state=start)
+    optimizer = torch.optim.SGD(params.values(), lr=1.0)
+    data = masked_data(2)._replace(mask=None)
+    with pytest.raises(ValueError, match="initial_state") as caught:
+        next(train_stream(segment, params, start, data, optimizer, k1=4, micro_batches=2,
+                          progress=False))  # fmt: skip
+    assert "micro_batches splits the rows of the data and of the state" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize(("in_dims", "axes"), [(None, 1), (None, 2), (IN_DIMS, 2)])
 def test_micro_batches_do_not_change_an_update(in_dims: Any, axes: int) -> None:
     """With in_dims the loss is a mean over sequences, however many valid steps each one has."""

@@ -122,3 +122,6 @@ def test_an_optimizer_of_other_tensors(segment: Segments) -> None:
 def test_no_train_segment() -> None:
     with pytest.raises(TypeError, match="train_segment: expected what make_train_segment returns"):
         train_stream({}, {}, None, stream(8), FunctionalMomentum(), k1=4)
+    module: Any = torch.nn.GRUCell(3, 5)
+    with pytest.raises(TypeError, match=r"found GRUCell\. Make a segment of it: make_tr"):
+        train_stream(module, {}, None, stream(8), FunctionalMomentum(), k1=4)

@@ -121,7 +121,8 @@ def explain_trace_errors(argument: str, function: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        line = _user_line(error) or f"(no line of the {argument} is on the stack)"
+        at = _user_line(error)
+        line = at or f"(no line of the {argument} is on the stack)"
         for cause in _CAUSES:
             if cause.matches(error):
                 message = cause.message.format(
@@ -129,7 +130,7 @@ def explain_trace_errors(argument: str, function: Any) -> Iterator[None]:
                 )
                 raise RuntimeError(message) from error
         if not str(error).startswith(f"{argument}: "):
-            error.add_note(f"while {argument} {name} was traced\n  {line}")
+            error.add_note(f"while {argument} {name} was traced" + (f"\n  {at}" if at else ""))
         raise
 
 

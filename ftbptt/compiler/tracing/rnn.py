@@ -27,11 +27,22 @@ def _check_rows(x: Tensor, h: Tensor) -> None:
         )
 
 
+def _pair(state: Any) -> Sequence[Tensor]:
+    """The state of an LSTM; torch takes a single tensor apart along its first axis."""
+    if len(state) != 2:
+        n = len(state)
+        raise TypeError(
+            f"step: an LSTM is given {n} tensors, or one of {n} rows, as its state, which is the "
+            "pair (h, c). Give state=(h, c), and return both."
+        )
+    return state
+
+
 def _lstm_cell(
     x: Tensor, state: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Any = None,
     b_hh: Any = None, w_hr: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    h, c = state
+    h, c = _pair(state)
     _check_rows(x, h)
     gates = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
     i, f, g, o = (tap_of(w_ih, name, gate) for name, gate in zip("ifgo", gates, strict=True))

@@ -229,8 +229,16 @@ def trace_step(
         return [*out_leaves, *tree_flatten(state_after)[0]]
 
     def traced() -> fx.GraphModule:
-        with explain_trace_errors("step", step):
-            return trace_function(run, examples, mode, before_autograd=True, constants=constants)
+        try:
+            with explain_trace_errors("step", step):
+                return trace_function(
+                    run, examples, mode, before_autograd=True, constants=constants
+                )
+        except Exception as error:
+            misfit = None if step.module is None else step.misfit(params)
+            if misfit is None:
+                raise
+            raise ValueError(misfit) from error
 
     examples = [leaf for leaves in flat for leaf in leaves]
     module = without_step_effects(step, traced)

@@ -178,7 +178,9 @@ def load_checkpoint(path: str | Path) -> Any:
             warn(f"{problems[0]} Using {candidate}.", UserWarning)
         return content
     if problems:
-        raise CheckpointError(" ".join(problems) + " To start over, delete the files.")
+        raise CheckpointError(
+            " ".join(problems) + " Give another path; or, to start over, delete the files."
+        )
     raise FileNotFoundError(f"no checkpoint at {path}.")
 
 
@@ -188,7 +190,7 @@ def _read(path: Path) -> Any:
     body, trailer = data[:-trailer_size], data[-trailer_size:]
     if not trailer.startswith(_MARK):
         raise CheckpointError(
-            f"checkpoint {path}: cut off, or not a checkpoint ({len(data)} bytes)."
+            f"checkpoint {path}: cut off, or not written by train_stream ({len(data)} bytes)."
         )
     if hashlib.sha256(body).digest() != trailer[len(_MARK) :]:
         raise CheckpointError(f"checkpoint {path}: damaged, its content is not what was written.")

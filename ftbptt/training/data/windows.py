@@ -41,9 +41,10 @@ class Truncation:
             ...                                                           # the same three lines
 
     The loss of a window leaves out its first ``context`` steps; a window with no more steps than
-    that makes no update. With ``context = k2 - k1`` each step's loss counts once, in the first
-    window that reaches it: BPTT(h; h') of Williams and Peng, 1990. Burn-in from a stored state:
-    Kapturowski et al., 2019.
+    that, as at the start of the data, makes no update. With ``context = k2 - k1`` each step's loss
+    counts once, in the first window that reaches it, as in BPTT(h; h') of Williams and Peng, 1990;
+    but those of the first ``context`` steps of the data do not, which have them there. Burn-in from
+    a stored state: Kapturowski et al., 2019.
 
     >>> Truncation(k1=4, k2=8).window(1)
     Window(index=1, warm=0, start=0, end=8)

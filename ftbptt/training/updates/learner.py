@@ -316,7 +316,7 @@ class Learner:
             with torch.no_grad():
                 for leaf, value in zip(leaves, state["params"], strict=True):
                     leaf.copy_(value)
-            self.optimizer.load_state_dict(state["optimizer"])
+            _load(self.optimizer, state["optimizer"])
         else:
             opt_leaves, opt_spec = tree_flatten(self.opt_state)
             self.params = tree_unflatten(_moved(state["params"], leaves), spec)
@@ -336,6 +336,19 @@ def _full_state(optimizer: Optimizer) -> dict[str, Any] | None:
         optimizer.consolidate_state_dict(to=0)
         return optimizer.state_dict() if optimizer.rank == 0 else None
     return optimizer.state_dict()
+
+
+def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """As ``load_state_dict``, which casts what is kept to the dtype of its parameter."""
+    optimizer.load_state_dict(state)
+    if isinstance(optimizer, Sharded):
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, kept in state["state"].items():
+        own = optimizer.state[params[index]]
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.dtype != own[name].dtype:
+                own[name] = value.to(own[name].device, copy=True)
 
 
 def _names(tree: Tree) -> list[str]:
