@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ftbptt import SegmentOutput, reference_segment
 
 from .cells import problem
-from .cells.problems import Problem
+from .cells.problems import EQUAL_SIZES, B, Problem
 
-N = 4  # sequences, or models
+N = B if EQUAL_SIZES else 4  # sequences, or models
 Tree = Any
 
 

@@ -151,7 +151,7 @@ def counter_and_flag(draw: Draw) -> Problem:
         return h, {"h": h, "count": count + 1, "seen": seen}
 
     params = {"w": draw(D, H), "u": draw(H, H)}
-    state = {"h": draw(B, H), "count": torch.arange(B), "seen": torch.tensor([True, False, False])}
+    state = {"h": draw(B, H), "count": torch.arange(B), "seen": torch.arange(B) == 0}
     return Problem(step, params, state, draw.sequence(B, D), draw.sequence(B, H), per_row)
 
 

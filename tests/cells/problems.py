@@ -6,6 +6,7 @@ A cell of the table is a function ``make(draw) -> Problem`` in float64, register
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ftbptt import Step
 
 Tree = Any
-B, D, H, OUT = 3, 5, 7, 4  # rows, inputs, units, outputs: small, odd, and all different
+# Rows, inputs, units, outputs: small, odd, and all different; or all equal, in a process of
+# test_equal_sizes.
+EQUAL_SIZES = "EQUAL_SIZES" in os.environ
+B, D, H, OUT = (5, 5, 5, 5) if EQUAL_SIZES else (3, 5, 7, 4)
 VOCABULARY = 6
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from ftbptt import make_train_segment, reference_segment
 
 from ..cells import CELLS, REPRESENTATIVE, WITH_ROWS, problem, slow_but
-from ..cells.problems import Problem
+from ..cells.problems import B, H, Problem
 from ..kernels.scans import random
 from ..oracle import assert_close, assert_form, check, reference
 
@@ -156,7 +156,7 @@ def test_what_is_masked_does_not_matter(segments: Segments) -> None:
 
 def start_from_params(params: Any) -> tuple[Tensor, Tensor]:
     """An initial state that is learned: the tanh of a readout's weights."""
-    h = torch.tanh(params["gates_x.bias"][:7]).expand(3, 7)
+    h = torch.tanh(params["gates_x.bias"][:H]).expand(B, H)
     return h, 0.5 * h * params["readout.bias"].sum()
 
 
