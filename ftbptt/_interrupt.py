@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
 from typing import Any
+
+_LATER = b"\nftbptt: Ctrl-C takes effect once what is being compiled or updated is done.\n"
 
 
 class uninterrupted:
@@ -20,6 +23,8 @@ class uninterrupted:
             signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._wanted:  # who presses it again wonders: a compilation may take long
+            os.write(2, _LATER)
         self._wanted = True
 
     def __exit__(self, *_: object) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ftbptt import TrainSegment, make_train_segment, reference_segment
+from ftbptt._interrupt import uninterrupted
 from ftbptt.training import Events, load_checkpoint
 
 from .resuming import Pieces, Run, assert_same, check, whole
@@ -49,6 +50,24 @@ def test_interrupted_in_an_event(name: str, event: str, tmp_path: Path) -> None:
         # The update is made where its event is told of, but its caller has not seen it.
         assert made - len(first.seen) == (event in ("after_update", "report"))
         check(name, first, file, made)
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_who_presses_ctrl_c_again_is_told(presses: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """While something is compiled, which may take long."""
+    done = []
+
+    def compiled() -> None:
+        with uninterrupted():
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        compiled()
+    assert done
+    told = "Ctrl-C takes effect once what is being compiled" in capfd.readouterr().err
+    assert told == (presses > 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
