@@ -21,7 +21,7 @@ from .._trees import TreeSpec, differentiable, tree_unflatten
 from .._warnings import warn
 from ..contract.layout import Layout
 from ..contract.loss import segment_loss
-from .graphs import is_same_graph, reachable_from, value_of, vjp_by
+from .graphs import has_same_code, is_same_graph, reachable_from, value_of, vjp_by
 from .signature import Leaf, Level, Recipe, Signature, under, vmapped
 from .time_axis.batching import for_any_length
 from .tracing.constants import Constants
@@ -126,6 +126,11 @@ class LossTracer:
             traced = self._trace_loss(steps)
         self.traced = traced.graph
         self.with_grad = self._outs_with_grad(traced.graph)
+
+    def computes_as(self, other: LossTracer) -> bool:
+        """Whether it is the same for all K. What was traced for one K is not compared."""
+        keys = {keyed.key for keyed in (*self._graphs.values(), *other._graphs.values())}
+        return keys <= {ANY_STEPS} and has_same_code(self.traced, other.traced)
 
     def graphs_for(self, steps: int) -> KeyedGraphs:
         """The loss of K steps."""

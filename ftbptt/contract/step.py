@@ -176,7 +176,9 @@ class Step:
 
     def misfit(self, params: dict[str, Tensor]) -> str | None:
         """What to say of the first parameter that has another shape than the module's own."""
-        own = {} if self.module is None else dict(self.module.named_parameters())
+        if self.module is None:
+            return None
+        own = dict(self.module.named_parameters())
         for name, value in self.own_names(params).items():
             if name in own and value.shape != own[name].shape:
                 return (

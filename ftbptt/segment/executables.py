@@ -23,6 +23,8 @@ from .execute import Executable
 from .fallback import on_first_that_works
 from .vmap import CallInfo
 
+_MANY_TRACES = 8
+
 
 class Executables:
     """By structure, shapes and dtypes of a call's arguments, and what else it depends on."""
@@ -31,6 +33,7 @@ class Executables:
         self._recipe, self._backend, self._reuse_output = recipe, backend, reuse_output
         self._by_key: dict[Any, Executable] = {}
         self.trace_count = 0
+        self._traced_in_vain = 0
         self.compile_count = 0
 
     def backends(self) -> set[str]:
@@ -118,13 +121,21 @@ class Executables:
     def _after(
         self, change: Change, call: Call, tensors: Sequence[Tensor], before: Executable
     ) -> Executable:
-        """The executable for a call after a change outside: made anew, unless that is not read."""
+        """The executable for a call after a change outside: made anew, if it computes another."""
         key = call.key(tensors)
         self._by_key.pop(key, None)
         executable = self.of(call, tensors)
-        if executable.plan.computes_as(before.plan):
-            change.ignore()
+        if not change.is_read and executable.plan.computes_as(before.plan):
+            before.plan.constants.take_over(executable.plan.constants)
             self._by_key[key] = before
+            self._traced_in_vain += 1
+            if self._traced_in_vain == _MANY_TRACES:
+                warn(
+                    f"ftbptt: {self._recipe.step.name} is traced whenever {change.name} changes, "
+                    f"for the {_MANY_TRACES}th time, and computes the same as before. That takes "
+                    "time: keep the value where the step and the loss do not name it.",
+                    RuntimeWarning,
+                )
             return before
         warn(
             f"ftbptt: {self._recipe.step.name} is compiled again: {change.name} has changed, which "

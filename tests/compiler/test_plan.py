@@ -218,11 +218,19 @@ def test_explain_prints_every_block_and_runs_nothing() -> None:
         assert word in text
 
 
-def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
+@pytest.mark.parametrize(
+    ("function", "backend"),
+    [("compile.inductor_compile", "compile"), ("fused.make_row_loop", "fused")],
+)
+def test_auto_falls_back_to_eager_with_one_warning(
+    function: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where code cannot be compiled, and where a kernel cannot be planned."""
+
+    def broken(*_: Any, **__: Any) -> Any:
         raise OSError("no compiler here")
 
-    monkeypatch.setattr("ftbptt.backends.compile.inductor_compile", broken)
+    monkeypatch.setattr(f"ftbptt.backends.{function}", broken)
     cell = nn.GRUCell(D, H)
     arguments = dict(cell.named_parameters()), None, torch.randn(K, B, D), torch.randn(K, B, H)
     segment = make_train_segment(cell, mse)
@@ -232,22 +240,7 @@ def test_auto_falls_back_to_eager_with_one_warning(monkeypatch: pytest.MonkeyPat
     expected = ftbptt.reference_segment(cell, mse, arguments[0], torch.zeros(B, H), *arguments[2:])
     torch.testing.assert_close(result.grads, expected.grads)
     with pytest.raises(OSError, match="no compiler"):
-        make_train_segment(cell, mse, backend="compile")(*arguments)
-
-
-def test_auto_falls_back_where_no_kernel_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any, **__: Any) -> Any:
-        raise ValueError("a mistake in the generator")
-
-    monkeypatch.setattr("ftbptt.backends.fused.make_row_loop", broken)
-    cell = nn.GRUCell(D, H)
-    arguments = dict(cell.named_parameters()), None, torch.randn(K, B, D), torch.randn(K, B, H)
-    segment = make_train_segment(cell, mse)
-    with pytest.warns(RuntimeWarning, match="fused backend failed for GRUCell.*a mistake"):
-        result = segment(*arguments)
-    torch.testing.assert_close(segment(*arguments), result)
-    with pytest.raises(ValueError, match="a mistake"):
-        make_train_segment(cell, mse, backend="fused")(*arguments)
+        make_train_segment(cell, mse, backend=backend)(*arguments)
 
 
 def test_auto_does_not_fall_back_for_good_where_the_data_are_at_fault() -> None:

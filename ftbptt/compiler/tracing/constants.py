@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -56,22 +55,27 @@ class Constants:
                 return change
         for number in self._numbers:
             if number.has_changed():
-                ignore = partial(self._numbers.remove, number)
-                return Change("the number in a tensor from outside", ignore)
+                return Change("the number in a tensor from outside", is_read=True)
         return None
+
+    def take_over(self, other: Constants) -> None:
+        """The values that those of a later trace have, which gave the same graph."""
+        self._scopes = other._scopes
+        self._numbers += [n for n in other._numbers if not any(map(n.is_of_same, self._numbers))]
 
     def add_numbers(self, tensors: Iterable[Tensor]) -> None:
         """Adds the numbers of tensors outside, which a trace has read."""
         for tensor in tensors:
-            if not any(number.tensor() is tensor for number in self._numbers):
-                self._numbers.append(_Number(tensor))
+            number = _Number(tensor)
+            if not any(map(number.is_of_same, self._numbers)):
+                self._numbers.append(number)
 
 
 class Change(NamedTuple):
-    """What has changed, and how to take no more notice of it."""
+    """What has changed, and whether a trace is known to have read it."""
 
     name: str
-    ignore: Callable[[], None]
+    is_read: bool
 
 
 class _Scope:
@@ -82,7 +86,6 @@ class _Scope:
     ) -> None:
         self.read, self.values = read, [*read()]
         self._names, self._description = names, description
-        self._ignored: set[Any] = set()
 
     def change(self) -> Change | None:
         """The first variable that is another one; equal numbers are taken for the same."""
@@ -90,8 +93,8 @@ class _Scope:
             return None
         values = [*self.read()]
         for name, value, before in zip(self._names, values, self.values, strict=False):
-            if name not in self._ignored and not _is_same(value, before):
-                return Change(self._description.format(name), partial(self._ignored.add, name))
+            if not _is_same(value, before):
+                return Change(self._description.format(name), is_read=False)
         self.values = values
         return None
 
@@ -112,6 +115,9 @@ class _Number:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = ref(tensor)
         self._version, self._value = version_of(tensor), tensor.item()
+
+    def is_of_same(self, other: _Number) -> bool:
+        return self.tensor() is other.tensor()
 
     def has_changed(self) -> bool:
         tensor = self.tensor()

@@ -235,7 +235,7 @@ def trace_step(
                     run, examples, mode, before_autograd=True, constants=constants
                 )
         except Exception as error:
-            misfit = None if step.module is None else step.misfit(params)
+            misfit = step.misfit(params)
             if misfit is None:
                 raise
             raise ValueError(misfit) from error
