@@ -22,7 +22,7 @@ from .._compat.tracing import enable_python_dispatcher, make_fx
 from .._interrupt import uninterrupted
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import gemm_flops
-from ..kernels.cpu.build import abandon, finish
+from ..kernels.cpu.build import abandon, cancel, finish
 from .base import Backend, Function, histories_by_carry
 from .inductor_workarounds import work_around_defects
 from .parallel_matmul import products_in_cpp, share_products
@@ -262,6 +262,9 @@ def build(
             compiled = inductor_compile(program, examples, mode, calls_python)
     except Exception:
         abandon()
+        raise
+    except KeyboardInterrupt:
+        cancel()
         raise
     finish()
     return compiled

@@ -8,8 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,9 +84,8 @@ def test_built_once_and_kept(empty_cache: Path, monkeypatch: pytest.MonkeyPatch)
     assert half_of(SOURCE, 6) == 3
     (library,) = empty_cache.iterdir()
 
-    def refuse(scratch: tempfile.TemporaryDirectory[str], *_: object) -> None:
-        with scratch:
-            raise AssertionError("it is built again")
+    def refuse(*_: object) -> None:
+        raise AssertionError("it is built again")
 
     monkeypatch.setattr(build, "_build", refuse)
     assert library_of(SOURCE) == library
@@ -113,6 +113,25 @@ def test_of_several_failed_builds_none_is_told_with_a_later_one(empty_cache: Pat
     with pytest.raises(RuntimeError, match="no kernel could be compiled"):
         build.finish()
     assert half_of(SOURCE, 6) == 3
+
+
+def test_what_is_cancelled_is_not_begun(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C nobody waits for the kernels that were still to be compiled."""
+    begun: list[str] = []
+    may_end = threading.Event()
+
+    def wait_for_the_end(source: str, library: Path) -> None:
+        begun.append(source)
+        may_end.wait()
+
+    with ThreadPoolExecutor(1) as builders:
+        monkeypatch.setattr(build, "_builders", builders)
+        monkeypatch.setattr(build, "_build", wait_for_the_end)
+        for source in ("first", "second", "third"):
+            build.start(source)
+        build.cancel()
+        may_end.set()
+    assert begun in ([], ["first"])
 
 
 @pytest.mark.parametrize("damage", ["nothing", "text", "half"])

@@ -12,7 +12,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -62,11 +62,7 @@ def start(source: str) -> Path:
     library = folder / f"{key}.so"
     if library not in _started and not is_sealed(library):
         folder.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(dir=folder, prefix="build-")
-        source_file, built = Path(scratch.name) / f"{key}.cpp", Path(scratch.name) / f"{key}.so"
-        source_file.write_text(source)
-        attempts = commands(source_file, built, folder)
-        _started[library] = _builders.submit(_build, scratch, attempts, built, library)
+        _started[library] = _builders.submit(_build, source, library)
     return library
 
 
@@ -88,9 +84,20 @@ def finish() -> None:
 
 
 def abandon() -> None:
-    """Waits for all builds that were started, and ignores their errors."""
+    """Waits for all builds that were started, and ignores their errors.
+
+    Ctrl-C meanwhile cancels what has not begun: not even the end of the process waits for it.
+    """
+    try:
+        wait(_started.values())
+    finally:
+        cancel()
+
+
+def cancel() -> None:
+    """Forgets all builds that were started, and does not begin those that wait for their turn."""
     for build in _started.values():
-        build.exception()
+        build.cancel()
     _started.clear()
 
 
@@ -104,22 +111,20 @@ def load(library: str) -> Callable[[Any, Any], None]:
     return cast(Callable[[Any, Any], None], run)
 
 
-def _build(
-    scratch: tempfile.TemporaryDirectory[str],
-    attempts: list[list[str]],
-    built: Path,
-    library: Path,
-) -> None:
-    """Tries the commands of ``attempts``, which write ``built``; moves that to ``library``."""
-    with scratch:
+def _build(source: str, library: Path) -> None:
+    folder, key = library.parent, library.stem
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
+        source_file, built = Path(scratch, f"{key}.cpp"), Path(scratch, f"{key}.so")
+        source_file.write_text(source)
+        attempts = commands(source_file, built, folder)
         for command in attempts:
             result = subprocess.run(command, capture_output=True, text=True)
-            if result.returncode == 0:
+            if result.returncode <= 0:  # negative: ended by a signal, as Ctrl-C sends one to all
                 break
-        else:
+        if result.returncode != 0:
             errors = [line for line in result.stderr.splitlines() if "error" in line.lower()]
             raise KernelBuildError(f"no kernel could be compiled: {' '.join(errors[:3])}")
         if command is not attempts[0]:  # what was precompiled is the problem
-            forget_precompiled(library.parent)
+            forget_precompiled(folder)
         seal(built)
         os.replace(built, library)
