@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum, auto
+from traceback import extract_stack
 from typing import Any
 
 from torch import Tensor
@@ -225,9 +226,7 @@ class Stream(Iterator[Update]):
         with self._trainer.uninterrupted():
             try:
                 if self._rank_sync is not None:
-                    is_break = isinstance(error, GeneratorExit)
-                    reason = f"{type(error).__name__}: {error}"
-                    self._rank_sync.leave("its loop over the run was left" if is_break else reason)
+                    self._rank_sync.leave(_reason(error))
             except RankFailed as failure:
                 _add_note(error, f"ftbptt: the other ranks could not be told: {failure}")
             try:
@@ -314,6 +313,18 @@ class Stream(Iterator[Update]):
         self._trainer.seconds = state["seconds"]
         self._saved = self.index
         self.extra = state["extra"]
+
+
+def _reason(error: BaseException) -> str:
+    """Why the run was left, for other ranks."""
+    if not isinstance(error, GeneratorExit):
+        return f"{type(error).__name__}: {error}"
+    # A generator that is closed does not see the error, but who closes it stands where it was left.
+    frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
+    place = extract_stack(frame, limit=1)[0]
+    return (
+        f"its loop over the run was left in line {place.lineno} of {place.filename}: {place.line}"
+    )
 
 
 def _add_note(error: BaseException, message: str) -> None:

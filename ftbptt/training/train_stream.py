@@ -141,6 +141,9 @@ def train_stream(
         the file, if it exists, bit for bit as if the run had not been interrupted, and writes the
         parameters and the optimizer in place. ``resume=False`` replaces it when the run begins.
         With neither, an existing file is an error.
+        A resumed run may have other limits (``epochs``, ``updates``, ``stop``), another clipping
+        and ``accumulate``, and data that goes on further; not other windows (``k1``, ``k2``, ...).
+        The learning rate is that of the checkpoint.
         Data in a random order must draw it from torch's, NumPy's or Python's random numbers, from
         its ``generator``, or by ``set_epoch(epoch)``. What the ``persistent_workers`` of a
         ``DataLoader`` draw after their first epoch cannot be restored, and differs when resumed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 import warnings
@@ -51,18 +52,27 @@ def test_an_error_on_one_rank_ends_all(where: str, sharded: bool, two: Ranks) ->
     assert other == "RankFailed: rank 1 has left the run: KeyError: 'my own mistake'"
 
 
-def _left(mesh: DeviceMesh) -> str:
+def _left(mesh: DeviceMesh, by_an_error: bool) -> str:
     try:
         for update in new_run(mesh):
             if mesh.get_rank() == 0 and update.index == 2:
+                if by_an_error:
+                    raise ArithmeticError("my own mistake")
                 break
-    except RankFailed as error:
+    except (ArithmeticError, RankFailed) as error:
         return str(error)
     return "left"
 
 
-def test_a_loop_that_one_rank_leaves(two: Ranks) -> None:
-    assert two.call(_left) == ["left", "rank 0 has left the run: its loop over the run was left"]
+@pytest.mark.parametrize(
+    ("by_an_error", "told", "line"),
+    [(False, "left", "break"), (True, "my own mistake", 'raise ArithmeticError("my own mistake")')],
+)
+def test_a_loop_that_one_rank_leaves(by_an_error: bool, told: str, line: str, two: Ranks) -> None:
+    own, other = two.call(_left, by_an_error)
+    assert own == told
+    left = r"rank 0 has left the run: its loop over the run was left in line \d+ of "
+    assert re.fullmatch(f"{left}{re.escape(__file__)}: {re.escape(line)}", other)
 
 
 def _not_finite(mesh: DeviceMesh, mode: str) -> tuple[int, list[str], list[Any]]:
