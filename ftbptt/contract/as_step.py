@@ -123,6 +123,12 @@ def _call_lstm_cell(cell: nn.Module, x_t: Tensor, state: Tree) -> tuple[Tensor, 
 
 def _call_chunk(batch_first: bool) -> Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]]:
     def call(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+        if isinstance(module, nn.LSTM) and isinstance(state, Tensor):
+            raise TypeError(
+                f"state: expected the pair (h, c) of an LSTM, found a tensor {list(state.shape)}. "
+                "Give state=(h, c), both [layers, B, units]."
+            )
+
         # An unbatched chunk is [K, D] whatever batch_first says, as in torch.
         def axis(leaf: Tensor) -> int:
             return 1 if batch_first and leaf.dim() >= 1 and _is_batched(module, leaf) else 0

@@ -21,6 +21,7 @@ from .capture import make_executable
 from .compile_cache import use_a_folder_that_works
 from .execute import Executable
 from .fallback import on_first_that_works
+from .index_errors import note_whole_numbers
 from .vmap import CallInfo
 
 _MANY_TRACES = 8
@@ -50,6 +51,21 @@ class Executables:
         early: EarlyGradients | None = None,
     ) -> list[Tensor]:
         """The segment on plain tensors: finds or makes the plan, and runs it on its backend."""
+        try:
+            return self._run(call, with_grad, info, tensors, executable, early)
+        except (IndexError, RuntimeError) as error:
+            note_whole_numbers(error, call.groups(tensors))
+            raise
+
+    def _run(
+        self,
+        call: Call,
+        with_grad: bool,
+        info: CallInfo,
+        tensors: Sequence[Tensor],
+        executable: Executable | None,
+        early: EarlyGradients | None,
+    ) -> list[Tensor]:
         # A program reads memory, in which a lazy conjugate or negative is not yet computed.
         tensors = [
             leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf

@@ -70,8 +70,8 @@ def evaluate_stream(
     ``[N, ...]`` and ``target`` is ``y`` as ``[N, ...]``, or what ``metric_inputs(out, y)`` makes of
     the chunk ``[K, B, ...]`` before that. They are not reset.
 
-    Raises TypeError for a ``train_segment`` that this package did not make, ValueError for data
-    without a step.
+    Raises TypeError for a ``train_segment`` that this package did not make and for what is no
+    metric, ValueError for data without a step.
 
     >>> import ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)
@@ -89,6 +89,12 @@ def evaluate_stream(
     k = check_int("k", k, 1)
     if metrics is not None and not hasattr(metrics, "items"):
         raise TypeError(f"metrics: expected a dict of them, found {type(metrics).__name__}.")
+    for name, metric in (metrics or {}).items():
+        if not (hasattr(metric, "update") and hasattr(metric, "compute")):
+            raise TypeError(
+                f"metrics[{name!r}]: expected an object with update(preds, target) and compute(), "
+                f"such as one of torchmetrics, found {type(metric).__name__}."
+            )
     segments = Segments(train_segment)
     source = as_source(data, segments.axes)
     source.begin(0)

@@ -253,6 +253,8 @@ class Trainer:
     def _next_epoch(self) -> bool:
         """Ends the epoch, and begins the next; false if there is none."""
         epoch = self.place.epoch
+        if not self._had_windows and self.cursor.axes is None:
+            raise ValueError("data: is empty. Give at least one chunk of one step or more.")
         if not self._had_windows:
             raise ValueError(
                 "data: no window has a step with a loss. Give a longer stream, or a smaller k1, "

@@ -173,6 +173,22 @@ def test_the_state_of_an_lstm_is_a_pair(count: int) -> None:
         segment(dict(cell.named_parameters()), state, torch.randn(K, B, D), torch.randn(K, B, H))
 
 
+def test_the_state_of_layers_is_a_pair() -> None:
+    layers = nn.LSTM(D, H)
+    words = (
+        rf"state: expected the pair \(h, c\) of an LSTM, found a tensor \[1, {B}, {H}\]. Give st"
+    )
+    refused(TypeError, words, layers, mse, params=dict(layers.named_parameters()),
+            state=torch.zeros(1, B, H))  # fmt: skip
+
+
+def test_classes_on_the_last_axis() -> None:
+    """torch looks for them on axis 1, where a segment has its rows."""
+    words = r"loss CrossEntropyLoss has the classes on axis 1.*out.flatten\(0, 1\), y.flatten\(\)"
+    y = torch.zeros(K, B, dtype=torch.int64)
+    refused(RuntimeError, words, dict_step, nn.CrossEntropyLoss(), y=y)
+
+
 def test_initial_state_of_another_shape_or_dtype() -> None:
     given = arguments()
     reset = torch.zeros(K, dtype=torch.bool)

@@ -408,6 +408,12 @@ def test_an_average_of_the_loss_itself() -> None:
         ({"k": True}, TypeError, "k: expected a whole number, found True."),
         ({"metrics": accuracy()}, TypeError, "metrics: expected a dict of them, found Multiclass"),
         ({"metrics": [accuracy()]}, TypeError, "metrics: expected a dict of them, found list."),
+        (
+            {"metrics": {"error": torch.dist}},
+            TypeError,
+            "metrics['error']: expected an object with update(preds, target) and compute(), such "
+            "as one of torchmetrics, found builtin_function_or_method.",
+        ),
         ({"data": []}, ValueError, "data: has no steps to evaluate on."),
         ({"data": (torch.zeros(0, 3, 3), None)}, ValueError, "data: has no steps to evaluate on."),
         ({"data": "corpus"}, TypeError, "data: expected a tuple (x, y), an iterable of such tuple"),

@@ -110,6 +110,23 @@ def test_workers_end_with_the_run(segment: Segments) -> None:
     assert set(multiprocessing.active_children()) <= set(others)
 
 
+def test_parameters_that_are_no_tree_of_tensors(segment: Segments) -> None:
+    train_segment, params = segment()
+    words = (
+        r"params: expected a tensor, found generator. The parameters of a module are "
+        r"dict\(module.named_parameters\(\)\)\."
+    )
+    with pytest.raises(TypeError, match=words):
+        train_stream(
+            train_segment, (p for p in params.values()), zeros(), stream(9), sgd(params), k1=4
+        )
+
+
+def test_no_data(segment: Segments) -> None:
+    with pytest.raises(ValueError, match=r"data: is empty. Give at least one chunk of one step or"):
+        run(segment(), [])
+
+
 def test_an_optimizer_of_other_tensors(segment: Segments) -> None:
     train_segment, params = segment()
     copies = [p.detach().clone().requires_grad_() for p in params.values()]

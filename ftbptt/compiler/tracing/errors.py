@@ -99,6 +99,12 @@ _CAUSES = [
         "state and return it.\n  {line}",
     ),
     _Cause(
+        # cross_entropy and nll_loss (aten/src/ATen/native/LossNLL.cpp)
+        _says("Expected target size"),
+        "{function} has the classes on axis 1, where out [K, B, classes] has the rows\n  {line}\n"
+        "Put time and rows on one axis: cross_entropy(out.flatten(0, 1), y.flatten()).",
+    ),
+    _Cause(
         _is_value_dependent_operation,
         "{function} cannot be compiled: what {operation} does, or the shape of its result, depends "
         "on the values of a tensor, which are not known while tracing\n  {line}\n"

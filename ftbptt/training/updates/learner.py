@@ -22,7 +22,7 @@ from ..._trees import (
     tree_leaves,
     tree_unflatten,
 )
-from .optimizers import FunctionalOptimizer, Sharded
+from .optimizers import FunctionalOptimizer, Sharded, check_in_params, load_optimizer
 from .window_stats import share
 
 Tree = Any
@@ -83,7 +83,7 @@ class Learner:
 
     def _find_trained(self, optimizer: Optimizer) -> None:
         """Finds the leaves of the parameters that the optimizer holds."""
-        _check_in_params(optimizer, self.params)
+        check_in_params(optimizer, self.params)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._group_count = len(optimizer.param_groups)
         self.trained_indices = [
@@ -316,7 +316,7 @@ class Learner:
             with torch.no_grad():
                 for leaf, value in zip(leaves, state["params"], strict=True):
                     leaf.copy_(value)
-            _load(self.optimizer, state["optimizer"])
+            load_optimizer(self.optimizer, state["optimizer"])
         else:
             opt_leaves, opt_spec = tree_flatten(self.opt_state)
             self.params = tree_unflatten(_moved(state["params"], leaves), spec)
@@ -336,19 +336,6 @@ def _full_state(optimizer: Optimizer) -> dict[str, Any] | None:
         optimizer.consolidate_state_dict(to=0)
         return optimizer.state_dict() if optimizer.rank == 0 else None
     return optimizer.state_dict()
-
-
-def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """As ``load_state_dict``, which casts what is kept to the dtype of its parameter."""
-    optimizer.load_state_dict(state)
-    if isinstance(optimizer, Sharded):
-        return
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, kept in state["state"].items():
-        own = optimizer.state[params[index]]
-        for name, value in kept.items():
-            if isinstance(value, Tensor) and value.dtype != own[name].dtype:
-                own[name] = value.to(own[name].device, copy=True)
 
 
 def _names(tree: Tree) -> list[str]:
@@ -380,17 +367,3 @@ def _check_like(name: str, owner: str, tree: Tree, saved: list[Any]) -> None:
                 f"{name}{path}: is {leaf.dtype} {list(leaf.shape)}, but in the checkpoint "
                 f"{value.dtype} {list(value.shape)}: it belongs to a different {owner}."
             )
-
-
-def _check_in_params(optimizer: Optimizer, params: Tree) -> None:
-    """Raises ValueError if the optimizer holds a tensor that is not one of ``params``."""
-    ids = {id(leaf) for leaf in tree_leaves(params)}
-    for g, group in enumerate(optimizer.param_groups):
-        for i, p in enumerate(group["params"]):
-            if id(p) not in ids:
-                raise ValueError(
-                    f"optimizer: its tensor {i} of group {g}, of shape {list(p.shape)}, is not "
-                    "one of the tensors in params, so it would never get a gradient. Build the "
-                    "optimizer from those tensors: params = dict(model.named_parameters()); "
-                    "torch.optim.Adam(params.values())."
-                )

@@ -1,8 +1,13 @@
-"""Optimizers besides those of ``torch.optim``: what a run needs them to have."""
+"""What a run needs of an optimizer, and what may be one besides those of ``torch.optim``."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..._trees import keystr, tree_flatten_with_path, tree_leaves
 
 Tree = Any
 
@@ -41,3 +46,39 @@ class Sharded(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """The full state, on the rank that it was gathered on."""
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """As ``load_state_dict``, which casts what is kept to the dtype of its parameter."""
+    optimizer.load_state_dict(state)
+    if isinstance(optimizer, Sharded):
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, kept in state["state"].items():
+        own = optimizer.state[params[index]]
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.dtype != own[name].dtype:
+                own[name] = value.to(own[name].device, copy=True)
+
+
+def check_in_params(optimizer: Optimizer, params: Tree) -> None:
+    """Raises ValueError if the optimizer holds a tensor that is not one of ``params``.
+
+    Raises TypeError if these are not all tensors.
+    """
+    for path, leaf in tree_flatten_with_path(params)[0]:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"params{keystr(path)}: expected a tensor, found {type(leaf).__name__}. The "
+                "parameters of a module are dict(module.named_parameters())."
+            )
+    ids = {id(leaf) for leaf in tree_leaves(params)}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if id(p) not in ids:
+                raise ValueError(
+                    f"optimizer: its tensor {i} of group {g}, of shape {list(p.shape)}, is not "
+                    "one of the tensors in params, so it would never get a gradient. Build the "
+                    "optimizer from those tensors: params = dict(model.named_parameters()); "
+                    "torch.optim.Adam(params.values())."
+                )
