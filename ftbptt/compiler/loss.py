@@ -21,7 +21,7 @@ from .._trees import TreeSpec, differentiable, tree_unflatten
 from .._warnings import warn
 from ..contract.layout import Layout
 from ..contract.loss import segment_loss
-from .graphs import has_same_code, is_same_graph, reachable_from, value_of, vjp_by
+from .graphs import Node, aten, has_same_code, is_same_graph, reachable_from, value_of, vjp_by
 from .signature import Leaf, Level, Recipe, Signature, under, vmapped
 from .time_axis.batching import for_any_length
 from .tracing.constants import Constants
@@ -241,12 +241,12 @@ class LossTracer:
             ]
 
     def _outs_with_grad(self, graph: fx.GraphModule) -> list[bool]:
-        """Which outputs the loss reads and can have a gradient by."""
+        """Which outputs the loss has a gradient by."""
         placeholders = graph.graph.find_nodes(op="placeholder")[: len(self.outs)]
         output = graph.graph.output_node()
+        passing = [node for node in graph.graph.nodes if node is output or _passes_gradient(node)]
         return [
-            differentiable(value_of(node)) and output in reachable_from([node], graph.graph.nodes)
-            for node in placeholders
+            node in passing and output in reachable_from([node], passing) for node in placeholders
         ]
 
     def _make_graphs(self, traced: _TracedLoss) -> LossGraphs:
@@ -312,3 +312,10 @@ def _mean(function: Callable[..., list[Tensor]], size: int) -> Callable[..., lis
         return [values.mean(), *(grad / size for grad in grads)]
 
     return run
+
+
+def _passes_gradient(node: Node) -> bool:
+    """Whether a gradient can go back through an operation."""
+    value = value_of(node)
+    is_constant = isinstance(value, Tensor) and not differentiable(value)
+    return not is_constant and node.target is not aten.detach.default

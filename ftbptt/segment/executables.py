@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._trees import differentiable
 from .._warnings import warn
 from ..backends import Backend, choose
 from ..compiler.plan import Plan, make_plan
@@ -35,6 +36,7 @@ class Executables:
         self._by_key: dict[Any, Executable] = {}
         self.trace_count = 0
         self._traced_in_vain = 0
+        self._is_told = False  # that all gradients are zeros
         self.compile_count = 0
 
     def backends(self) -> set[str]:
@@ -85,6 +87,8 @@ class Executables:
             for source, copy in executable.plan.copied:  # the source may have been written to
                 copy.copy_(source)
             groups = call.groups(tensors)
+            if with_grad and not any(executable.plan.loss.with_grad) and not self._is_told:
+                self._tell_of_zeros(groups["params"])
             if self._backend != "auto" or executable.backend.name == "eager":
                 return executable.run(groups, with_grad=with_grad, early=early)
             callers: list[BaseException] = []
@@ -160,6 +164,16 @@ class Executables:
             RuntimeWarning,
         )
         return executable
+
+    def _tell_of_zeros(self, params: Sequence[Tensor]) -> None:
+        self._is_told = True
+        if any(map(differentiable, params)):
+            warn(
+                f"ftbptt: the loss of {self._recipe.step.name} has no gradient by its outputs, so "
+                "all gradients are zeros: it is detached, or made of whole numbers (argmax, a "
+                "comparison). train_segment.evaluate computes a loss without gradients.",
+                RuntimeWarning,
+            )
 
     def _on(self, plan: Plan, backend: Backend) -> Executable:
         return make_executable(plan, backend, self._count_compile, reuse_output=self._reuse_output)

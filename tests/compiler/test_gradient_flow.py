@@ -5,6 +5,7 @@ Tracing records what a step computes; these tests cover the ways in which a step
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,3 +108,32 @@ def test_a_segment_inside_torch_func_grad_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match=r"not differentiable|detached"):
         torch.func.grad(value)(made.params["w"])
+
+
+WITHOUT_GRADIENT = {
+    "detached": lambda out, y: mse(out, y).detach(),
+    "argmax": lambda out, y: (out.argmax(-1) == y.argmax(-1)).double().mean(),
+    "a comparison": lambda out, y: (out > y).double().mean(),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
+@pytest.mark.filterwarnings("default:ftbptt")
+def test_a_loss_without_a_gradient(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    """torch's backward would be an error; a segment that is only evaluated needs no gradient."""
+    given = problem_with(STOPPED["straight through"])
+    segment = make_train_segment(given.step, WITHOUT_GRADIENT[name], backend="eager")
+    assert segment.evaluate(*given.data(3)).loss.isfinite()
+    assert not recwarn.list
+    for _ in range(2):  # told once
+        grads = segment(*given.data(3)).grads
+        assert all(grad.count_nonzero() == 0 for grad in grads.values())
+    (warning,) = recwarn.list
+    assert "has no gradient by its outputs, so all gradients are zeros" in str(warning.message)
+
+
+def test_a_part_of_a_loss_without_a_gradient() -> None:
+    given = problem_with(STOPPED["straight through"])
+    penalized = lambda out, y: mse(out, y) * (1 + (out > y).double().mean().detach())  # noqa: E731
+    given = replace(given, loss=penalized)
+    check(make_train_segment(given.step, given.loss, backend="eager"), given, 3)
