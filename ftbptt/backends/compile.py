@@ -24,7 +24,7 @@ from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import gemm_flops
 from ..kernels.cpu.build import abandon, cancel, finish
 from .base import Backend, Function, histories_by_carry
-from .inductor_workarounds import work_around_defects
+from .inductor_workarounds import DECOMPOSITIONS, work_around_defects
 from .parallel_matmul import products_in_cpp, share_products
 
 
@@ -255,7 +255,8 @@ def build(
     try:
         # Ctrl-C would leave torch's modes in a broken state.
         with uninterrupted(), mode, enable_python_dispatcher():
-            program = make_fx(function, decomposition_table=inductor_decompositions())(*examples)
+            table = inductor_decompositions() | DECOMPOSITIONS
+            program = make_fx(function, decomposition_table=table)(*examples)
         work_around_defects(program)
         share_products(program)
         with products_in_cpp():

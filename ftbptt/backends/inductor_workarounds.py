@@ -1,13 +1,25 @@
-"""Workarounds, in the graph of a program, for Inductor bugs that give wrong numbers or crash."""
+"""Workarounds for Inductor bugs that give wrong numbers or crash."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..compiler.graphs import VIEWS, Node, aten
+
+
+def _expm1(x: Tensor) -> Tensor:
+    """Inductor's (2.11 to 2.13) is ``exp(x) - 1`` on a CPU, which has no digits for a small x."""
+    if x.is_complex() or not x.is_cpu:
+        return NotImplemented
+    return torch.tanh(x / 2) * (torch.exp(x) + 1)
+
+
+# In addition to Inductor's own.
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {aten.expm1.default: _expm1}
 
 
 def work_around_defects(program: fx.GraphModule) -> None:

@@ -126,6 +126,8 @@ class LossTracer:
             traced = self._trace_loss(steps)
         self.traced = traced.graph
         self.with_grad = self._outs_with_grad(traced.graph)
+        # Of no output that there is does the loss have a gradient.
+        self.is_constant = bool(self.outs) and not any(self.with_grad)
 
     def computes_as(self, other: LossTracer) -> bool:
         """Whether it is the same for all K. What was traced for one K is not compared."""

@@ -133,7 +133,13 @@ def _call_chunk(batch_first: bool) -> Callable[[nn.Module, Tree, Tree], tuple[Tr
         def axis(leaf: Tensor) -> int:
             return 1 if batch_first and leaf.dim() >= 1 and _is_batched(module, leaf) else 0
 
-        out, state = module(tree_map(lambda leaf: leaf.unsqueeze(axis(leaf)), x_t), state)
+        result = module(tree_map(lambda leaf: leaf.unsqueeze(axis(leaf)), x_t), state)
+        if isinstance(result, Tensor):  # which would be taken apart along its first axis
+            raise TypeError(
+                f"step: expected {type(module).__name__} to return (out, state), found a Tensor. "
+                "Return the output and the next state as a pair."
+            )
+        out, state = result
         out_axis = max(axis(leaf) for leaf in _tensors(x_t))
         return tree_map(lambda leaf: leaf.squeeze(out_axis), out), state
 

@@ -76,8 +76,8 @@ def tap(name: str, tensor: Tensor) -> Tensor:
     Marks a tensor inside a step. A segment made with ``make_train_segment(..., taps=[name])`` also
     returns its value and its gradient at every step; else, this does nothing.
 
-    Raises TypeError for a tensor without a gradient, ValueError for a name used twice in a step,
-    both when such a segment is traced.
+    Raises TypeError for a name that is no string; and when such a segment is traced, TypeError for
+    a tensor without a gradient, ValueError for a name used twice in a step.
 
     >>> import torch, ftbptt
     >>> def step(params, x_t, h):
@@ -92,6 +92,8 @@ def tap(name: str, tensor: Tensor) -> Tensor:
     >>> taps["before tanh"].grad.shape
     torch.Size([7, 2, 5])
     """
+    if not isinstance(name, str):
+        raise TypeError(f"tap: expected tap(name, tensor), found a {type(name).__name__} as name.")
     collector = _active.get()
     return tensor if collector is None else collector.take(name, tensor)
 

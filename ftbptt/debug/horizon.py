@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._numbers import check_int, check_positive
+from .._numbers import check_int, check_number, check_positive
 from .._trees import differentiable
 from ..compiler.plan import Plan
 from ..compiler.signature import as_traced
@@ -56,6 +56,9 @@ class GradientHorizon:
 
     def quantile(self, q: float, leaf: str | None = None) -> Tensor:
         """quantile : q from 0 to 1, leaf as for :meth:`mean` -> [max_lag], over steps and B"""
+        check_number("q", q)
+        if not 0 <= q <= 1:
+            raise ValueError(f"q: expected a number from 0 to 1, found {q}.")
         return torch.stack([lag.flatten().quantile(q) for lag in self._of(leaf)])
 
     def _of(self, leaf: str | None) -> Tensor:
@@ -101,6 +104,11 @@ class GradientHorizon:
         """
         check_positive("tolerance", tolerance)
         decay, mean = self.decay, self.mean().double()
+        if math.isnan(decay):
+            raise ValueError(
+                f"max_lag: how the gradient fades cannot be seen within {self.max_lag} steps, so "
+                "k2 cannot be estimated. Give at least 3, and better many more."
+            )
         if not decay < 1:
             raise ValueError(
                 f"max_lag: within {self.max_lag} steps the gradient does not fade (a factor of "

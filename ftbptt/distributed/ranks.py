@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -19,6 +21,22 @@ from .._trees import tree_leaves
 
 Tree = Any
 Result = TypeVar("Result")
+
+
+_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_LETTING_GO = 0.2  # seconds
+
+
+@atexit.register
+def _await_threads() -> None:
+    """Gives the threads of groups time for what they still do after the last collective.
+
+    A group's threads end with the group, but not even after ``destroy_process_group`` if something
+    holds it, as a DeviceMesh does. A thread of gloo ends the process (SIGABRT, torch 2.13) if it
+    lets go of a collective's tensors only when the interpreter shuts down.
+    """
+    if len(_groups):
+        time.sleep(_LETTING_GO)
 
 
 class RankFailed(RuntimeError):
@@ -44,9 +62,8 @@ class Ranks:
                 "mesh: expected a DeviceMesh or a ProcessGroup, found "
                 f"{type(mesh).__name__}. torch.distributed.device_mesh.init_device_mesh makes one."
             )
-        # Not held: what holds a group keeps its threads when it is destroyed, and those of gloo end
-        # the process (SIGABRT) if they let go of a tensor while the interpreter shuts down.
-        self._group = weakref.ref(mesh)
+        self._group = weakref.ref(mesh)  # not held: see _await_threads
+        _groups.add(mesh)
         self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
         self.alive = True  # False once a collective has failed
 

@@ -175,8 +175,9 @@ class _Builder:
             raise refuse(node, "a reduction of numbers that are not floating point")
         shape, rank = list(value.shape), self.rows.rank(source)
         axes = list(range(value.dim()))
-        dims = node.args[1] if len(node.args) > 1 else []
-        reduced = [d % value.dim() for d in ([dims] if isinstance(dims, int) else dims)] or axes
+        dims = node.args[1] if len(node.args) > 1 else None
+        dims = [dims] if isinstance(dims, int) else dims or []
+        reduced = [d % value.dim() for d in dims] or axes
         if any(d < rank and value.shape[d] != 1 for d in reduced):
             raise refuse(node, "it mixes rows of the batch")
         # The axes that are not reduced come first; axes of one element are left out.

@@ -87,7 +87,7 @@ class Executables:
             for source, copy in executable.plan.copied:  # the source may have been written to
                 copy.copy_(source)
             groups = call.groups(tensors)
-            if with_grad and not any(executable.plan.loss.with_grad) and not self._is_told:
+            if with_grad and executable.plan.loss.is_constant and not self._is_told:
                 self._tell_of_zeros(groups["params"])
             if self._backend != "auto" or executable.backend.name == "eager":
                 return executable.run(groups, with_grad=with_grad, early=early)

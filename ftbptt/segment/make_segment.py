@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -114,6 +114,11 @@ def make_train_segment(
         raise ValueError(f"backend: expected one of {', '.join(NAMES)}, found {backend!r}.")
     if not callable(loss):
         raise TypeError(f"loss: expected a function loss(out, y), found {type(loss).__name__}.")
+    if isinstance(loss, type):
+        raise TypeError(
+            f"loss: expected a function loss(out, y), found the class {loss.__name__}. Make an "
+            f"object of it, such as {loss.__name__}()."
+        )
     check_time_dim(time_dim)
     if in_dims is not None:
         _check_in_dims(in_dims)
@@ -152,7 +157,8 @@ def _window(window: int | None, stride: int) -> tuple[int | None, int]:
 def _names(taps: bool | Sequence[str]) -> list[str] | None:
     if taps is True:
         return None
-    if isinstance(taps, str) or not all(isinstance(name, str) for name in taps or ()):
+    is_text = isinstance(taps, str)
+    if is_text or not isinstance(taps, Collection) or not all(isinstance(n, str) for n in taps):
         raise TypeError(f"taps: expected True or a list of names, found {taps!r}.")
     if not taps:
         raise ValueError("taps: expected at least one name, found none. taps=True takes all.")

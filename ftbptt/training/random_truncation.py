@@ -100,6 +100,11 @@ def random_truncation(
         raise ValueError(
             f"tail: expected a number above 2, so that lengths have a mean, found {tail}."
         )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator: expected a torch.Generator, found {generator!r}. One with a seed is "
+            "torch.Generator().manual_seed(0)."
+        )
     return RandomTruncation(train_segment, mean_length, tail, generator)
 
 

@@ -276,7 +276,7 @@ def _check_types(
         if option is not None and not isinstance(option, kind):
             raise TypeError(f"{name}: expected {expected}, found {option!r}.")
     for name, function in (("stop", stop), ("prepare", prepare)):
-        if function is not None and not callable(function):
+        if function is not None and (isinstance(function, type) or not callable(function)):
             raise TypeError(f"{name}: expected a function, found {function!r}.")
 
 

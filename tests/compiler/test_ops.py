@@ -79,6 +79,9 @@ STEPS = {
         h.prod(-1, keepdim=True) + (h @ w).cumsum(-1) / H + x
     ),
     "std over rows": lambda w, x, h: torch.tanh((h - h.mean(0)) / (h.std(0) + 0.1) @ w + x),
+    "powers": lambda w, x, h: sum(
+        (1.5 + torch.tanh(h @ w + x)) ** n * 0.05 for n in (-2, -1, -0.5, 0.5, 1, 2, 3, 4)
+    ),
     "power and norm": lambda w, x, h: (h.abs() + 0.1).pow(1.5) @ w / (1 + h.norm() + x.exp()),
     "glu and softplus": lambda w, x, h: F.glu(torch.cat([h + x, F.softplus(h @ w)], -1)),
     "bilinear": lambda w, x, h: torch.tanh(

@@ -290,6 +290,7 @@ def test_a_cell_that_is_called_twice() -> None:
     [
         ("h", TypeError, "taps: expected True or a list of names, found 'h'"),
         ([1], TypeError, "taps: expected True or a list of names"),
+        (5, TypeError, "taps: expected True or a list of names, found 5"),
         ([], ValueError, "taps: expected at least one name, found none"),
         (["z"], ValueError, "taps: the step has no tap 'z'; it has 'a', 'h', 'out'"),
     ],
@@ -300,6 +301,11 @@ def test_bad_names(taps: Any, kind: type[Exception], words: str) -> None:
 
 
 def test_bad_taps() -> None:
+    with pytest.raises(
+        TypeError, match=r"tap: expected tap\(name, tensor\), found a Tensor as name"
+    ):
+        tap(torch.zeros(1), "a")  # type: ignore[arg-type]
+
     def same(params: Any, x_t: Tensor, h: Tensor) -> Any:
         return tap("a", h), tap("a", h)
 

@@ -193,6 +193,11 @@ def test_a_gradient_that_does_not_decay_has_no_k2() -> None:
         fading(0.8).suggest_k2(0)
 
 
+def test_a_quantile_beyond_all() -> None:
+    with pytest.raises(ValueError, match=r"q: expected a number from 0 to 1, found 2\.0"):
+        fading(0.8).quantile(2.0)
+
+
 def test_gradients_that_are_not_finite() -> None:
     cell = nn.GRUCell(2, 3)
     segment = make_train_segment(cell, mse, backend="eager")

@@ -423,3 +423,48 @@ class Warming(Tagger):
 def test_hooks_that_are_not_called_are_told() -> None:
     with pytest.warns(RuntimeWarning, match=r"Warming\.optimizer_step is not called: .* scheduler"):
         fit(model(Warming), [stream(8)])
+
+
+class Autograd(Tagger):
+    """As a module without windows would be."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return self.loss(self(x, None)[0], y)
+
+
+class Skipping(Tagger):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+
+def test_a_training_step_that_makes_no_updates() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"training_step: that of Autograd makes no updates\. Le"
+    ):
+        fit(model(Autograd), [stream(8)])
+    assert fit(model(Skipping), [stream(8), stream(8)]).global_step == 4
+
+
+class Logging(Tagger):
+    def loss(self, out: Any, y: Any) -> Any:
+        value = super().loss(out, y)
+        self.log("value", value)
+        return value
+
+
+def test_a_log_in_the_loss() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)loss .* only once.* use self\.log in on_chunk"):
+        fit(model(Logging), [stream(8)])
+
+
+class OutOnly(Tagger):
+    def forward(self, x: Any, state: Any) -> Any:
+        return super().forward(x, state)[0]
+
+
+def test_a_forward_that_returns_no_state() -> None:
+    with pytest.raises(
+        TypeError, match=r"forward: expected \(out, state\), found a Tensor\. Return"
+    ):
+        fit(model(OutOnly), [stream(8)])

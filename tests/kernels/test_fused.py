@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ftbptt import Explanation, make_train_segment
 
 from ..cells import CELLS, REPRESENTATIVE, problem, slow_but
-from ..cells.problems import Problem
+from ..cells.problems import B, Draw, H, Problem, mse
 from ..oracle import assert_close, assert_form, check, reference
 from ..segment.test_parity import MASKABLE_ROWS, STEPS, check_all_steps, flags, start_from_params
 from ..segment.test_parity import where_time_is as over_time
@@ -94,6 +95,22 @@ def test_learned_initial_state(kernels: None) -> None:
     first = torch.arange(7) == 0
     expected = reference(given, 7, reset=first, initial_state=start_from_params)
     assert_close(segment(params, None, x, y), expected)
+
+
+def test_a_norm_of_everything(kernels: None) -> None:
+    """Such an operation names no axes."""
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        a = x_t + h @ params["w"]
+        h = torch.tanh(a / (1 + a.norm()))
+        return h, h
+
+    draw = Draw(0)
+    x, y = draw.sequence(B, H), draw.sequence(B, H)
+    given = Problem(step, {"w": draw(H, H)}, draw(B, H), x, y, mse)
+    segment = make(given)
+    assert not_fused(segment.explain(*given.data(3))) == []
+    check(segment, given, 4)
 
 
 @pytest.mark.parametrize("name", ["lstm_readout", "coupled_stack", "min_gru"])

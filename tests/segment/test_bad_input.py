@@ -153,35 +153,6 @@ def test_initial_state_of_another_structure() -> None:
         segment(**given, reset=torch.zeros(K, dtype=torch.bool))
 
 
-def test_parameters_of_another_module() -> None:
-    cell, other = nn.LSTMCell(D, H), nn.LSTMCell(D + 1, H)
-    segment = make_train_segment(cell, mse, backend="eager")
-    with pytest.raises(
-        ValueError, match=rf"params\['weight_ih'\]: has shape \[28, 6\], .* LSTMCell is \[28, {D}\]"
-    ):
-        segment(dict(other.named_parameters()), None, torch.randn(K, B, D), torch.randn(K, B, H))
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_state_of_an_lstm_is_a_pair(count: int) -> None:
-    cell, h = nn.LSTMCell(D, H), torch.zeros(B, H)
-    segment = make_train_segment(cell, mse, backend="eager")
-    state = h if count == 1 else (h,) * count
-    with pytest.raises(
-        TypeError, match=r"is given 3 tensors, or one of 3 rows, as its state, which"
-    ):
-        segment(dict(cell.named_parameters()), state, torch.randn(K, B, D), torch.randn(K, B, H))
-
-
-def test_the_state_of_layers_is_a_pair() -> None:
-    layers = nn.LSTM(D, H)
-    words = (
-        rf"state: expected the pair \(h, c\) of an LSTM, found a tensor \[1, {B}, {H}\]. Give st"
-    )
-    refused(TypeError, words, layers, mse, params=dict(layers.named_parameters()),
-            state=torch.zeros(1, B, H))  # fmt: skip
-
-
 def test_classes_on_the_last_axis() -> None:
     """torch looks for them on axis 1, where a segment has its rows."""
     words = r"loss CrossEntropyLoss has the classes on axis 1.*out.flatten\(0, 1\), y.flatten\(\)"
@@ -344,6 +315,12 @@ def test_devices_that_differ(name: str) -> None:
         "y": r"y: is on meta, but x is on cpu.*one device",
     }[name]
     refused(ValueError, words, **{name: moved})
+
+
+def test_a_loss_that_is_a_class() -> None:
+    words = r"loss: expected a function loss\(out, y\), found the class MSELoss\. .* as MSELoss\(\)"
+    with pytest.raises(TypeError, match=words):
+        make_train_segment(dict_step, nn.MSELoss)
 
 
 def test_loss_that_is_none() -> None:

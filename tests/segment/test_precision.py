@@ -44,17 +44,30 @@ def test_two_biases_of_equal_gradients_compiled() -> None:
     torch.testing.assert_close(grads["bias_ih"], grads["bias_hh"])
 
 
-def test_atanh_of_small_numbers() -> None:
-    """Inductor's is 0 for them; what comes before and in the loop, one row for each."""
+SMALL = [1e-8, -1e-6, 1e-3, -0.3, 0.9, -0.99999]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "backend"),
+    [
+        ("atanh", SMALL, "fused"),
+        ("acosh", [1.0, 1 + 1e-6, 1.5, 1e5, 3e19, 1e38], "fused"),
+        ("expm1", [*SMALL[:4], 80.0, -80.0], "compile"),
+    ],
+)
+def test_functions_that_inductor_has_few_digits_of(
+    name: str, values: list[float], backend: str
+) -> None:
+    """What comes before and in the loop, one row for each."""
+    function = getattr(torch, name)
 
     def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.atanh(x_t), torch.atanh(h * params["w"])
+        return function(x_t), function(h * params["w"])
 
-    values = torch.tensor([1e-8, -1e-6, 1e-3, -0.3, 0.9, -0.99999])
-    segment = make_train_segment(step, mse, backend="fused")
-    x = values.view(1, 6, 1)
-    result = segment({"w": torch.ones(1)}, values.view(6, 1), x, torch.zeros_like(x))
-    expected = torch.atanh(values.double())
+    given = torch.tensor(values)
+    segment = make_train_segment(step, lambda out, y: out.mean(), backend=backend)
+    result = segment({"w": torch.ones(1)}, given.view(6, 1), given.view(1, 6, 1), None)
+    expected = function(given.double())
     for found in (result.out, result.state):
         torch.testing.assert_close(found.flatten().double(), expected, rtol=1e-6, atol=0)
 

@@ -116,6 +116,11 @@ def test_bad_chunks(chunks: Any, kind: type[Exception], words: str) -> None:
             "tokens: 3 are too few for 3 rows, each of which needs a step and its target. Give mor",
         ),
         (
+            lambda: ContiguousStreams([1, 2, 3, 4, 5], 2),
+            TypeError,
+            "tokens: expected one tensor or array [N, ...], found list. Convert it: torch.tensor(",
+        ),
+        (
             lambda: ContiguousStreams((X, Y), 2),
             TypeError,
             "tokens: expected one tensor or array [N, ...], found a tuple of Tensor. Targets are "

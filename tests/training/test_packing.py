@@ -366,6 +366,13 @@ X = torch.zeros(4, 3)
     ("given", "options", "kind", "words"),
     [
         ([], {}, ValueError, "sequences: expected at least one, found none."),
+        (
+            iter([(X, X)]),
+            {},
+            TypeError,
+            "sequences: expected a list of (x, y), or an object with len() and indices, found "
+            "list_iterator. A generator can be listed: list(sequences).",
+        ),
         ([(X, X)], {"rows": 0}, ValueError, "rows: expected at least 1, found 0."),
         ([(X, X)], {"rows": True}, TypeError, "rows: expected a whole number, found True."),
         ([(X, X)], {"time_dim": -1}, ValueError, "time_dim: expected at least 0, found -1."),

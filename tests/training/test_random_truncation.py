@@ -317,6 +317,11 @@ def test_cuts_are_resumed(tmp_path: Path) -> None:
         (8, {"tail": 2}, "tail: expected a number above 2, so that lengths have a mean, found 2"),
         ("8", {}, "mean_length: expected a number, found '8'"),
         (8, {"tail": "3"}, "tail: expected a number, found '3'"),
+        (
+            8,
+            {"generator": 3},
+            r"generator: expected a torch.Generator, found 3\. One with a seed is",
+        ),
     ],
 )
 def test_bad_options(mean_length: Any, options: dict[str, Any], words: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ftbptt.training import train_stream
+from ftbptt.training import EarlyStop, train_stream
 
 from .stream_runs import FunctionalMomentum, Segments, assert_equal, run, sgd
 from .streams import stream, zeros
@@ -37,6 +37,7 @@ from .streams import stream, zeros
         ),
         ({"scheduler": torch.optim.lr_scheduler.StepLR}, TypeError, "scheduler: expected one of"),
         ({"stop": 3}, TypeError, "stop: expected a function, found 3"),
+        ({"stop": EarlyStop}, TypeError, "stop: expected a function, found <class '.*EarlyStop'>"),
         ({"clip_norm": 0.0}, ValueError, "clip_norm: expected a number above 0, found 0.0"),
         ({"ema_decay": 1.0}, ValueError, "ema_decay: expected a number from 0 to below 1"),
         ({"on_nonfinite": "warn"}, ValueError, "on_nonfinite: expected one of stop, skip, raise"),

@@ -100,6 +100,33 @@ def _atanh(x: Tensor) -> Tensor:
     return torch.where(x < 0, -value, value)
 
 
+def _acosh(x: Tensor) -> Tensor:
+    """Inductor's (2.13) is infinite for large numbers, whose square is."""
+    if x.is_complex():
+        return NotImplemented
+    beyond = x - 1
+    return torch.log1p(beyond + beyond.sqrt() * (beyond + 2).sqrt())
+
+
+# The powers that torch computes without its pow (aten/src/ATen/native/cpu/PowKernel.cpp). In a
+# kernel pow takes as long as a small product of matrices.
+_POWERS: dict[float, Callable[[Tensor], Tensor]] = {
+    -2: lambda x: (x * x).reciprocal(),
+    -1: torch.reciprocal,
+    -0.5: torch.rsqrt,
+    0.5: torch.sqrt,
+    1: torch.clone,
+    2: lambda x: x * x,
+    3: lambda x: x * x * x,
+}
+
+
+def _pow(x: Tensor, exponent: Any) -> Tensor:
+    if not x.is_floating_point() or exponent not in _POWERS:
+        return NotImplemented
+    return _POWERS[exponent](x)
+
+
 def _roll(x: Tensor, shifts: Any, dims: Sequence[int] = ()) -> Tensor:
     if not dims:
         return _roll(x.flatten(), shifts, (0,)).reshape(x.shape)
@@ -197,6 +224,8 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
     table[aten.diagonal_scatter.default] = _diagonal_scatter
     table[aten.log_sigmoid_backward.default] = _log_sigmoid_backward
     table[aten.atanh.default] = _atanh
+    table[aten.acosh.default] = _acosh
+    table[aten.pow.Tensor_Scalar] = _pow
     table[aten.unbind.int] = lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])]
     return table
 

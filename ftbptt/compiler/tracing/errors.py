@@ -99,6 +99,13 @@ _CAUSES = [
         "state and return it.\n  {line}",
     ),
     _Cause(
+        # torch/_subclasses/fake_tensor.py, for data that a fake tensor does not have
+        _says("invalid python storage"),
+        "{function} writes into a tensor outside of it, such as that of a metric or a log, which "
+        "would happen only once, while it is traced\n  {line}\n"
+        "Compute it from the result of the call; in a Lightning module use self.log in on_chunk.",
+    ),
+    _Cause(
         # cross_entropy and nll_loss (aten/src/ATen/native/LossNLL.cpp)
         _says("Expected target size"),
         "{function} has the classes on axis 1, where out [K, B, classes] has the rows\n  {line}\n"

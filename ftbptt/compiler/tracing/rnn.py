@@ -17,14 +17,21 @@ from torch import Tensor
 from ...contract.taps import tap_of
 
 
-def _check_rows(x: Tensor, h: Tensor) -> None:
-    """One row would broadcast."""
+def _check_shapes(x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor) -> None:
+    """torch names neither; and one row would broadcast."""
     if x.shape[:-1] != h.shape[:-1]:
         raise ValueError(
             f"step: a recurrent layer or cell is given {list(x.shape)} as its input and "
             f"{list(h.shape)} as its state, which differ in the rows of the batch. Give a state of "
-            "as many rows as x has."
+            "as many rows as x has; or, if time is not on axis 0 of x, pass time_dim= to "
+            "make_train_segment."
         )
+    for name, given, weight in (("input", x, w_ih), ("state", h, w_hh)):
+        if given.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"step: a recurrent layer or cell is given {list(given.shape)} as its {name}, but "
+                f"its weights are for {weight.shape[1]} features."
+            )
 
 
 def _pair(state: Any) -> Sequence[Tensor]:
@@ -43,7 +50,7 @@ def _lstm_cell(
     b_hh: Any = None, w_hr: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     h, c = _pair(state)
-    _check_rows(x, h)
+    _check_shapes(x, h, w_ih, w_hh)
     gates = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
     i, f, g, o = (tap_of(w_ih, name, gate) for name, gate in zip("ifgo", gates, strict=True))
     c = tap_of(w_ih, "c", f.sigmoid() * c + i.sigmoid() * g.tanh())
@@ -54,7 +61,7 @@ def _lstm_cell(
 def _gru_cell(
     x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
 ) -> Tensor:
-    _check_rows(x, h)
+    _check_shapes(x, h, w_ih, w_hh)
     r_x, z_x, n_x = F.linear(x, w_ih, b_ih).chunk(3, -1)
     r_h, z_h, n_h = F.linear(h, w_hh, b_hh).chunk(3, -1)
     r = tap_of(w_ih, "r", r_x + r_h).sigmoid()
@@ -67,7 +74,7 @@ def _elman_cell(nonlinearity: Callable[[Tensor], Tensor]) -> Callable[..., Tenso
     def cell(
         x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
     ) -> Tensor:
-        _check_rows(x, h)
+        _check_shapes(x, h, w_ih, w_hh)
         a = tap_of(w_ih, "a", F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh))
         return tap_of(w_ih, "h", nonlinearity(a))
 

@@ -258,6 +258,11 @@ def zero_state(module: nn.Module, x: Tree) -> Tree:
                     f"initial_state: forward(x, None) failed ({type(error).__name__}: {error}), so "
                     "there is no state to start from. Define initial_state(self, x) -> state."
                 ) from error
+            if isinstance(from_none, Tensor):
+                raise TypeError(
+                    "forward: expected (out, state), found a Tensor. Return the output and the "
+                    "state after the last step as a pair."
+                )
             zeros = tree_map(torch.zeros_like, from_none[1])
             from_zeros = module(x, zeros)
     finally:

@@ -46,6 +46,7 @@ class TBPTTRun(Callback):
         self._carried: tuple[int, Tree] | None = None  # (epoch, the state after its last batch)
         self.stage_states: dict[tuple[str, int], Tree] = {}  # the same by (stage, dataloader_idx)
         self.pending: list[WindowStats] = []  # windows since the last update
+        self._has_trained = False  # on the current batch
         self._grad_norm: Tensor | None = None
         self._last_logs: dict[str, Tensor] | None = None  # train_loss and grad_norm
 
@@ -86,8 +87,21 @@ class TBPTTRun(Callback):
                 "once. Use another optimizer."
             )
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._has_trained = False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if outputs and not self._has_trained:  # without outputs the batch was to be skipped
+            raise RuntimeError(
+                f"training_step: that of {type(pl_module).__name__} makes no updates. Leave it "
+                "out, or call super().training_step(batch, batch_idx) in it and return the result."
+            )
+
     def learner(self, params: Tree) -> Learner:
-        """The learner that accumulates gradients of these parameters."""
+        """The learner that accumulates gradients of these parameters, of a batch that begins."""
+        self._has_trained = True
         if self._learner is None:
             # Lightning clips and scales, in its own hooks.
             self._learner = Learner(

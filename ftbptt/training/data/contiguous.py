@@ -77,6 +77,8 @@ def _check_tokens(tokens: Any) -> None:
         description = f"a {description} of {type(tokens[0]).__name__}"
     elif getattr(tokens, "shape", None) == ():
         description += " of shape []"
+    elif isinstance(tokens, list):
+        description += ". Convert it: torch.tensor(tokens)"
     elif hasattr(tokens, "__len__") and not isinstance(tokens, (str, dict)):
         return
     raise TypeError(

@@ -79,6 +79,11 @@ class PackedSequences:
         time_dim: int = 0,
     ) -> None:
         rows, time_dim = checked_layout(rows, time_dim)
+        if not hasattr(sequences, "__len__"):
+            raise TypeError(
+                "sequences: expected a list of (x, y), or an object with len() and indices, found "
+                f"{type(sequences).__name__}. A generator can be listed: list(sequences)."
+            )
         if lengths is None:
             lengths = [_load(sequences, i)[1] for i in range(len(sequences))]
         elif len(lengths) != len(sequences):

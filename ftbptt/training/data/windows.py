@@ -39,6 +39,7 @@ class Truncation:
             start = warm + burn_in; end = min(start + k2, T)
             state = initial_state
             ...                                                           # the same three lines
+            if end == T: break
 
     The loss of a window leaves out its first ``context`` steps; a window with no more steps than
     that, as at the start of the data, makes no update. With ``context = k2 - k1`` each step's loss
