@@ -214,9 +214,9 @@ def check_flags(argument: Argument, steps: int, states: Argument, recipe: Recipe
             if rows != shape[1]:
                 raise ValueError(
                     f"{name}: has {shape[1]} rows, but {states.path(i)} of shape "
-                    f"{list(leaf.shape)} has {rows or 'none'} on axis {axis}. Give one bool per "
-                    "row of the batch, or [K] for all rows; if the rows of the state lie on "
-                    "another axis, say so with as_step(..., state_batch_dim=)."
+                    f"{list(leaf.shape)} has {rows or 'none'} on axis {axis}. Give a state of as "
+                    "many rows as the data has, and one bool per row, or [K] for all; if the rows "
+                    "of the state lie on another axis, as_step(..., state_batch_dim=) says so."
                 )
             if axis == 1 and recipe.step.may_be_rows_first(leaf, states.leaves):
                 raise ValueError(

@@ -79,6 +79,9 @@ STEPS = {
         h.prod(-1, keepdim=True) + (h @ w).cumsum(-1) / H + x
     ),
     "std over rows": lambda w, x, h: torch.tanh((h - h.mean(0)) / (h.std(0) + 0.1) @ w + x),
+    "distances": lambda w, x, h: torch.tanh(
+        torch.cdist(h, w) + torch.cdist(x, w, 1.0) + 0.1 * torch.cdist(h, h).sum(-1, keepdim=True)
+    ),
     "powers": lambda w, x, h: sum(
         (1.5 + torch.tanh(h @ w + x)) ** n * 0.05 for n in (-2, -1, -0.5, 0.5, 1, 2, 3, 4)
     ),

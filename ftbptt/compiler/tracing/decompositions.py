@@ -36,6 +36,11 @@ def _trilinear(
     return (by_output * b.unsqueeze(1)).sum(-1)
 
 
+def _distances(a: Tensor, b: Tensor, p: float = 2.0, mode: Any = None) -> Tensor:
+    """``cdist`` as a norm, of whose gradient K stays a symbol."""
+    return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
+
+
 def _plus_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
         value = product(a, b)
@@ -169,6 +174,8 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.dot.default: _dot,
     aten.addmv.default: _addmv,
     aten._trilinear.default: _trilinear,
+    aten._cdist_forward.default: _distances,
+    aten._euclidean_dist.default: _distances,
     aten.copy.default: _copy,
     aten.fill.Scalar: torch.full_like,
     aten.zero.default: torch.zeros_like,
