@@ -127,7 +127,8 @@ _POWERS: dict[float, Callable[[Tensor], Tensor]] = {
 
 
 def _pow(x: Tensor, exponent: Any) -> Tensor:
-    if not x.is_floating_point() or exponent not in _POWERS:
+    is_number = isinstance(exponent, int | float)  # else a number of steps, which has no hash
+    if not (is_number and x.is_floating_point() and exponent in _POWERS):
         return NotImplemented
     return _POWERS[exponent](x)
 
