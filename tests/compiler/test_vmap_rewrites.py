@@ -137,7 +137,7 @@ def test_the_largest_number_is_drawn_too() -> None:
 
     segment = make_train_segment(draw, lambda out, y: y.mean(), backend="eager")
     x = torch.zeros(10, 1)
-    out = segment({"w": torch.ones(1)}, torch.zeros(1), x, x).out
+    out = segment.evaluate({"w": torch.ones(1)}, torch.zeros(1), x, x).out
     assert [drawn.dtype for drawn in out] == DTYPES
     for drawn, largest in zip(out, [1, 255, 127, None, None, 256, None], strict=True):
         assert drawn.min() >= 0

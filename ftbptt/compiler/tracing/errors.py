@@ -142,7 +142,7 @@ def explain_trace_errors(argument: str, function: Any) -> Iterator[None]:
                     function=f"{argument} {name}", line=line, operation=_operation(error)
                 )
                 raise RuntimeError(message) from error
-        if not str(error).startswith(f"{argument}: "):
+        if at or not str(error).startswith(f"{argument}: "):
             error.add_note(f"while {argument} {name} was traced" + (f"\n  {at}" if at else ""))
         raise
 
