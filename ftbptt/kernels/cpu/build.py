@@ -123,7 +123,8 @@ def _build(source: str, library: Path) -> None:
                 break
         if result.returncode != 0:
             errors = [line for line in result.stderr.splitlines() if "error" in line.lower()]
-            raise KernelBuildError(f"no kernel could be compiled: {' '.join(errors[:3])}")
+            reason = " ".join(errors[:3]) or f"the compiler ended with {result.returncode}"
+            raise KernelBuildError(f"no kernel could be compiled: {reason}")
         if command is not attempts[0]:  # what was precompiled is the problem
             forget_precompiled(folder)
         seal(built)
