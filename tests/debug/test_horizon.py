@@ -191,6 +191,10 @@ def test_a_gradient_that_does_not_decay_has_no_k2() -> None:
         fading(0.999).suggest_k2(0.1)
     with pytest.raises(ValueError, match="tolerance: expected a number above 0, found 0"):
         fading(0.8).suggest_k2(0)
+    for max_lag in (1, 2):
+        with pytest.raises(ValueError, match=rf"within {max_lag} steps, so k2 cannot.*at least 3"):
+            fading(0.8, max_lag=max_lag).suggest_k2(0.1)
+    assert fading(0.8, max_lag=3).suggest_k2(0.1) > 1
 
 
 def test_a_quantile_beyond_all() -> None:
