@@ -22,6 +22,7 @@ __all__ = [
     "differentiable",
     "in_order_of",
     "keystr",
+    "leaf_names",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -33,6 +34,12 @@ __all__ = [
 def differentiable(leaf: Tensor) -> bool:
     """Whether its dtype can have a gradient."""
     return leaf.is_floating_point() or leaf.is_complex()
+
+
+def leaf_names(name: str, spec: TreeSpec) -> list[str]:
+    """Of each leaf of an argument called ``name``, as in ``state['rest'][0]``."""
+    paths, _ = tree_flatten_with_path(tree_unflatten([0] * spec.num_leaves, spec))
+    return [f"{name}{keystr(path)}" for path, _ in paths]
 
 
 def tree_leaves(tree: Any) -> list[Any]:

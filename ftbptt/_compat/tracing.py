@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import sympy
 import torch
 
 # enable_python_dispatcher: without it, some operations (Fourier transforms, triangular systems) ask
@@ -51,6 +53,7 @@ __all__ = [
     "is_pinned",
     "make_fx",
     "may_be_a_view",
+    "most_indexed",
     "not_traced",
     "symbolic_steps",
     "unseen_by_tools",
@@ -103,6 +106,23 @@ def holds_for(steps: Any, value: int) -> bool:
         return int(steps) == value
     guards = steps.node.shape_env.guards
     return all(guard.expr.subs(steps.node.expr, value) != False for guard in guards)  # noqa: E712
+
+
+def most_indexed(steps: Any, example: int) -> float:
+    """The most steps, in powers of two times ``example``, that a compiled program can index.
+
+    Inductor indexes by 32 bits where that is enough for the example, and leaves a guard for it:
+    that sizes are at most 2**31 - 1, less a constant. Infinite without such guards.
+    """
+    env, symbol = steps.node.shape_env, steps.node.expr
+    guards = [guard.expr for guard in env.guards if symbol in guard.expr.free_symbols]
+    guards = [expr for expr in guards if any(n > 1 << 30 for n in expr.atoms(sympy.Integer))]
+    most = example
+    while most < 1 << 48:
+        if any(expr.subs(symbol, 2 * most) != True for expr in guards):  # noqa: E712
+            return most
+        most *= 2
+    return math.inf
 
 
 def not_traced() -> Any:

@@ -25,6 +25,7 @@ class Backend:
     - ``build(function, examples, mode)`` compiles a function of the program for tensors like the
       fake ``examples``, which belong to the fake tensor mode ``mode``. None: run it uncompiled.
     - ``captured``: on a GPU, a segment is captured as one CUDA graph.
+    - ``in_one_kernel(block)``: whether all steps of a scan block are one launch.
     - ``fusion``: which of the operations after a loop its kernel can absorb. None: no fusion.
     """
 
@@ -33,6 +34,7 @@ class Backend:
     run_scan: RunScan
     build: Callable[[Function, Sequence[Tensor], Any], Function] | None
     captured: bool = False
+    in_one_kernel: Callable[[ScanBlock], bool] = lambda block: False
     fusion: Fusion | None = None
 
 

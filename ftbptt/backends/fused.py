@@ -256,6 +256,14 @@ def _describe(block: ScanBlock) -> str:
     return language.describe(loop, block.history)
 
 
+def _has_kernel(block: ScanBlock) -> bool:
+    try:
+        _source_for(block, reverse=False)
+    except Unsupported:
+        return False
+    return True
+
+
 def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Function:
     with calls_in_cpp(torch.ops.ftbptt.scan.default, _SHIM):
         return build_program(function, examples, mode)
@@ -279,4 +287,6 @@ def _rows_of(block: ScanBlock, reverse: bool) -> tuple[int, ...] | None:
 
 
 _FUSION = Fusion(expand_argmax, _takes_in, _rows_of)
-FUSED = Backend("fused", _describe, run_scan, _build, captured=True, fusion=_FUSION)
+FUSED = Backend(
+    "fused", _describe, run_scan, _build, captured=True, in_one_kernel=_has_kernel, fusion=_FUSION
+)

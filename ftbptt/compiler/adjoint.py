@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,24 @@ class LoopPair:
         """The forward loop without the values that are saved for the reverse loop."""
         return replace(self.forward, stacked=self.forward.stacked[: self.outs])
 
+    def zero_gradients(self, device: torch.device) -> list[Tensor]:
+        """The gradient of the state after the last step: zero, since the segment is cut there."""
+        values = map(value_of, self.reverse.carries)
+        return [torch.zeros(value.shape, dtype=value.dtype, device=device) for value in values]
+
+    @property
+    def d_outs(self) -> list[Node]:
+        """The gradients of the outputs that the loss has a gradient by."""
+        return self.reverse.sequences[len(self.forward.sequences) + len(self.saved) :]
+
+    @property
+    def reached_invariants(self) -> set[int]:
+        """The trained invariants that the loss depends on: the others' gradients are zeros."""
+        cotangents = [*self.d_outs, *self.reverse.carries]
+        reached = reachable_from(cotangents, self.reverse.graph.nodes)
+        pairs = zip(self.trained_invariants, self.reverse.summed, strict=True)
+        return {i for i, gradient in pairs if gradient in reached}
+
 
 @dataclass(frozen=True)
 class StepRoles:
@@ -80,7 +99,7 @@ class StepRoles:
 
     The graph is ``(*invariants, *sequences, *carries) -> [*outs, *next_carries]``, with as many of
     each as the first three fields say; indices count within a group. Carries with real or complex
-    values always have a gradient.
+    values have a gradient wherever the loss depends on them.
     """
 
     invariants: int
@@ -104,11 +123,31 @@ def make_loops(
 
     ``batched`` says for each level of vmap which inputs have its axis (carries all have).
     """
+    first_carry = roles.invariants + roles.sequences
+    carries = [value_of(node) for node in module.graph.find_nodes(op="placeholder")][first_carry:]
+    trained_carries = [i for i, carry in enumerate(carries) if differentiable(carry)]
+    graph, nodes = _trace_joint(module, roles, trained_carries, levels, batched, mode)
+    reached = _reached_by_loss(graph, nodes)
+    if not all(reached):
+        # Their gradients are zeros, but zero times infinity would not be.
+        trained_carries = list(compress(trained_carries, reached))
+        graph, nodes = _trace_joint(module, roles, trained_carries, levels, batched, mode)
+    return _split_joint(graph, nodes, roles, trained_carries, recompute=recompute)
+
+
+def _trace_joint(
+    module: fx.GraphModule,
+    roles: StepRoles,
+    trained_carries: list[int],
+    levels: Sequence[Level],
+    batched: Sequence[Sequence[bool]],
+    mode: FakeTensorMode,
+) -> tuple[fx.Graph, _JointNodes]:
+    """One step forward, and its vector-Jacobian product."""
     values = [value_of(node) for node in module.graph.find_nodes(op="placeholder")]
     results = [value_of(node) for node in module.graph.output_node().args[0]]
     outs, n_inputs = len(results) - roles.carries, len(values)
     first_carry = roles.invariants + roles.sequences
-    trained_carries = [i for i in range(roles.carries) if differentiable(values[first_carry + i])]
     trained_inputs = [
         *roles.trained_invariants,
         *(roles.invariants + i for i in roles.trained_sequences),
@@ -128,7 +167,22 @@ def make_loops(
     graph = trace_function(over_levels, examples, mode, differentiated=module).graph
     _simplify(graph)
     split_gradients(graph)
-    return _split_joint(graph, roles, outs, trained_carries, recompute=recompute)
+    return graph, _joint_nodes(graph, roles, outs, len(trained_carries))
+
+
+def _reached_by_loss(graph: fx.Graph, nodes: _JointNodes) -> list[bool]:
+    """For each carry with a gradient whether the loss depends on it, at this step or later.
+
+    Not for what a step only keeps, such as statistics, or a state of which a readout is detached.
+    """
+    pairs = list(zip(nodes.d_next_carries, nodes.d_carries, strict=True))
+    sources: list[Node] = []
+    following = nodes.d_outs
+    while len(following) > len(sources):
+        sources = following
+        reached = reachable_from(sources, graph.nodes)
+        following = [*nodes.d_outs, *(d_next for d_next, d_carry in pairs if d_carry in reached)]
+    return [d_next in sources for d_next in nodes.d_next_carries]
 
 
 def _simplify(graph: fx.Graph) -> None:
@@ -188,10 +242,14 @@ def _in_groups(nodes: Sequence[Node], sizes: Sequence[int]) -> list[list[Node]]:
 
 
 def _split_joint(
-    graph: fx.Graph, roles: StepRoles, outs: int, trained_carries: list[int], *, recompute: bool
+    graph: fx.Graph,
+    nodes: _JointNodes,
+    roles: StepRoles,
+    trained_carries: list[int],
+    *,
+    recompute: bool,
 ) -> LoopPair:
     """The two loops of a joint graph, which both refer to; decides what is saved in between."""
-    nodes = _joint_nodes(graph, roles, outs, len(trained_carries))
     share_joins(graph, nodes.d_carries)
     saved = _saved_values(graph, nodes, recompute=recompute)
     forward = Loop(
@@ -214,7 +272,9 @@ def _split_joint(
         summed=nodes.d_invariants,
         reverse=True,
     )
-    return LoopPair(forward, reverse, outs, saved, roles.trained_invariants, trained_carries)
+    return LoopPair(
+        forward, reverse, len(nodes.outs), saved, roles.trained_invariants, trained_carries
+    )
 
 
 def _saved_values(graph: fx.Graph, nodes: _JointNodes, *, recompute: bool) -> list[Node]:

@@ -204,6 +204,9 @@ def vjp_by(
 
     ``trained`` are indices of the values, ``with_grad`` of the results.
     """
+    if not with_grad:  # torch's vjp needs a result
+        zeros = tuple(torch.zeros_like(values[i]) for i in trained)
+        return list(function(*values)), lambda _: zeros
 
     def primal(*trained_values: Tensor) -> tuple[Any, Any]:
         args = list(values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .._compat.tracing import FakeTensorMode
 from .._trees import TreeSpec, differentiable, tree_unflatten
 from ..contract.step import Step
 from .adjoint import LoopPair, StepRoles, make_loops
-from .graphs import VIEWS, Node, aten, has_same_code
+from .graphs import VIEWS, Node, aten, has_same_code, reachable_from
 from .loss import LossTracer
 from .rewrites.empty import without_empty_values
 from .rewrites.hoist_parameters import Preparation, make_preparation, split_invariants
@@ -56,6 +57,36 @@ class Plan:
     def finish(self) -> fx.GraphModule | None:
         """What gives parameters the gradients of what was prepared from them, if anything does."""
         return None if self.preparation is None else self.preparation.finish
+
+    def of_prepared(self, grads: Sequence[Tensor], inputs: int) -> list[Tensor]:
+        """Of the gradients of the trained invariants, those of what was prepared from inputs."""
+        pairs = zip(grads, self.loops.trained_invariants, strict=True)
+        return [grad for grad, i in pairs if i >= inputs]
+
+    @cached_property
+    def params_without_gradient(self) -> list[int]:
+        """The parameters that could have a gradient, but that the loss does not depend on."""
+        reached = self.loops.reached_invariants
+        if self.preparation is not None and self.preparation.finish is not None:
+            inputs = len(self.preparation.prepare.graph.find_nodes(op="placeholder"))
+            reached |= self.preparation.reached_from({i - inputs for i in reached})
+        return [i for i in self._trained_params if i not in reached]
+
+    @cached_property
+    def is_detached(self) -> bool:
+        """Whether the outputs depend on parameters, none of which has a gradient."""
+        trained = self._trained_params
+        if self.params_without_gradient != trained:
+            return False
+        graph = self.step.graph
+        params = graph.find_nodes(op="placeholder")
+        reached = reachable_from([params[i] for i in trained], graph.nodes)
+        return not reached.isdisjoint(graph.output_node().args[0][: self.loops.outs])
+
+    @property
+    def _trained_params(self) -> list[int]:
+        count = len(self.signature.params)
+        return [i for i in self.loops.trained_invariants if i < count]
 
     def computes_as(self, other: Plan) -> bool:
         """Whether the step and the loss are the same operations on the same tensors outside."""

@@ -29,9 +29,10 @@ class GradientHorizon:
 
     ``print`` shows a table, :meth:`plot` draws it.
 
-    - ``norms``: for each state leaf a tensor ``[max_lag, losses, B]``. Entry ``[k - 1, i, b]`` is
-      the norm of d loss_t / d state_{t-k} in row b, where loss_t is step t's share of the segment's
-      loss and state_s is the state after step s. Without a batch axis, B is 1.
+    - ``norms``: for each state leaf that the loss depends on a tensor ``[max_lag, losses, B]``.
+      Entry ``[k - 1, i, b]`` is the norm of d loss_t / d state_{t-k} in row b, where loss_t is step
+      t's share of the segment's loss and state_s is the state after step s. Without a batch axis, B
+      is 1.
     - ``reached``: for each k2 the norm of the parameters' gradient if each loss reaches back k2
       steps.
     - ``bias``: for each k2 that gradient's distance from the one of the largest k2, relative to the
@@ -225,7 +226,7 @@ def gradient_horizon(
     with torch.no_grad():
         plan, groups = train_segment.plan(params, state, x, y, reset=reset, mask=mask)
         if not plan.loops.trained_carries:
-            raise ValueError("state: no leaf of it has a gradient, so none reaches back.")
+            raise ValueError("state: the loss depends on no leaf of it: no gradient reaches back.")
         first_loss = max(max_lag, train_segment.context)
         row_axes = _row_axes(data, chunk, plan)
         reaches = _powers_of_two(max_lag + 1)

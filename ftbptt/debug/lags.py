@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .._trees import keystr, tree_flatten_with_path, tree_unflatten
+from .._trees import leaf_names
 from ..backends import EAGER
 from ..compiler.distribute import distribute
 from ..compiler.graphs import nbytes, value_of
@@ -66,7 +66,7 @@ def norms_by_lag(
 
 def _forward(plan: Plan, groups: Groups) -> tuple[list[Tensor], list[Tensor], list[Tensor], int]:
     """``(invariants, sequences, d_outs, steps)``: what the reverse loop reads, time first."""
-    inputs, x, rest, carries = Executable(plan, EAGER, lambda: None).inputs(groups)
+    inputs, x, rest, carries = Executable(plan, EAGER).inputs(groups)
     prepared = [] if plan.preparation is None else plan.preparation.prepare(*inputs)
     invariants, steps, outs = [*inputs, *prepared], x[0].shape[0], plan.loops.outs
     _, stacked, _ = run_loop(
@@ -80,12 +80,11 @@ def _norms_by_leaf(
     plan: Plan, d_states: list[Tensor], row_axes: Sequence[int] | None
 ) -> dict[str, Tensor]:
     """The norms ``[lags, windows, B]`` of each state leaf that has a gradient."""
-    spec = plan.signature.specs.state
-    paths = tree_flatten_with_path(tree_unflatten([0] * spec.num_leaves, spec))[0]
+    names = leaf_names("state", plan.signature.specs.state)
     d_carries = dict(zip(plan.loops.trained_carries, d_states, strict=True))
     norms: dict[str, Tensor] = {}
     first_carry = 0  # of the leaf: a leaf may be packed into several carries
-    for i, ((path, _), packing) in enumerate(zip(paths, plan.packings, strict=True)):
+    for i, (name, packing) in enumerate(zip(names, plan.packings, strict=True)):
         carries = range(first_carry, first_carry + packing.count)
         first_carry += packing.count
         parts = [d_carries[carry] for carry in carries if carry in d_carries]
@@ -96,7 +95,7 @@ def _norms_by_leaf(
         else:
             row_axis = None if row_axes is None else packing.row_axis(row_axes[i])
         part_norms = torch.stack([_row_norms(part, row_axis) for part in parts])
-        norms[f"state{keystr(path)}"] = part_norms.square().sum(0).sqrt()
+        norms[name] = part_norms.square().sum(0).sqrt()
     return norms
 
 
@@ -116,6 +115,6 @@ def gradients_by_reach(plan: Plan, groups: Groups, reaches: Sequence[int]) -> li
     gradients = []
     for reach in reaches:
         windowed = replace(plan, sliding=Sliding(reach, 1))
-        outputs = Executable(windowed, EAGER, lambda: None).run(groups, with_grad=True)
+        outputs = Executable(windowed, EAGER).run(groups, with_grad=True)
         gradients.append(outputs[: len(groups["params"])])
     return gradients

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -113,6 +114,13 @@ class Call:
     def autocast(self) -> tuple[str, torch.dtype] | None:
         """The device type and dtype of the caller's autocast, if there is one."""
         return self.context[-1] if self.context else None
+
+
+@contextmanager
+def without_inference_mode() -> Iterator[None]:
+    """For tensors that other calls write to: those of inference mode can be written in it only."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def layout_of(step: Step, time_dim: int | None, in_dims: InDims | None, x: Tree) -> Layout:

@@ -6,22 +6,31 @@ tensors of the graph, and its results out of them. One graph serves one number o
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from contextlib import suppress
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, cached_property
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._compat.running import clear_cublas_workspaces, copy_all, end_recording
+from .._compat.running import (
+    clear_cublas_workspaces,
+    copy_all,
+    end_recording,
+)
 from .._warnings import warn
 from ..backends import Backend
+from ..compiler.distribute import ScanBlock
 from ..compiler.plan import Plan
 from ..contract.output import EarlyGradients
+from .call import without_inference_mode
+from .early_gradients import hand_over
 from .execute import Executable
+from .programs import Count
 
 Groups = dict[str, list[Tensor]]
 
@@ -33,12 +42,12 @@ _last_stream: dict[torch.device, torch.cuda.Stream] = {}  # on which the last gr
 
 
 def make_executable(
-    plan: Plan, backend: Backend, count_compile: Callable[[], None], *, reuse_output: bool
+    plan: Plan, backend: Backend, compiled: Count, *, reuse_output: bool
 ) -> Executable:
     """make_executable : Plan, Backend -> Executable, which captures graphs where it can"""
     if backend.captured and plan.signature.x[0].device.type in _CAPTURED_ON:
-        return CapturedExecutable(plan, backend, count_compile, reuse_output)
-    return Executable(plan, backend, count_compile)
+        return CapturedExecutable(plan, backend, compiled, reuse_output)
+    return Executable(plan, backend, compiled)
 
 
 class CapturedExecutable(Executable):
@@ -52,10 +61,10 @@ class CapturedExecutable(Executable):
         self,
         plan: Plan,
         backend: Backend,
-        count_compile: Callable[[], None],
+        compiled: Count,
         reuse_output: bool,
     ) -> None:
-        super().__init__(plan, backend, count_compile)
+        super().__init__(plan, backend, compiled)
         self.reuse_output = reuse_output
         # The least recently used first. None: seen once, to be captured the next time.
         self.graphs: OrderedDict[Any, SegmentGraph | None] = OrderedDict()
@@ -67,7 +76,8 @@ class CapturedExecutable(Executable):
         self, groups: Groups, *, with_grad: bool, early: EarlyGradients | None = None
     ) -> list[Tensor]:
         device = groups["x"][0].device
-        if early is not None or self.failed or _is_capturing(device):
+        is_early = early is not None and self._runs_in_parts
+        if is_early or self.failed or _is_capturing(device):
             return super().run(groups, with_grad=with_grad, early=early)
         closed_over = tuple(_as_captured(tensor, device) for tensor in self.plan.captures)
         key = (with_grad, groups["x"][0].shape[0], *_numerics(), closed_over)
@@ -79,10 +89,26 @@ class CapturedExecutable(Executable):
                 self.graphs[key] = graph
                 if graph is not None:
                     outputs = graph(groups)
-                    return outputs if self.reuse_output else _copies(outputs)
+                    outputs = outputs if self.reuse_output else _copies(outputs)
             else:
+                graph = None
                 self._make_room_for(key)
-        return super().run(groups, with_grad=with_grad)
+        if graph is None:
+            return super().run(groups, with_grad=with_grad, early=early)
+        if early is not None:
+            loss = outputs[len(groups["params"]) + len(groups["state"])]
+            hand_over(early, loss, outputs)
+        return outputs
+
+    @cached_property
+    def _runs_in_parts(self) -> bool:
+        """Whether gradients that are handed over early gain more than a graph does.
+
+        A graph saves K launches, except of loops in one kernel.
+        """
+        loops = (self.forward, self.windowed.alone)
+        scans = [b for loop in loops for b in loop.blocks if isinstance(b, ScanBlock)]
+        return self.hands_over and all(map(self.backend.in_one_kernel, scans))
 
     def _make_room_for(self, key: Any) -> None:
         """Notes that the key was seen, and evicts the least recently used if there are too many."""
@@ -97,16 +123,20 @@ class CapturedExecutable(Executable):
                 RuntimeWarning,
             )
         if len(self.graphs) > _MOST_GRAPHS:
-            self.evicted.append(self.graphs.popitem(last=False)[0])
+            evicted, graph = self.graphs.popitem(last=False)
+            self.evicted.append(evicted)
+            if graph is not None:
+                graph.keep_until_replayed()
 
     def _captured(self, groups: Groups, with_grad: bool) -> SegmentGraph | None:
         run = super().run
         try:
-            return SegmentGraph(
-                lambda inputs: run(inputs, with_grad=with_grad),
-                groups,
-                separate_memory=self.reuse_output,
-            )
+            with without_inference_mode():  # other calls write to the graph's tensors too
+                return SegmentGraph(
+                    lambda inputs: run(inputs, with_grad=with_grad),
+                    groups,
+                    separate_memory=self.reuse_output,
+                )
         except RuntimeError as error:  # out of memory too: a graph needs more of it
             self.failed = True
             self.graphs.clear()
@@ -138,6 +168,12 @@ class SegmentGraph:
                 run(copies)
 
         self.outputs, self.replay = _capture(warm_up, lambda: run(copies), device, separate_memory)
+
+    def keep_until_replayed(self) -> None:
+        """Before the graph is dropped: its last replay may be on another stream, and not over."""
+        for tensor in self.inputs:
+            if tensor.is_cuda:
+                tensor.record_stream(_last_stream[tensor.device])
 
     def __call__(self, groups: Groups) -> list[Tensor]:
         """Returns the graph's tensors, which the next call overwrites."""
@@ -198,9 +234,24 @@ def _memory_pool(device: torch.device) -> tuple[Any, torch.cuda.Stream, torch.cu
     """
     pool, holder = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream(device)
-    with torch.cuda.graph(holder, pool=pool, stream=stream, capture_error_mode="thread_local"):
+    with (
+        _collecting_no_garbage(),
+        torch.cuda.graph(holder, pool=pool, stream=stream, capture_error_mode="thread_local"),
+    ):
         torch.zeros(1, device=device)
     return pool, stream, holder
+
+
+@contextmanager
+def _collecting_no_garbage() -> Iterator[None]:
+    """Graphs and kernels among it are freed by calls that would end a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _capture(
@@ -226,8 +277,11 @@ def _capture(
         clear_cublas_workspaces()
         try:
             # Other threads may use the device meanwhile, for example to send the next window.
-            with torch.cuda.graph(
-                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            with (
+                _collecting_no_garbage(),
+                torch.cuda.graph(
+                    graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ),
             ):
                 outputs = function()
         except BaseException:

@@ -22,6 +22,12 @@ def can_hand_over(plan: Plan) -> bool:
     return not (plan.finish or plan.sliding or plan.loops.reverse.stacked)
 
 
+def hand_over(early: EarlyGradients, loss: Tensor, grads: list[Tensor]) -> None:
+    """Of a segment that was run whole."""
+    for part in early.parts:
+        early.ready(loss, [grads[i] for i in part])
+
+
 def reverse_in_parts(
     programs: Programs,
     early: EarlyGradients,

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._trees import differentiable
 from .._warnings import warn
 from ..backends import Backend, choose
 from ..compiler.plan import Plan, make_plan
@@ -17,12 +16,13 @@ from ..compiler.signature import Recipe, as_traced
 from ..compiler.tracing.constants import Change
 from ..compiler.tracing.trace import TRACING
 from ..contract.output import EarlyGradients
-from .call import Call
+from .call import Call, without_inference_mode
 from .capture import make_executable
 from .compile_cache import use_a_folder_that_works
 from .execute import Executable
 from .fallback import on_first_that_works
 from .index_errors import note_whole_numbers
+from .programs import Count
 from .vmap import CallInfo
 
 _MANY_TRACES = 8
@@ -37,7 +37,11 @@ class Executables:
         self.trace_count = 0
         self._traced_in_vain = 0
         self._is_told = False  # that all gradients are zeros
-        self.compile_count = 0
+        self._compiled = Count()
+
+    @property
+    def compile_count(self) -> int:
+        return self._compiled.value
 
     def backends(self) -> set[str]:
         """The names of the backends that calls have run on."""
@@ -87,8 +91,8 @@ class Executables:
             for source, copy in executable.plan.copied:  # the source may have been written to
                 copy.copy_(source)
             groups = call.groups(tensors)
-            if with_grad and executable.plan.loss.is_constant and not self._is_told:
-                self._tell_of_zeros(groups["params"])
+            if with_grad and not self._is_told and executable.plan.is_detached:
+                self._tell_of_zeros(executable.plan)
             if self._backend != "auto" or executable.backend.name == "eager":
                 return executable.run(groups, with_grad=with_grad, early=early)
             callers: list[BaseException] = []
@@ -117,7 +121,7 @@ class Executables:
         key = call.key(tensors)
         if key in self._by_key:
             return self._by_key[key]
-        with TRACING, as_traced(call.autocast):
+        with TRACING, as_traced(call.autocast), without_inference_mode():
             if key not in self._by_key:  # another thread may have been first
                 self.trace_count += 1
                 use_a_folder_that_works()
@@ -165,18 +169,25 @@ class Executables:
         )
         return executable
 
-    def _tell_of_zeros(self, params: Sequence[Tensor]) -> None:
+    def _tell_of_zeros(self, plan: Plan) -> None:
         self._is_told = True
-        if any(map(differentiable, params)):
-            warn(
-                f"ftbptt: the loss of {self._recipe.step.name} has no gradient by its outputs, so "
-                "all gradients are zeros: it is detached, or made of whole numbers (argmax, a "
-                "comparison). train_segment.evaluate computes a loss without gradients.",
-                RuntimeWarning,
+        if plan.loss.is_constant:
+            why = (
+                "has no gradient by its outputs, so all gradients are zeros: it is detached, or "
+                "made of whole numbers (argmax, a comparison)"
             )
+        elif not plan.loops.reverse.stacked:
+            why = (
+                "has no gradient by the parameters, so all gradients are zeros: the out that the "
+                "step returns is detached"
+            )
+        else:
+            return  # what is tapped has gradients too
+        warn(
+            f"ftbptt: the loss of {self._recipe.step.name} {why}. train_segment.evaluate computes "
+            "a loss without gradients.",
+            RuntimeWarning,
+        )
 
     def _on(self, plan: Plan, backend: Backend) -> Executable:
-        return make_executable(plan, backend, self._count_compile, reuse_output=self._reuse_output)
-
-    def _count_compile(self) -> None:
-        self.compile_count += 1
+        return make_executable(plan, backend, self._compiled, reuse_output=self._reuse_output)

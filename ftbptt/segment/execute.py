@@ -22,8 +22,8 @@ from ..compiler.loss import LossGraphs
 from ..compiler.plan import Plan
 from ..compiler.program import run_loop
 from ..contract.output import EarlyGradients
-from .early_gradients import can_hand_over, reverse_in_parts
-from .programs import Programs
+from .early_gradients import can_hand_over, hand_over, reverse_in_parts
+from .programs import Count, Programs
 from .sliding_window import reverse_windows
 
 # What lives only inside a chunk should fit in a CPU's outer cache; but each chunk has a cost that
@@ -59,8 +59,8 @@ class LoopOutputs(NamedTuple):
 class Executable(Programs):
     """Runs segments of one plan on one backend; each function is built when first needed."""
 
-    def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
-        super().__init__(plan, backend, count_compile)
+    def __init__(self, plan: Plan, backend: Backend, compiled: Count | None = None) -> None:
+        super().__init__(plan, backend, compiled)
         self.instead: Executable | None = None  # runs the segments since this one failed
         self.shared_outs = _in_shared_memory(plan.loops.forward, plan.loops.outs)
         bytes_per_step = max(_passing_bytes(self.forward), _passing_bytes(self.reverse), 1)
@@ -71,6 +71,7 @@ class Executable(Programs):
         if plan.sliding is not None:
             self.windows = max(1, self.chunk // plan.sliding.length)  # that run at once
         self.uncut = bytes_per_step <= _UNCUT_BYTES and plan.sliding is None
+        self.hands_over = not self.uncut and can_hand_over(plan)  # gradients in parts
 
     def run(
         self,
@@ -81,7 +82,7 @@ class Executable(Programs):
     ) -> list[Tensor]:
         """``[*grads, *state, loss, *out, *d_probes]``, without gradients if not ``with_grad``."""
         inputs = self.inputs(groups)
-        in_parts = None if self.uncut or not can_hand_over(self.plan) else early
+        in_parts = early if self.hands_over else None
         if self.uncut:
             result = self._run_as_one_program(inputs, with_grad)
         else:
@@ -89,8 +90,7 @@ class Executable(Programs):
         out = [leaf.clone() if i in self.shared_outs else leaf for i, leaf in enumerate(result.out)]
         grads = self._of_params(result.grads) if with_grad else []
         if early is not None and in_parts is None:
-            for part in early.parts:
-                early.ready(result.loss, [grads[i] for i in part])
+            hand_over(early, result.loss, grads)
         return [*grads, *self._packed(result.carries), result.loss, *out, *result.d_probes]
 
     def inputs(self, groups: dict[str, list[Tensor]]) -> LoopInputs:
@@ -131,6 +131,7 @@ class Executable(Programs):
     ) -> Callable[..., list[Tensor]]:
         """``(*fixed, *x, *targets, *carries) -> [*grads, *carries, loss, *out, *d_probes]``."""
         plan, run_scan = self.plan, self.backend.run_scan
+        forward, reverse = self.forward if with_grad else self.evaluate, self.reverse
         ends = list(accumulate(map(len, inputs)))
         loss_graph = graphs.joint if with_grad else graphs.value
 
@@ -140,27 +141,21 @@ class Executable(Programs):
             steps = x[0].shape[0]
             prepared = plan.preparation.prepare(*fixed) if plan.preparation is not None else []
             invariants = [*fixed, *prepared]
-            loop = self.forward if with_grad else self.evaluate
-            finals, stacked, _ = run_loop(loop, run_scan, invariants, x, carries, steps)
+            finals, stacked, _ = run_loop(forward, run_scan, invariants, x, carries, steps)
             out, saved = stacked[: plan.loops.outs], stacked[plan.loops.outs :]
             if not with_grad:
                 return [*finals, *loss_graph(*out, *targets), *out]
             loss, *d_outs = loss_graph(*out, *targets)
-            d_carries = self.zero_gradients(x[0].device)
+            d_carries = plan.loops.zero_gradients(x[0].device)
             sequences = [*x, *saved, *d_outs]
             _, d_probes, grads = run_loop(
-                self.reverse, run_scan, invariants, sequences, d_carries, steps
+                reverse, run_scan, invariants, sequences, d_carries, steps
             )
             if plan.finish is not None:
-                grads += plan.finish(*fixed, *self._of_prepared(grads, len(fixed)))
+                grads += plan.finish(*fixed, *plan.of_prepared(grads, len(fixed)))
             return [*grads, *finals, loss, *out, *d_probes]
 
         return function
-
-    def _of_prepared(self, grads: list[Tensor], n_fixed: int) -> list[Tensor]:
-        """The gradients of the trained invariants that the preparation made of others."""
-        trained = self.plan.loops.trained_invariants
-        return [grad for grad, i in zip(grads, trained, strict=True) if i >= n_fixed]
 
     def _run_in_chunks(
         self, inputs: LoopInputs, with_grad: bool, early: EarlyGradients | None
@@ -200,7 +195,7 @@ class Executable(Programs):
         else:
             grads, d_probes = self._reverse(bounds, invariants, x, saved, d_outs, loss, early)
         if plan.finish is not None:
-            d_prepared = self._of_prepared(grads, len(fixed))
+            d_prepared = plan.of_prepared(grads, len(fixed))
             grads += self.call("finish", plan.finish, [*fixed, *d_prepared])
         return LoopOutputs(grads, carries, loss, out, d_probes)
 
@@ -219,7 +214,7 @@ class Executable(Programs):
         The last chunk comes first; the gradients of invariants are summed over the chunks.
         """
         loop = self.reverse
-        d_carries = self.zero_gradients(x[0].device)
+        d_carries = self.plan.loops.zero_gradients(x[0].device)
         n_carries, n_probes = len(d_carries), len(loop.loop.stacked)
         sums: list[Tensor] = []
         probes: list[list[Tensor]] = []

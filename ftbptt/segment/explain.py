@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from torch import fx
 
-from .._trees import keystr, tree_flatten_with_path, tree_unflatten
+from .._trees import leaf_names
 from ..backends import Backend
 from ..compiler.distribute import Block, DistributedLoop, MapBlock, ShiftBlock
 from ..compiler.graphs import GEMMS, VIEWS, Node, aten, gemm_flops, is_getitem, nbytes, value_of
@@ -36,7 +37,8 @@ class Explanation:
 
     ``flops`` are those of the GEMMs in all steps. ``chunk`` is the number of steps that run at
     once, None if the segment is never cut. ``saved`` names what the forward loop keeps for the
-    reverse loop, in all steps ``saved_bytes``.
+    reverse loop, in all steps ``saved_bytes``; ``without_gradient`` the parameters that the loss
+    does not depend on.
     """
 
     step: str
@@ -46,6 +48,7 @@ class Explanation:
     blocks: list[BlockReport]
     saved: list[str]
     saved_bytes: int
+    without_gradient: list[str]
 
     @property
     def flops(self) -> int:
@@ -72,6 +75,8 @@ class Explanation:
             lines += [head, f"  {'':12}{', '.join(work)}; {block.runs}"]
             lines += [f"  {'':14}{gemm}" for gemm in block.gemms]
         lines.append(f"saved: {', '.join(self.saved) or 'nothing'}")
+        if self.without_gradient:
+            lines.append(f"without a gradient: {', '.join(self.without_gradient)}")
         return "\n".join(lines)
 
 
@@ -95,6 +100,7 @@ def explain(executable: Executable, step_name: str, steps: int) -> Explanation:
     after = dict(zip(forward.next_carries, forward.carries, strict=True))
     # The state after a step is the one before the next, and is saved once.
     saved = [node for node in plan.loops.saved if after.get(node) not in plan.loops.saved]
+    params = leaf_names("params", plan.signature.specs.params)
     return Explanation(
         step=step_name,
         backend=backend.name,
@@ -103,6 +109,7 @@ def explain(executable: Executable, step_name: str, steps: int) -> Explanation:
         blocks=blocks,
         saved=[names.get(node, node.name) for node in saved],
         saved_bytes=steps * sum(map(nbytes, saved)),
+        without_gradient=[params[i] for i in plan.params_without_gradient],
     )
 
 
@@ -119,19 +126,20 @@ def _reverse(executable: Executable, steps: int) -> list[tuple[str, DistributedL
 
 
 def _names(plan: Plan) -> dict[Node, str]:
-    """What the caller calls a value: the leaves of the state and of x, and their gradients."""
+    """What the caller calls a value: the leaves of x, the state and out, and their gradients."""
     names: dict[Node, str] = {}
     carries = iter(plan.loops.forward.carries)
     state_names: list[str] = []
-    spec = plan.signature.specs.state
-    paths = tree_flatten_with_path(tree_unflatten([0] * spec.num_leaves, spec))[0]
-    for (path, _), packing in zip(paths, plan.packings, strict=True):
+    leaves = leaf_names("state", plan.signature.specs.state)
+    for leaf, packing in zip(leaves, plan.packings, strict=True):
         for i in range(packing.count):
             part = f"[part {i}]" if packing.dim is not None else ""
-            state_names.append(f"state{keystr(path)}{part}")
+            state_names.append(f"{leaf}{part}")
             names[next(carries)] = state_names[-1]
     for node, i in zip(plan.loops.reverse.carries, plan.loops.trained_carries, strict=True):
         names[node] = f"d {state_names[i]}"
+    outs = compress(leaf_names("out", plan.out_spec), plan.loss.with_grad)
+    names |= {node: f"d {out}" for node, out in zip(plan.loops.d_outs, outs, strict=True)}
     for i, node in enumerate(plan.loops.forward.sequences):
         names[node] = f"x leaf {i}" if i < len(plan.signature.x) else "reset or mask"
     return names

@@ -14,18 +14,19 @@ A segment whose steps are never cut into chunks is one function instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._compat.tracing import is_pinned, symbolic_steps, unseen_by_tools
+from .._compat.tracing import is_pinned, most_indexed, symbolic_steps, unseen_by_tools
 from ..backends import Backend
 from ..backends.base import Function
 from ..compiler.distribute import DistributedLoop, distribute
-from ..compiler.graphs import value_of
 from ..compiler.plan import Plan
 from ..compiler.program import run_loop
 from ..compiler.tracing.trace import TRACING
@@ -33,14 +34,22 @@ from ..compiler.windows import WindowedLoop, split_windows
 from .compile_cache import built_somewhere
 
 
+@dataclass
+class Count:
+    """Of the functions that were built. Known to what counts and to what reads it."""
+
+    value: int = 0
+
+
 class Programs:
     """Functions on tensors, by name. A function that is built serves every K."""
 
-    def __init__(self, plan: Plan, backend: Backend, count_compile: Callable[[], None]) -> None:
-        self.plan, self.backend, self.count_compile = plan, backend, count_compile
+    def __init__(self, plan: Plan, backend: Backend, compiled: Count | None = None) -> None:
+        self.plan, self.backend, self.compiled = plan, backend, compiled or Count()
         self.functions: dict[Any, Function] = {}
-        # Keeps the blocks alive that operators refer to by number.
-        self._sources: list[Function] = []
+        # Keeps the blocks alive that operators refer to by number. Not in a cycle with this object:
+        # what a dropped segment holds, on a GPU its memory, is freed at once.
+        self._loops: dict[Any, DistributedLoop] = {}
         self.forward = distribute(plan.loops.forward, backend.fusion)
         self.evaluate = distribute(plan.loops.evaluate, backend.fusion)
         self.reverse = distribute(plan.loops.reverse, backend.fusion)
@@ -49,13 +58,6 @@ class Programs:
     def windowed(self) -> WindowedLoop:
         """The reverse loop, split for a sliding window."""
         return split_windows(self.plan.loops.reverse)
-
-    def zero_gradients(self, device: torch.device) -> list[Tensor]:
-        """The gradient of the state after the last step: zero, since the segment is cut there."""
-        return [
-            torch.zeros(value_of(node).shape, dtype=value_of(node).dtype, device=device)
-            for node in self.plan.loops.reverse.carries
-        ]
 
     def run_chunk(
         self,
@@ -68,11 +70,12 @@ class Programs:
         """One chunk of a loop: ``[*final carries, *stacked, *sums]``."""
         n_inv, n_seq = len(invariants), len(sequences)
         if name not in self.functions:
+            self._loops[name], run_scan = distributed, self.backend.run_scan
 
             def function(*args: Tensor) -> list[Tensor]:
                 invariants, sequences = args[:n_inv], args[n_inv : n_inv + n_seq]
                 finals, stacked, sums = run_loop(
-                    distributed, self.backend.run_scan, invariants, sequences,
+                    distributed, run_scan, invariants, sequences,
                     args[n_inv + n_seq :], sequences[0].shape[0],
                 )  # fmt: skip
                 return [*finals, *stacked, *sums]
@@ -96,35 +99,77 @@ class Programs:
         """Builds a function for tensors like ``args``; axis 0 of args[first:last] is symbolic."""
         with TRACING, unseen_by_tools():
             if name not in self.functions:  # another thread may have been first
-                self._sources.append(function)
                 self.functions[name] = self._built(function, args, first, last)
-                self.count_compile()
+                self.compiled.value += 1
 
     def _built(self, function: Function, args: Sequence[Tensor], first: int, last: int) -> Function:
-        if self.backend.build is None:
-            return function
         build = self.backend.build
-        steps: Any = None
+        if build is None:
+            return function
+        likes = [torch.empty_like(arg, device="meta") for arg in args]
+        devices = [arg.device for arg in args]
 
-        def built() -> Function:
-            nonlocal steps
-            mode, steps = symbolic_steps(self.plan.loss.example_steps)
-            with mode:
-                examples = [
-                    torch.empty(
-                        (steps, *a.shape[1:]) if first <= i < last else a.shape,
-                        dtype=a.dtype,
-                        device=a.device,
-                    )
-                    for i, a in enumerate(args)
-                ]
-            return build(function, examples, mode)
+        def built_for(example_steps: int) -> _Program:
+            steps: Any = None
 
-        program = built_somewhere(built)
-        if first < last and is_pinned(steps):
-            raise RuntimeError(
-                f"an operation fixed the number of steps to {steps} while it was compiled, as "
-                "antialiased resizing and a few others do outside the recurrence, but one "
-                "compilation is for every K. backend='eager' runs it."
-            )
-        return program
+            def built() -> Function:
+                nonlocal steps
+                mode, steps = symbolic_steps(example_steps)
+                with mode:
+                    examples = [
+                        torch.empty(
+                            (steps, *like.shape[1:]) if first <= i < last else like.shape,
+                            dtype=like.dtype,
+                            device=device,
+                        )
+                        for i, (like, device) in enumerate(zip(likes, devices, strict=True))
+                    ]
+                return build(function, examples, mode)
+
+            program = built_somewhere(built)
+            if first < last and is_pinned(steps):
+                raise RuntimeError(
+                    f"an operation fixed the number of steps to {steps} while it was compiled, as "
+                    "antialiased resizing and a few others do outside the recurrence, but one "
+                    "compilation is for every K. backend='eager' runs it."
+                )
+            most_steps = most_indexed(steps, example_steps) if first < last else math.inf
+            return _Program(program, most_steps)
+
+        program = built_for(self.plan.loss.example_steps)
+        if program.most_steps == math.inf:
+            return program.run
+        return _ByLength([program], built_for, first, self.compiled)
+
+
+class _Program(NamedTuple):
+    """What was compiled, and the most steps that it is for."""
+
+    run: Function
+    most_steps: float
+
+
+@dataclass
+class _ByLength:
+    """Programs of one function: Inductor chooses indices of 32 bits where those of a K fit in.
+
+    ``axis_of`` is the argument whose axis 0 has K steps.
+    """
+
+    programs: list[_Program]
+    built_for: Callable[[int], _Program]
+    axis_of: int
+    compiled: Count
+
+    def __call__(self, *args: Tensor) -> list[Tensor]:
+        return self._for(args[self.axis_of].shape[0])(*args)
+
+    def _for(self, steps: int) -> Function:
+        for run, most_steps in self.programs:
+            if steps <= most_steps:
+                return run
+        with TRACING, unseen_by_tools():
+            # With this as the example, what was too large for 32 bits gets more.
+            self.programs.append(self.built_for(2 * int(most_steps)))
+            self.compiled.value += 1
+        return self._for(steps)

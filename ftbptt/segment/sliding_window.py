@@ -20,7 +20,7 @@ def reverse_windows(
     """The gradient of each trained invariant, summed over windows, up to ``most`` at once."""
     loop, steps = programs.windowed, sequences[0].shape[0]
     count = min(most, 1 << (-(-steps // sliding.stride) - 1).bit_length())
-    zeros = programs.zero_gradients(sequences[0].device)
+    zeros = programs.plan.loops.zero_gradients(sequences[0].device)
     carries = [zero.expand(count, *zero.shape).contiguous() for zero in zeros]
     padded = {
         i: sliding.padded(sequence, count)

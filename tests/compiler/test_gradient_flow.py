@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, tap
 
-from ..cells.problems import mse
-from ..oracle import check
+from ..cells.problems import B, Draw, H, Problem, mse
+from ..oracle import assert_close, check, reference
 from .test_ops import check_both, problem_with
 
 Tree = Any
@@ -137,3 +137,81 @@ def test_a_part_of_a_loss_without_a_gradient() -> None:
     penalized = lambda out, y: mse(out, y) * (1 + (out > y).double().mean().detach())  # noqa: E731
     given = replace(given, loss=penalized)
     check(make_train_segment(given.step, given.loss, backend="eager"), given, 3)
+
+
+def keeps(params: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """A statistic of the state, which overflows: infinite, and so is its derivative."""
+    h, product = state
+    h = torch.tanh(h @ params["w"] + x)
+    return h, (h, tap("product", product * (1e300 * h).exp()))
+
+
+def reads_late(params: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """The loss depends on both, but on the first only through the second, a step later."""
+    a, b = state
+    return b, (torch.tanh(a @ params["w"] + x), torch.tanh(a) + 0.5 * b)
+
+
+def reads_none(params: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    h, kept = state
+    return h.detach() * params["w"].mean(0), (torch.tanh(h @ params["w"] + x), kept + h)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"window": 4}])
+@pytest.mark.parametrize(("step", "read"), [(keeps, "0"), (reads_late, "01"), (reads_none, "")])
+def test_the_gradient_of_what_a_step_only_keeps(step: Any, read: str, options: Any) -> None:
+    """It is zero, and is not multiplied by what may be infinite; there is no loop for it."""
+    draw = Draw(0)
+    given = Problem(
+        step, {"w": draw(H, H)}, (draw(B, H), draw(B, H)), draw.sequence(B, H),
+        draw.sequence(B, H), mse,
+    )  # fmt: skip
+    segment = make_train_segment(given.step, given.loss, backend="eager", **options)
+    found, expected = segment(*given.data(4)), reference(given, 4)
+    assert_close((found.grads, found.loss), (expected.grads, expected.loss))
+    titles = [block.title for block in segment.explain(*given.data(4)).blocks]
+    assert [i for i in "01" if any(f"d state[{i}]" in title for title in titles)] == list(read)
+
+
+def test_a_tap_on_what_a_step_only_keeps() -> None:
+    draw = Draw(0)
+    segment = make_train_segment(keeps, mse, backend="eager", taps=["product"])
+    arguments = {"w": draw(H, H)}, (draw(B, H), draw(B, H)), draw.sequence(B, H)(3)
+    found = segment(*arguments, draw.sequence(B, H)(3))
+    assert torch.equal(found.taps["product"].grad, torch.zeros(3, B, H, dtype=torch.float64))
+
+
+def test_a_step_that_trains_nothing_is_told(recwarn: pytest.WarningsRecorder) -> None:
+    """torch's backward would be an error. A gradient of what is tapped may be all one wants."""
+    given = problem_with(lambda w, x, h: torch.tanh(tap("x", x) + h @ w.detach()))
+    with pytest.warns(RuntimeWarning, match="step has no gradient by the parameters, so all"):
+        make_train_segment(given.step, given.loss, backend="eager")(*given.data(3))
+    tapped = make_train_segment(given.step, given.loss, backend="eager", taps=["x"])
+    assert tapped(*given.data(3)).taps["x"].grad.count_nonzero() > 0
+    assert not recwarn.list
+
+
+class Partly(nn.Module):
+    """A normalized readout of a state that is detached; one layer is not used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.unused = nn.GRUCell(H, H), nn.Linear(2, 2)
+        self.readout = nn.utils.parametrizations.weight_norm(nn.Linear(H, H))
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(x, h)
+        return self.readout(h.detach()), h
+
+
+def test_explain_names_the_parameters_without_a_gradient() -> None:
+    model, (x, y) = Partly(), torch.randn(2, 4, 3, H)
+    params = dict(model.named_parameters())
+    explanation = make_train_segment(model, mse, backend="eager").explain(
+        params, torch.zeros(3, H), x, y
+    )
+    names = [name for name in params if not name.startswith("readout")]
+    assert explanation.without_gradient == [f"params['{name}']" for name in names]
+    assert str(explanation).endswith(
+        "\nwithout a gradient: " + ", ".join(f"params['{n}']" for n in names)
+    )

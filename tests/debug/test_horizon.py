@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from ftbptt import GradientHorizon, as_step, gradient_horizon, make_train_segment
 
@@ -24,8 +31,8 @@ def has_gradient(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
 
-def by_autograd(step: Any, loss: Any, arguments: Any, t: int, lag: int) -> list[Tensor]:
-    """d loss_t / d state_{t-lag}, for each leaf of the state; time is axis 0."""
+def by_autograd(step: Any, loss: Any, arguments: Any, t: int, lag: int) -> dict[str, Tensor]:
+    """d loss_t / d state_{t-lag} by leaf, of those that the loss depends on; time is axis 0."""
     params, state, x, y = arguments
     step, outs, spec = as_step(step), [], None
     for s in range(len(tree_leaves(x)[0])):
@@ -33,21 +40,18 @@ def by_autograd(step: Any, loss: Any, arguments: Any, t: int, lag: int) -> list[
         out, state = step.apply(params, step.buffers(), x_s, state)
         if s == t - lag:
             state = tree_map(lambda leaf: leaf.detach().requires_grad_(has_gradient(leaf)), state)
-            state_after = tree_leaves(state)
+            state_after = tree_flatten_with_path(state)[0]
         leaves, spec = tree_flatten(out)
         # Keep only the part of the loss that reads step t.
         outs.append([leaf if s == t else leaf.detach() for leaf in leaves])
     assert spec is not None
     stacked = tree_unflatten([torch.stack(leaf) for leaf in zip(*outs, strict=True)], spec)
     value = loss(stacked, y).mean()
-    inputs = [leaf for leaf in state_after if has_gradient(leaf)]
+    inputs = {f"state{keystr(path)}": leaf for path, leaf in state_after if has_gradient(leaf)}
     if not value.requires_grad:
-        return [torch.zeros_like(leaf) for leaf in inputs]
-    grads = torch.autograd.grad(value, inputs, allow_unused=True)
-    return [
-        torch.zeros_like(leaf) if grad is None else grad
-        for grad, leaf in zip(grads, inputs, strict=True)
-    ]
+        return {}
+    grads = torch.autograd.grad(value, list(inputs.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(inputs, grads, strict=True) if grad is not None}
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -60,9 +64,21 @@ def test_norms_are_those_of_autograd(name: str) -> None:
     for t in (MAX_LAG, STEPS - 1):
         for lag in (1, MAX_LAG):
             expected = by_autograd(case.step, case.loss, arguments, t, lag)
-            for norms, d_state in zip(horizon.norms.values(), expected, strict=True):
+            assert expected.keys() <= horizon.norms.keys()
+            for name, norms in horizon.norms.items():
                 norm = norms[lag - 1, t - MAX_LAG].square().sum().sqrt()
+                d_state = expected.get(name, torch.zeros(1).double())
                 torch.testing.assert_close(norm, d_state.norm().real, rtol=1e-10, atol=1e-13)
+
+
+def test_a_loss_that_depends_on_no_state_is_an_error() -> None:
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h.detach() @ params["w"], torch.tanh(x_t + h)
+
+    segment = make_train_segment(step, mse, backend="eager")
+    arguments = {"w": torch.randn(2, 2)}, torch.zeros(3, 2), torch.randn(5, 3, 2)
+    with pytest.raises(ValueError, match="state: the loss depends on no leaf of it"):
+        gradient_horizon(segment, *arguments, torch.randn(5, 3, 2))
 
 
 def gru(rows: int = 3) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -80,7 +96,7 @@ def test_row_by_row() -> None:
     )
     (name, norms) = next(iter(horizon.norms.items()))
     assert (name, norms.shape) == ("state", (MAX_LAG, STEPS - MAX_LAG, 3))
-    (d_state,) = by_autograd(module, mse, arguments, STEPS - 1, 2)
+    d_state = by_autograd(module, mse, arguments, STEPS - 1, 2)["state"]
     torch.testing.assert_close(norms[1, -1], d_state.movedim(1, 0).flatten(1).norm(dim=1))
 
 

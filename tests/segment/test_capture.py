@@ -6,8 +6,10 @@ others, and leaves its results where the first ones were.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ftbptt import make_train_segment, reference_segment
 from ftbptt.backends import CUDAGRAPH, EAGER, FUSED, fallback
+from ftbptt.contract.output import EarlyGradients
+from ftbptt.segment import capture, execute
 from ftbptt.training import train_stream
 
 from ..cells import REPRESENTATIVE, problem, slow_but
@@ -58,8 +62,6 @@ class Captures:
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch, kernels: None) -> Captures:
     """Graphs of segments that run operation by operation, with the kernels of the CPU."""
-    from ftbptt.segment import capture
-
     found = Captures()
     monkeypatch.setattr(capture, "_CAPTURED_ON", {"cpu"})
     monkeypatch.setattr(capture, "_capture", found.capture)
@@ -347,3 +349,46 @@ def test_a_stream_on_output_that_may_be_overwritten(captures: Captures) -> None:
         found.append(([update.loss for update in updates], params))
     assert captures.replayed
     assert_close(*found)
+
+
+def test_a_graph_that_was_captured_in_inference_mode(captures: Captures) -> None:
+    """Tensors that are made in that mode cannot be written to outside of it."""
+    given = problem("lstm_readout")
+    segment = make(given)
+    with torch.inference_mode():
+        for _ in range(3):
+            segment.evaluate(*given.data(7))
+    other = problem("lstm_readout", seed=1)
+    found = segment.evaluate(*other.data(7))
+    assert captures.made == 1
+    assert_close(found.out, reference_segment(other.step, other.loss, *other.data(7)).out)
+
+
+@pytest.mark.parametrize(("in_one_kernel", "graphs"), [(False, 1), (True, 0)])
+def test_gradients_that_are_handed_over_early(
+    in_one_kernel: bool, graphs: int, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts where few kernels are launched; else a graph is quicker, and comes first."""
+    monkeypatch.setattr(execute, "_UNCUT_BYTES", 0)
+    backend = replace(EAGER, captured=True, in_one_kernel=lambda block: in_one_kernel)
+    monkeypatch.setattr("ftbptt.segment.executables.choose", lambda name: backend)
+    given = problem("lstm_readout")
+    segment, handed = make(given, backend="eager"), []
+    early = EarlyGradients([[3], [2], [0, 1]], lambda loss, grads: handed.append((loss, *grads)))
+    for _ in range(3):
+        handed.clear()
+        found = segment.with_early_gradients(early, *given.data(7))
+        assert_close(found, reference_segment(given.step, given.loss, *given.data(7)))
+        leaves = tree_leaves(found.grads)
+        expected = [(found.loss, *(leaves[i] for i in part)) for part in early.parts]
+        assert_close(handed, expected)
+    assert captures.made == graphs
+
+
+def test_no_garbage_is_collected_while_a_graph_is_captured() -> None:
+    with capture._collecting_no_garbage():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="in between"), capture._collecting_no_garbage():
+        raise RuntimeError("in between")
+    assert gc.isenabled()

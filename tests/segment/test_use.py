@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -212,3 +214,19 @@ def test_a_first_call_while_operations_are_counted(backend: str) -> None:
         segment(*given.data(3))
     assert counted.get_total_flops() == 2 * first
     assert_close(found, reference(given, 3))
+
+
+def test_a_segment_that_is_dropped_is_freed_at_once() -> None:
+    """Not when garbage is next collected: on a GPU much memory hangs on it."""
+    given = problem("gru_cell")
+    make(given)(*given.data(3))  # the first that is compiled: of a process, there is more to do
+    gc.disable()
+    try:
+        segment = make(given)
+        segment(*given.data(3))
+        kept = weakref.ref(segment._executables)
+        (executable,) = map(weakref.ref, segment._executables._by_key.values())
+        del segment
+        assert kept() is executable() is None
+    finally:
+        gc.enable()

@@ -271,7 +271,7 @@ def test_one_trace_for_all_calls() -> None:
 
 def noisy_step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     h = torch.tanh(nn.functional.dropout(x_t, 0.5) @ params["w"] + h)
-    return nn.functional.dropout(torch.ones_like(h), 0.5), h
+    return nn.functional.dropout(torch.ones(h.shape, dtype=h.dtype), 0.5), h
 
 
 def noisy() -> tuple[Any, tuple[Tree, ...]]:

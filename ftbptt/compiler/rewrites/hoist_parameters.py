@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -43,6 +43,15 @@ class Preparation:
     with_grad: list[int]
     trained: list[int]
     batched: list[list[bool]]
+
+    def reached_from(self, prepared: Container[int]) -> set[int]:
+        """The trained inputs with a gradient from those of the prepared values."""
+        graph = cast(fx.GraphModule, self.finish).graph
+        d_prepared = graph.find_nodes(op="placeholder")[-len(self.with_grad) :]
+        pairs = zip(self.with_grad, d_prepared, strict=True)
+        reached = reachable_from((d for i, d in pairs if i in prepared), graph.nodes)
+        d_inputs = zip(self.trained, graph.output_node().args[0], strict=True)
+        return {i for i, gradient in d_inputs if gradient in reached}
 
 
 def split_invariants(
