@@ -49,6 +49,8 @@ def markdown(results: dict[str, Any]) -> str:
             f"| {target['what']} | {target['target']} | {measured} | {target['verdict']} |"
         )
     lines += [f"\nFailed: {title} ({why})." for title, why in results["failed"].items()]
+    if results["left_out"]:
+        lines.append(f"\nNot measured, for lack of time: {', '.join(results['left_out'])}.")
     for case in results["cases"].values():
         lines += ["", f"## {case['title']}", "", f"Floor {case['floor_ms']:.3f} ms.", ""]
         lines.append("| | ms | of floor | kernels | first call | error |")

@@ -105,7 +105,10 @@ class Segments(DataLayout):
         scale: Tensor | None,
         early: EarlyGradients | None = None,
     ) -> tuple[SegmentOutput, Tree]:
-        """The segment's output, and the state before step ``keep`` (None: after its last step)."""
+        """The segment's output, and the state before step ``keep`` (None: after its last step).
+
+        The loss is that without ``scale``, the gradients are those with it.
+        """
         segment = self.train_segment
         if isinstance(segment, TrainSegment):
             if keep is not None or scale is not None or self._adds_context:
@@ -129,6 +132,8 @@ class Segments(DataLayout):
             call = self._consecutive or segment
         with self._autocasting(chunk):
             result = call(params, state, chunk.x, y, **_flags(chunk))
+        if scale is not None:
+            result = result._replace(loss=result.loss / scale)
         if keep is None:
             return result, result.state
         out, states = result.out

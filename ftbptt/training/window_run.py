@@ -68,7 +68,7 @@ class WindowRunner:
         """Runs a window for an update, from the state at ``place``; None if the run is to stop."""
         segments, learner, window, chunk = self.segments, self.learner, span.window, span.chunk
         if self.events.sequence_end:
-            tell_sequence_ends(self.events, span, place.end, segments.axes(chunk.x))
+            tell_sequence_ends(self.events, span, place.end, segments.layout(chunk.x))
         # The next window starts from the state before step `keep`. That step can be before this
         # window's gradient, within it, or at its end (or later, if there is a gap).
         keep = self.truncation.first_after(window)
@@ -162,15 +162,14 @@ class WindowRunner:
         output, state_within = segments.train(learner.params, state, chunk, keep, scale, early)
         if events.after_window:
             emit(events.after_window, window, output)
-        loss = output.loss if scale is None else output.loss / scale
-        if self.guard.is_sound(loss):
+        if self.guard.is_sound(output.loss):
             learner.add(output.grads, weight)
-            return WindowStats(loss, weight, steps, tokens), output.state, state_within
+            return WindowStats(output.loss, weight, steps, tokens), output.state, state_within
         row = None if rows is None else segments.first_row + first_row
         layout = segments.layout(chunk.x)
         cause = nonfinite_window(learner.params, output, chunk, layout, window.start, row)
         if self.guard.stops(
-            f"the loss of update {update} is {loss.tolist()}: {cause}",
+            f"the loss of update {update} is {output.loss.tolist()}: {cause}",
             "The run stops before that update; the parameters are those before it.",
         ):
             return None

@@ -77,6 +77,25 @@ def test_weighted_bags() -> None:
     checked(problem(step))
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"offsets": torch.arange(3)}, "offsets has to be None"),
+        ({"mode": "maximum"}, "mode has to be one of sum, mean or max"),
+        ({"mode": "mean", "per_sample_weights": torch.ones(B, 2)}, "only supported for mode='sum'"),
+    ],
+)
+def test_bags_that_torch_refuses(options: Any, words: str) -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        own = {name: v.to(h) if name == "per_sample_weights" else v for name, v in options.items()}
+        bag = F.embedding_bag(torch.zeros(B, 2, dtype=torch.long), params["table"], **own)
+        return h, torch.tanh(bag + h @ params["w"])
+
+    case = problem(step)
+    with pytest.raises((ValueError, NotImplementedError), match=words):
+        make_train_segment(step, mse, backend="eager")(*case.data(K))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_gaussian_likelihood(reduction: str) -> None:
     """It checks for negative variances."""

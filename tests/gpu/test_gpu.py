@@ -183,9 +183,13 @@ def test_sanitizer() -> None:
     if not (tool := shutil.which("compute-sanitizer")):
         pytest.skip("no compute-sanitizer")
     done = subprocess.run(
-        [tool, "--error-exitcode", "9", "--report-api-errors", "no", sys.executable, "-m",
-         "tests.gpu.on_gpu"],
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor has its own bounds
+        [tool, "--error-exitcode", "9", "--report-api-errors", "no",
+         "--target-processes", "application-only", sys.executable, "-m", "tests.gpu.on_gpu"],
+        env={
+            **os.environ,
+            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # each tensor has its own bounds
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no workers, which would be watched as well
+        },
         capture_output=True,
         text=True,
         timeout=300,

@@ -223,6 +223,16 @@ def test_an_error_of_the_caller_comes_through() -> None:
         next(run)
 
 
+def test_a_scaled_window_has_its_own_loss() -> None:
+    """What a gradient scaler multiplies is the gradients alone."""
+    losses = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**16)):
+        log = Log("after_window")
+        list(train(stream(8), events=log.events, scaler=scaler))
+        losses.append(torch.stack([output.loss for _, output in log.args("after_window")]))
+    torch.testing.assert_close(losses[1], losses[0])
+
+
 # -- ends of sequences --------------------------------------------------------------------------
 
 
@@ -304,6 +314,29 @@ def test_time_behind_the_rows() -> None:
         SequenceEnd(6, 0),
         SequenceEnd(11, None),
     ]
+
+
+@pytest.mark.parametrize(("time_dim", "axis"), [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)])
+def test_with_the_sequences_on_an_axis_of_their_own(time_dim: int, axis: int) -> None:
+    """``reset`` has its axes in the order of x, though fewer of them."""
+    segment = make_train_segment(
+        lambda params, x_t, h: (x_t * params["w"] + h, h),
+        lambda out, y: out.square().mean(), backend="eager", time_dim=time_dim,
+        in_dims=(None, 0, axis, None),
+    )  # fmt: skip
+    params = {"w": torch.ones(())}
+    x = torch.zeros(11, 3).movedim(0, time_dim).unsqueeze(axis)
+    x = x.repeat_interleave(2, axis)  # of two sequences
+    reset = at(11, (4, 1), (6, 0))
+    log = Log("sequence_end")
+    data = Chunk(x, None, reset if axis > time_dim else reset.t())
+    run = train_stream(segment, params, torch.zeros(2, 3), data,
+                       torch.optim.SGD(params.values(), lr=0.1), k1=3, events=log.events,
+                       progress=False)  # fmt: skip
+    assert len(list(run)) == 4
+    assert log.args("sequence_end") == [
+        SequenceEnd(4, 1), SequenceEnd(6, 0), SequenceEnd(11, None)
+    ]  # fmt: skip
 
 
 # -- bad input ----------------------------------------------------------------------------------

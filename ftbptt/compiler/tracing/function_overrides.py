@@ -32,6 +32,9 @@ def _embedding_bag(
     """A bag for each row of ``input``; not for bags of unequal lengths, given by ``offsets``."""
     if input.dim() != 2 or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented
+    is_weighted = per_sample_weights is not None
+    if offsets is not None or mode not in ("sum", "mean", "max") or (is_weighted and mode != "sum"):
+        return NotImplemented  # torch says what is wrong
     embedded = F.embedding(input, weight)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
@@ -40,7 +43,7 @@ def _embedding_bag(
         counted = counts.bool().unsqueeze(-1)
         largest = embedded.masked_fill(~counted, -math.inf).amax(1)
         return torch.where(counted.any(1), largest, torch.zeros_like(largest))
-    if per_sample_weights is not None:
+    if is_weighted:
         embedded = embedded * per_sample_weights.unsqueeze(-1)
     total = (embedded * counts.unsqueeze(-1)).sum(1)
     return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)
@@ -58,7 +61,7 @@ def _gaussian_nll_loss(
     loss = 0.5 * (bounded.log() + (input - target).square() / bounded)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
-    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+    return _reduced(loss, reduction)
 
 
 def _multilabel_margin_loss(
@@ -73,7 +76,10 @@ def _multilabel_margin_loss(
     is_target = torch.zeros_like(target).scatter_add(-1, listed, is_listed.long()) > 0
     margins = (1 - input.gather(-1, listed).unsqueeze(-1) + input.unsqueeze(-2)).relu()
     counted = is_listed.unsqueeze(-1) & ~is_target.unsqueeze(-2)
-    loss = torch.where(counted, margins, 0.0).sum((-2, -1)) / input.shape[-1]
+    return _reduced(torch.where(counted, margins, 0.0).sum((-2, -1)) / input.shape[-1], reduction)
+
+
+def _reduced(loss: Tensor, reduction: str) -> Tensor:
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 

@@ -24,6 +24,7 @@ from ...contract.step import Step
 from ...segment.make_segment import make_train_segment
 from ...training.data.chunk import Chunk
 from ...training.segments import Segments
+from ...training.updates.learner import scale_of
 from .agreement import Outcome, difference, is_conclusive, not_stepwise
 from .eager_chunk import EagerChunk, Forward, loss_reads_parameters
 from .noise import CONSTANTS, ConstantNoise, Trial, noise_difference
@@ -210,14 +211,10 @@ class Chunks:
 
     def _run_compiled(self, chunk: Chunk, state: Tree, save_at: int | None) -> Outcome:
         assert self._segments is not None
-        scale = None
-        if self._scaler is not None:
-            device = next(iter(self._params.values())).device
-            scale = self._scaler.scale(torch.ones((), device=device))
+        scale = scale_of(self._scaler, next(iter(self._params.values())).device)
         result, saved = self._segments.train(self._params, state, chunk, save_at, scale)
-        loss = result.loss if scale is None else result.loss / scale
         grads = {name: result.grads[name] for name, p in self._params.items() if p.requires_grad}
-        return Outcome(loss, result.state, None if save_at is None else saved, grads)
+        return Outcome(result.loss, result.state, None if save_at is None else saved, grads)
 
     def _give_up(self, reason: str) -> None:
         name = type(self.model).__name__

@@ -223,8 +223,7 @@ class Windows:
             start_state = saved_in_window if position > window.start else saved
             self.state = result.state
             weight, tokens = segments.weigh(trained, result.state, segments.context)
-            loss = result.loss if scale is None else result.loss / scale
-            stats = WindowStats(loss, weight, window.end - window.start, tokens)
+            stats = WindowStats(result.loss, weight, window.end - window.start, tokens)
             yield TrainedWindow(result.grads, stats, result.out, trained)
         if end < total:  # steps after the last window with a loss still advance the state
             rest = axes.cut(chunk, position, total)

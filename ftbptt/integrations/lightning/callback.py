@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from ..._trees import keystr, tree_flatten_with_path, tree_leaves
 from ..._warnings import warn
 from ...training.checkpoints.file import as_plain, from_plain
-from ...training.updates.learner import Learner
+from ...training.updates.learner import Learner, scale_of
 from ...training.updates.window_stats import WindowStats
 
 Tree = Any
@@ -115,10 +115,7 @@ class TBPTTRun(Callback):
     def scale(self) -> Tensor | None:
         """The scaler's factor for the next loss, on the device; None without a scaler."""
         scaler = getattr(self._module.trainer.precision_plugin, "scaler", None)
-        if scaler is None:
-            return None
-        scale: Tensor = scaler.scale(torch.ones((), device=self._module.device))
-        return scale
+        return scale_of(scaler, self._module.device)
 
     # -- an update ------------------------------------------------------------------------------
 

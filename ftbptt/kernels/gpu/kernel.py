@@ -15,6 +15,8 @@ from .split import SplitPrinter, choose_parts, weight_bytes
 # Of an H100: multiprocessors, and the shared memory that a program can have. Triton needs a part of
 # it to change the layout of rows.
 _PROCESSORS, _SHARED_BYTES, _SHARED_BYTES_OF_ROWS = 132, 227 << 10, 35 << 10
+# A meeting takes about as long as a graph takes to launch a kernel, and a compiled step is a few.
+_MOST_MEETINGS = 4
 
 
 def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
@@ -37,7 +39,14 @@ def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
     """
     parts = _parts_of(loop, history)
     if parts > 1:
-        return SplitPrinter(loop, history, reverse, parts).text()
+        printer = SplitPrinter(loop, history, reverse, parts)
+        text = printer.text()
+        if printer.meetings > _MOST_MEETINGS:
+            raise Unsupported(
+                f"split, its {parts} programs would wait for each other {printer.meetings} times a "
+                "step"
+            )
+        return text
     text, affine = LoopPrinter(loop, history, reverse).text(), affine_next(loop)
     return text if affine is None else text + print_scan(loop, history, affine, reverse=reverse)
 

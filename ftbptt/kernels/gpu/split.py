@@ -103,6 +103,7 @@ class SplitPrinter(LoopPrinter):
     def __init__(self, loop: RowLoop, history: list[bool], reverse: bool, parts: int) -> None:
         super().__init__(loop, history, reverse, parts)
         self.parts, self.reshaped = parts, set[str]()
+        self.meetings = 0  # of the programs of a tile, in a step
 
     def _constants(self) -> Iterator[str]:
         yield f"PARTS, TILE_ROWS, WARPS = {self.parts}, {_ROWS}, {_WARPS}"
@@ -122,6 +123,7 @@ class SplitPrinter(LoopPrinter):
 
     def _barrier(self, lines: list[str]) -> None:
         lines.append(f"expected = meet(arrivals, expected, {self.parts})")
+        self.meetings += 1
         self.dirty.clear()
 
     def _step_pointer(self, memory: Memory) -> str:

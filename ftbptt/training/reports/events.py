@@ -8,8 +8,9 @@ from typing import Any, ParamSpec
 
 from torch import Tensor
 
+from ...contract.layout import Layout
 from ...contract.output import SegmentOutput
-from ..data.chunk import Chunk, TimeAxes
+from ..data.chunk import Chunk
 from ..data.cursor import Span
 from ..data.windows import Window
 from ..updates.update import Update
@@ -36,7 +37,8 @@ class Events:
 
     ``before_window(window, chunk)``, ``after_window(window, output)``
         Before and after each segment with a gradient; with micro-batches, for each of them. They
-        get a :class:`Window`, its :class:`Chunk` and a :class:`~ftbptt.SegmentOutput`.
+        get a :class:`Window`, its :class:`Chunk` and a :class:`~ftbptt.SegmentOutput`, whose
+        gradients a ``scaler`` has scaled.
     ``before_update(grads)``
         Before the optimizer's step, with its list of gradients, unscaled and clipped.
     ``after_update(update)``
@@ -77,13 +79,13 @@ class Events:
             setattr(self, field.name, functions)
 
 
-def tell_sequence_ends(events: Events, span: Span, seen: int, axes: TimeAxes) -> None:
+def tell_sequence_ends(events: Events, span: Span, seen: int, layout: Layout) -> None:
     """Emits ``sequence_end`` for rows that restart in the span, from step ``seen`` on."""
     if span.chunk.reset is None:
         return
-    reset = span.chunk.reset.cpu()
-    if reset.dim() > 1:
-        reset = reset.movedim(axes.x, 0)
+    reset = layout.flags_first(span.chunk.reset.cpu())
+    if reset.dim() > 2:  # with in_dims: of a sequence, whichever of its own rows restarts
+        reset = reset.flatten(2).any(2)
     # At step 0 no sequence ends; steps in a gap between windows are not read.
     skip = max(seen, 1, span.first) - span.first
     for step, *row in reset[skip:].nonzero().tolist():

@@ -119,10 +119,8 @@ class Learner:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def scale(self) -> Tensor | None:
-        """The factor of the loss, read without waiting for the device; None without a scaler."""
-        if self.scaler is None:
-            return None
-        return self.scaler.scale(torch.ones((), device=self._trained[0].device))
+        """The factor of the next loss; None without a scaler."""
+        return scale_of(self.scaler, self._trained[0].device)
 
     def add(self, grads: Tree, weight: Any) -> None:
         """Adds the gradients of a mean loss over ``weight`` valid steps to the weighted mean."""
@@ -367,3 +365,11 @@ def _check_like(name: str, owner: str, tree: Tree, saved: list[Any]) -> None:
                 f"{name}{path}: is {leaf.dtype} {list(leaf.shape)}, but in the checkpoint "
                 f"{value.dtype} {list(value.shape)}: it belongs to a different {owner}."
             )
+
+
+def scale_of(scaler: Any, device: torch.device) -> Tensor | None:
+    """A gradient scaler's factor of the next loss, read without waiting for the device."""
+    if scaler is None:
+        return None
+    scale: Tensor = scaler.scale(torch.ones((), device=device))
+    return scale
