@@ -129,7 +129,8 @@ def is_linear(component: Component) -> bool:
     for node in core:
         if node.target not in _LINEAR or value_of(node).shape != shape:
             return False
-        if sum(arg in inside for arg in node.args) != 1:
+        is_product = node.target in (aten.mul.Tensor, aten.div.Tensor)
+        if is_product and sum(arg in inside for arg in node.args) != 1:
             return False
         if node.target is aten.div.Tensor and node.args[0] not in inside:
             return False

@@ -33,6 +33,7 @@ from .graphs import (
 )
 from .time_axis.batching import for_any_length
 from .time_axis.reduction import BatchSum, Term, time_sum
+from .tracing.trace import TRACING
 
 
 @dataclass
@@ -114,14 +115,19 @@ def distribute(loop: Loop, fusion: Fusion | None = None) -> DistributedLoop:
     """distribute : Loop, what its scan blocks can take in -> DistributedLoop
 
     A 3-layer LSTM becomes three scan blocks, with the input GEMM of each layer in a map between.
-    May add transposes to the loop's graph, see :func:`time_sum`.
+    Rewrites operations of the loop's graph, which other loops share, by others of equal results.
     """
+    with TRACING:  # not while another thread reads or rewrites the graph
+        return _distribute(loop, fusion)
+
+
+def _distribute(loop: Loop, fusion: Fusion | None) -> DistributedLoop:
     skip_identities(loop.graph)
     if fusion is not None:
         fusion.expand(loop.graph)
     inputs = [*loop.invariants, *loop.sequences, *loop.carries]
     varying = varying_with([*loop.sequences, *loop.carries], loop.graph)
-    # First, since it adds nodes to the graph and to ``varying``.
+    # First, since it adds nodes (transposes) to the graph and to ``varying``.
     sums = [time_sum(node, varying, set(inputs)) for node in loop.summed]
     results = [*loop.next_carries, *loop.stacked, *_read_by(sums)]
     needed = needed_for(results, stop=inputs)
@@ -129,7 +135,8 @@ def distribute(loop: Loop, fusion: Fusion | None = None) -> DistributedLoop:
     needed |= {
         u for n in needed if is_tuple(n) for u in n.users if any(v in needed for v in u.users)
     }
-    order = [n for n in loop.graph.nodes if n in needed and n not in set(inputs)]
+    computed = needed - set(inputs)
+    order = [n for n in loop.graph.nodes if n in computed]
     for node in order:
         if is_outer_product(node):
             node.target = aten.mul.Tensor

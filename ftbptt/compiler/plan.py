@@ -1,7 +1,7 @@
 """step + loss + the signature of a call -> Plan: everything that is known without the numbers.
 
 A plan is made once per signature (structure, shapes except for K, dtypes, devices, levels of vmap)
-and holds for every K. ``explain`` prints it, and a backend runs it.
+and holds for every K. A backend runs it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .windows import Sliding
 
 @dataclass
 class Plan:
-    """The blocks of a segment's loops, and how the caller's leaves become their inputs.
+    """The loops of a segment, and how the caller's leaves become their inputs.
 
     Invariants of the loops: ``[*params, *buffers, *captures, *initial, *prepared]``; sequences:
     ``[*x, *reset, *mask]``; carries: the parts of the state.

@@ -22,7 +22,7 @@ from .argument_checks import (
     check_lengths,
     check_parameter_names,
 )
-from .call import SEQUENCES, Call, Counts, InDims, context_of, layout_of
+from .call import SEQUENCES, Call, Counts, InDims, layout_of, settings_of
 
 Tree = Any
 
@@ -71,7 +71,7 @@ def lay_out(
         shared=shared,
         shared_flags=tuple(argument.shared for argument in arguments for _ in argument.leaves),
         time_dim=layout.time_dim,
-        context=context_of(recipe, xs.leaves[0].device.type),
+        settings=settings_of(recipe, xs.leaves[0].device.type),
     )
     return call, [leaf.detach() for argument in arguments for leaf in argument.leaves], layout
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..compiler.signature import Leaf, Level, Recipe, Signature, Specs
+from ..compiler.signature import Autocast, Leaf, Level, Recipe, Signature, Specs
 from ..contract.layout import Layout, SharedLayout
 from ..contract.step import Step
 
@@ -45,6 +45,17 @@ class Results(NamedTuple, Generic[T]):
     out: list[T]
 
 
+class Settings(NamedTuple):
+    """What a trace depends on besides the arguments of a call.
+
+    ``modes``: which modules are in train mode. ``autocast``: the caller's for the data, if any.
+    """
+
+    modes: tuple[bool, ...] = ()
+    default_dtype: torch.dtype = torch.float32
+    autocast: Autocast | None = None
+
+
 @dataclass(frozen=True)
 class Call:
     """What the tensors of a call are. The tensors travel beside it, in one flat list.
@@ -60,7 +71,7 @@ class Call:
     shared: Level | None
     shared_flags: tuple[bool, ...]
     time_dim: int
-    context: tuple[Any, ...] = ()
+    settings: Settings
     levels: tuple[Level, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
     probes: int = 0  # the last leaves of x are zeros, by which there is a gradient at every step
@@ -96,7 +107,7 @@ class Call:
         """What a plan is cached by; as the signature, but quick to make."""
         kinds = tuple((t.dtype, t.device) for t in tensors)
         return (self.specs, self.counts, self.shapes, kinds, self.shared, self.shared_flags,
-                self.time_dim, self.context, self.levels, self.batched)  # fmt: skip
+                self.time_dim, self.settings, self.levels, self.batched)  # fmt: skip
 
     def signature(self, tensors: Sequence[Tensor]) -> Signature:
         batched = self.batched or ((),) * len(tensors)
@@ -107,13 +118,8 @@ class Call:
             self.specs, tuple(g["params"]), tuple(g["buffers"]), tuple(g["initial_state"]),
             tuple(g["state"]), tuple(g["x"]), tuple(g["y"]),
             g["reset"][0] if g["reset"] else None, g["mask"][0] if g["mask"] else None,
-            self.levels, self.shared, self.time_dim, self.autocast,
+            self.levels, self.shared, self.time_dim, self.settings.autocast,
         )  # fmt: skip
-
-    @property
-    def autocast(self) -> tuple[str, torch.dtype] | None:
-        """The device type and dtype of the caller's autocast, if there is one."""
-        return self.context[-1] if self.context else None
 
 
 @contextmanager
@@ -129,9 +135,9 @@ def layout_of(step: Step, time_dim: int | None, in_dims: InDims | None, x: Tree)
     return layout if in_dims is None else SharedLayout(layout.time_dim, *in_dims[1:])
 
 
-def context_of(recipe: Recipe, device_type: str) -> tuple[Any, ...]:
-    """What else a trace depends on: modes of modules, the default dtype, autocast for the data."""
+def settings_of(recipe: Recipe, device_type: str) -> Settings:
+    """The settings of a call on data of a device."""
     autocast = None
     if torch.is_autocast_enabled(device_type):
         autocast = device_type, torch.get_autocast_dtype(device_type)
-    return recipe.modes(), torch.get_default_dtype(), autocast
+    return Settings(recipe.modes(), torch.get_default_dtype(), autocast)

@@ -77,7 +77,7 @@ class Executables:
             leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf
             for leaf in tensors
         ]
-        with torch.no_grad(), as_traced(call.autocast):
+        with torch.no_grad(), as_traced(call.settings.autocast):
             if executable is None:
                 executable = self.of(call, tensors)
             known = executable
@@ -121,7 +121,7 @@ class Executables:
         key = call.key(tensors)
         if key in self._by_key:
             return self._by_key[key]
-        with TRACING, as_traced(call.autocast), without_inference_mode():
+        with TRACING, as_traced(call.settings.autocast), without_inference_mode():
             if key not in self._by_key:  # another thread may have been first
                 self.trace_count += 1
                 use_a_folder_that_works()

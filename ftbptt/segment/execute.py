@@ -61,7 +61,7 @@ class Executable(Programs):
 
     def __init__(self, plan: Plan, backend: Backend, compiled: Count | None = None) -> None:
         super().__init__(plan, backend, compiled)
-        self.instead: Executable | None = None  # runs the segments since this one failed
+        self.instead: Executable | None = None  # runs the segments from now on
         self.shared_outs = _in_shared_memory(plan.loops.forward, plan.loops.outs)
         bytes_per_step = max(_passing_bytes(self.forward), _passing_bytes(self.reverse), 1)
         most = _CHUNK_BYTES_RECOMPUTE if plan.recompute else _CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""A plan as text: what ``train_segment.explain`` returns."""
+"""An executable plan as text: what ``train_segment.explain`` returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract: ``TrainSegment``, and how it meets ``torch.func.vmap``."""
+"""``TrainSegment``: the checks of a call, and how it meets ``torch.func.vmap``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..contract.loss import Loss, of_first
 from ..contract.output import EarlyGradients, SegmentOutput, TappedOutput
 from .argument_checks import check_no_gradient_is_lost
 from .arguments import lay_out
-from .call import Call, InDims, Results, context_of, layout_of
+from .call import Call, InDims, Results, layout_of, settings_of
 from .call_cache import Known, Recall, Trees, like
 from .executables import Executables
 from .explain import Explanation, explain
@@ -341,11 +341,11 @@ class TrainSegment:
         return call, tensors, layout
 
     def surroundings(self, device_type: str) -> tuple[Any, ...]:
-        """What a call depends on besides its arguments: buffers, modes, autocast, default dtype."""
+        """What a call depends on besides its arguments: buffers and settings."""
         buffers = self.recipe.step.buffers().items()
         return (
             tuple((name, b.shape, b.dtype, b.device) for name, b in buffers),
-            *context_of(self.recipe, device_type),
+            *settings_of(self.recipe, device_type),
         )
 
     def known(self, params: Tree, state: Tree, x: Tree, y: Tree) -> Known | None:

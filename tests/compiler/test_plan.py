@@ -163,10 +163,12 @@ def test_a_delay_line_is_no_loop() -> None:
     assert scans(explanation, "forward") == scans(explanation, "reverse") == []
 
 
-def test_an_average_is_a_linear_scan_both_ways() -> None:
+@pytest.mark.parametrize(
+    "average", [lambda a, h, n: a * h + (1 - a) * n, lambda a, h, n: n + a * (h - n) - h + h]
+)
+def test_an_average_is_a_linear_scan_both_ways(average: Any) -> None:
     def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        a = torch.sigmoid(x_t @ params["g"])
-        h = a * h + (1 - a) * (x_t @ params["w"])
+        h = average(torch.sigmoid(x_t @ params["g"]), h, x_t @ params["w"])
         return h, h
 
     params = {"g": torch.randn(D, H), "w": torch.randn(D, H)}
