@@ -14,7 +14,8 @@ def describe_type(value: Any) -> str:
     """The type of a value, and how many parts it has if it is a tuple or a list.
 
     >>> describe_type((1, 2)), describe_type(1)
-    ('a tuple of 2', 'a int')
+    ('a tuple of 2', 'an int')
     """
     size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
-    return f"a {type(value).__name__}{size}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}{size}"

@@ -7,8 +7,8 @@ batch lie in its state, and its zero state if it is known. ``as_step`` makes one
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,27 +37,6 @@ class Step:
     state_batch_dim: int | None = None  # the axis of the rows in the state leaves, if it is given
     zero_state: Callable[[Tree], Tree] | None = None
     has_gradient_factors: bool = False  # x is (x, factor), see with_gradient_factors
-    # Read at every call, so looked up once: walking a module takes longer than a small segment.
-    _parameter_names: list[str] | None = field(init=False, repr=False)
-    _buffer_owners: list[tuple[str, nn.Module, str]] = field(init=False, repr=False)
-    _tied: list[tuple[str, str]] = field(init=False, repr=False)
-    _modules: list[nn.Module] = field(init=False, repr=False)
-    _layers: list[nn.RNNBase] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        names, owners = None, []
-        if self.module is not None:
-            names = [name for name, _ in self.module.named_parameters()]
-            for name, _ in self.module.named_buffers():
-                path, _, key = name.rpartition(".")
-                owners.append((name, self.module.get_submodule(path), key))
-        object.__setattr__(self, "_parameter_names", names)
-        object.__setattr__(self, "_buffer_owners", owners)
-        object.__setattr__(self, "_tied", [] if self.module is None else _tied(self.module))
-        modules = modules_read_by(self.root)
-        object.__setattr__(self, "_modules", modules)
-        layers = [] if self.module is None else layers_of(self.module)
-        object.__setattr__(self, "_layers", layers)
 
     @property
     def root(self) -> Any:
@@ -101,9 +80,36 @@ class Step:
         layers = sum(2 if isinstance(layer, nn.LSTM) else 1 for layer in self._layers)
         return self._is_of_a_layer(leaf) and count != layers
 
+    # Read at every call, so looked up once: walking a module takes longer than a small segment.
+
+    @cached_property
     def parameter_names(self) -> list[str] | None:
         """The keys that ``params`` must have, or None for a plain function."""
-        return self._parameter_names
+        if self.module is None:
+            return None
+        return [name for name, _ in self.module.named_parameters()]
+
+    @cached_property
+    def _buffer_owners(self) -> list[tuple[str, nn.Module, str]]:
+        """The name of each buffer, the module that has it, and its name there."""
+        owners = []
+        if self.module is not None:
+            for name, _ in self.module.named_buffers():
+                path, _, key = name.rpartition(".")
+                owners.append((name, self.module.get_submodule(path), key))
+        return owners
+
+    @cached_property
+    def _tied(self) -> list[tuple[str, str]]:
+        return [] if self.module is None else _tied(self.module)
+
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        return modules_read_by(self.root)
+
+    @cached_property
+    def _layers(self) -> list[nn.RNNBase]:
+        return [] if self.module is None else layers_of(self.module)
 
     def modes(self) -> tuple[bool, ...]:
         """Which of the modules that the step reads are in train mode: it changes what it does."""
@@ -170,16 +176,12 @@ class Step:
 
         return replace(self, call_module=call_module)
 
-    def own_names(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``params`` by the names of the module; torch.compile puts a prefix before them."""
-        return {name.removeprefix(COMPILED_PREFIX): value for name, value in params.items()}
-
     def misfit(self, params: dict[str, Tensor]) -> str | None:
         """What to say of the first parameter that has another shape than the module's own."""
         if self.module is None:
             return None
         own = dict(self.module.named_parameters())
-        for name, value in self.own_names(params).items():
+        for name, value in own_names(params).items():
             if name in own and value.shape != own[name].shape:
                 return (
                     f"params[{name!r}]: has shape {list(value.shape)}, but that of {self.name} is "
@@ -197,7 +199,7 @@ class Step:
             assert self.function is not None
             return self.function(params, x_t, state)
         module = self.module
-        given = {**buffers, **self.own_names(params)}  # a buffer may be among the parameters
+        given = {**buffers, **own_names(params)}  # a buffer may be among the parameters
 
         def run() -> Any:
             call = self.call_module
@@ -217,7 +219,7 @@ class Step:
         """``run()``, while the module has these tensors."""
         if self.module is None:
             return run()
-        values = {**buffers, **self.own_names(params)}
+        values = {**buffers, **own_names(params)}
         values |= {name: values[first] for name, first in self._tied}
         # Tied here, once for each place: where a submodule has two names, torch's tie_weights puts
         # a tensor there twice, and leaves the first of the two in the module.
@@ -241,6 +243,11 @@ class _Holder(nn.Module):
 def _call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
     out: tuple[Tree, Tree] = module(x_t, state)
     return out
+
+
+def own_names(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``params`` by the names of the module; torch.compile puts a prefix before them."""
+    return {name.removeprefix(COMPILED_PREFIX): value for name, value in params.items()}
 
 
 def _tied(module: nn.Module) -> list[tuple[str, str]]:

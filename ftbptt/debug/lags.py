@@ -66,12 +66,11 @@ def norms_by_lag(
 
 def _forward(plan: Plan, groups: Groups) -> tuple[list[Tensor], list[Tensor], list[Tensor], int]:
     """``(invariants, sequences, d_outs, steps)``: what the reverse loop reads, time first."""
-    inputs, x, rest, carries = Executable(plan, EAGER).inputs(groups)
+    executable = Executable(plan, EAGER)
+    inputs, x, rest, carries = executable.inputs(groups)
     prepared = [] if plan.preparation is None else plan.preparation.prepare(*inputs)
     invariants, steps, outs = [*inputs, *prepared], x[0].shape[0], plan.loops.outs
-    _, stacked, _ = run_loop(
-        distribute(plan.loops.forward), EAGER.run_scan, invariants, x, carries, steps
-    )
+    _, stacked, _ = run_loop(executable.forward, EAGER.run_scan, invariants, x, carries, steps)
     _, *d_outs = plan.loss.graphs_for(steps)[1].joint(*stacked[:outs], *rest)
     return invariants, [*x, *stacked[outs:]], d_outs, steps
 

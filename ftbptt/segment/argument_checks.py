@@ -12,6 +12,7 @@ from .._compat.modules import has_hooks
 from .._trees import keystr, tree_flatten, tree_flatten_with_path
 from .._warnings import warn
 from ..compiler.signature import Level, Recipe
+from ..contract.step import own_names
 from .call import GROUPS
 
 Tree = Any
@@ -78,7 +79,7 @@ def check_no_gradient_is_lost(params: Tree, x: Tree, y: Tree) -> None:
 
 def check_parameter_names(recipe: Recipe, params: Tree) -> None:
     step = recipe.step
-    names = step.parameter_names()
+    names = step.parameter_names
     if names is None:
         return
     if not isinstance(params, dict):
@@ -86,7 +87,7 @@ def check_parameter_names(recipe: Recipe, params: Tree) -> None:
             f"params: expected a dict of {step.name}'s parameters by name, found "
             f"{type(params).__name__}. Pass dict(module.named_parameters())."
         )
-    params = step.own_names(params)
+    params = own_names(params)
     if missing := [name for name in names if name not in params]:
         raise TypeError(
             f"params: {missing[0]!r} is missing, a parameter of {step.name}. Pass "

@@ -28,7 +28,7 @@ def step_function(params: Tree, x_t: Tensor, state: Tensor) -> tuple[Tensor, Ten
 def test_a_function() -> None:
     step = as_step(step_function)
     assert step.name == "step_function"
-    assert step.parameter_names() is None
+    assert step.parameter_names is None
     assert step.buffers() == {}
     assert step.zero_state is None
     out, state = step.apply(torch.ones(2), {}, torch.zeros(2), torch.zeros(2))
@@ -60,7 +60,7 @@ def test_torch_cells(kind: type[nn.Module], rows: tuple[int, ...]) -> None:
     h = expected[0] if kind is nn.LSTMCell else expected
     torch.testing.assert_close(out, h)
     torch.testing.assert_close(after, expected)
-    assert step.parameter_names() == ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
+    assert step.parameter_names == ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
 
 
 def test_lstm_cell_keeps_the_kind_of_its_state() -> None:
@@ -142,7 +142,7 @@ def test_tied_parameters_are_named_once() -> None:
             return self.a(x_t), self.b(h)
 
     step = as_step(Tied())
-    assert step.parameter_names() == ["a.weight"]
+    assert step.parameter_names == ["a.weight"]
     ones = torch.ones(B, H)
     out, after = step.apply({"a.weight": torch.eye(H)}, {}, ones, 2 * ones)
     torch.testing.assert_close((out, after), (ones, 2 * ones))

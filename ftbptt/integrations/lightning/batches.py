@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._messages import describe_type
 from ..._trees import tree_leaves, tree_map
 from ...contract.as_step import as_step
 from ...contract.loss import Loss
@@ -109,10 +110,9 @@ class Batches:
         """
         if not isinstance(item, Chunk):
             if not (isinstance(item, (tuple, list)) and 2 <= len(item) <= 4):
-                size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
                 raise TypeError(
-                    f"batch: expected (x, y) or (x, y, reset, mask), found a {type(item).__name__}"
-                    f"{size}. Return one of these from chunk(batch)."
+                    "batch: expected (x, y) or (x, y, reset, mask), found "
+                    f"{describe_type(item)}. Return one of these from chunk(batch)."
                 )
             with error_prefix("batch"):
                 item = as_chunk(item)
