@@ -21,7 +21,7 @@ class Backend:
 
     - ``describe(block)`` says, for the user, how a scan block runs.
     - ``run_scan(block, invariants, sequences, carries, steps, reverse)`` runs all steps of a scan
-      block and returns ``(finals, histories, [*emits, *totals])``, see ``RunScan``.
+      block, see ``RunScan``.
     - ``build(function, examples, mode)`` compiles a function of the program for tensors like the
       fake ``examples``, which belong to the fake tensor mode ``mode``. None: run it uncompiled.
     - ``captured``: on a GPU, a segment is captured as one CUDA graph.

@@ -22,6 +22,7 @@ from .._compat.tracing import enable_python_dispatcher, make_fx
 from .._interrupt import uninterrupted
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import gemm_flops
+from ..compiler.program import ScanResult
 from ..kernels.cpu.build import abandon, cancel, finish
 from .base import Backend, Function, histories_by_carry
 from .inductor_workarounds import DECOMPOSITIONS, work_around_defects
@@ -35,7 +36,7 @@ def run_scan(
     carries: list[Tensor],
     steps: Any,
     reverse: bool,
-) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
+) -> ScanResult:
     """A scan block as ``while_loop``; meant to be traced, with ``steps`` a symbol."""
     loop = _ScanLoop(block, carries, steps, reverse)
     tensors = loop.allocate(invariants, sequences, carries)
@@ -155,10 +156,8 @@ class _ScanLoop:
             ]
         )
 
-    def collect(
-        self, tensors: _LoopTensors
-    ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-        """``(finals, histories, emits)`` of a finished loop."""
+    def collect(self, tensors: _LoopTensors) -> ScanResult:
+        """The result of a finished loop."""
         histories = histories_by_carry(self.block, self.histories.views(tensors.histories))
         last_slot = 0 if self.reverse else -1
         passed = iter(tensors.carries)
@@ -166,7 +165,7 @@ class _ScanLoop:
             next(passed) if history is None else history.select(0, last_slot).clone()
             for history in histories
         ]
-        return finals, histories, self.emits.views(tensors.emits)
+        return ScanResult(finals, histories, self.emits.views(tensors.emits))
 
 
 # A turn of the loop has an overhead of some microseconds, so a small body does several steps.

@@ -20,6 +20,7 @@ from torch import Tensor
 from .._compat.tracing import FakeTensorMode, not_traced
 from ..compiler.distribute import ScanBlock
 from ..compiler.graphs import value_of
+from ..compiler.program import ScanResult
 from .base import Backend, Function, histories_by_carry
 from .compile import build
 
@@ -128,14 +129,14 @@ def run_scan(
     carries: list[Tensor],
     steps: Any,
     reverse: bool,
-) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
+) -> ScanResult:
     """A scan block as one operator of the program, which calls the step K times."""
     number = _numbers.setdefault(block, next(_next_number))
     _blocks[number] = block
     result = torch.ops.ftbptt.steps([*invariants, *sequences, *carries], number, steps, reverse)
     first_history, first_emit = len(carries), len(carries) + sum(block.history)
     histories = histories_by_carry(block, result[first_history:first_emit])
-    return result[:first_history], histories, result[first_emit:]
+    return ScanResult(result[:first_history], histories, result[first_emit:])
 
 
 def _describe(block: ScanBlock) -> str:

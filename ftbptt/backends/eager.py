@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..compiler.distribute import ScanBlock
+from ..compiler.program import ScanResult
 from .base import Backend
 
 
@@ -16,7 +17,7 @@ def run_scan(
     carries: list[Tensor],
     steps: int,
     reverse: bool,
-) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
+) -> ScanResult:
     """A scan block as a Python loop over its graph."""
     order = range(steps - 1, -1, -1) if reverse else range(steps)
     states = [list(carries)]
@@ -33,7 +34,9 @@ def run_scan(
         torch.stack([state[i] for state in states]) if flag else None
         for i, flag in enumerate(block.history)
     ]
-    return finals, histories, [torch.stack(values) for values in zip(*emits, strict=True)]
+    return ScanResult(
+        finals, histories, [torch.stack(values) for values in zip(*emits, strict=True)]
+    )
 
 
 def _describe(block: ScanBlock) -> str:

@@ -23,6 +23,7 @@ from .._compat.tracing import not_traced
 from ..compiler.distribute import ScanBlock
 from ..compiler.fusion import Fusion
 from ..compiler.graphs import VIEWS, Node, aten, value_of
+from ..compiler.program import ScanResult
 from ..kernels.argmax import expand_argmax
 from ..kernels.cpu.build import load, start
 from ..kernels.cpu.loop import print_cpp
@@ -175,7 +176,7 @@ def run_scan(
     carries: list[Tensor],
     steps: Any,
     reverse: bool,
-) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
+) -> ScanResult:
     """A scan block as one call of its kernel, or as a loop of another backend if it has none."""
     try:
         kernel = _kernel_for(block, reverse)
@@ -212,7 +213,7 @@ def run_scan(
         emit if order is None else emit.permute(0, *(1 + axis for axis in inverse(order)))
         for emit, order in zip(emits, kernel.emit_orders, strict=True)
     ]
-    return finals, histories_by_carry(block, histories), [*emits, *totals]
+    return ScanResult(finals, histories_by_carry(block, histories), emits, totals)
 
 
 def _results(

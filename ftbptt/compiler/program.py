@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +13,23 @@ from .._interrupt import uninterrupted
 from .distribute import DistributedLoop, MapBlock, ScanBlock, ShiftBlock
 from .graphs import Node
 
-# Runs a scan block: (block, invariants, sequences [K, ...], carries, steps, reverse) -> (final
-# carries, histories [K + 1, ...] or None for each carry, [*emits [K, ...], *totals]). Index t of a
-# history is the carry before step t in a forward loop; in a reverse loop index t + 1 is the carry
-# that enters step t. A backend need not know more of a loop than this.
-RunScan = Callable[
-    [ScanBlock, list[Tensor], list[Tensor], list[Tensor], Any, bool],
-    tuple[list[Tensor], list[Tensor | None], list[Tensor]],
-]
+
+class ScanResult(NamedTuple):
+    """All steps of a scan block: its carries after the last one, ``[K, ...]`` of each emit.
+
+    ``histories`` are ``[K + 1, ...]``, or None for a carry without one. Index t is the carry before
+    step t in a forward loop; in a reverse loop index t + 1 is the carry that enters step t.
+    """
+
+    finals: list[Tensor]
+    histories: list[Tensor | None]
+    emits: list[Tensor]
+    totals: Sequence[Tensor] = ()
+
+
+# Runs a scan block: (block, invariants, sequences [K, ...], carries, steps, reverse). A backend
+# need not know more of a loop than this.
+RunScan = Callable[[ScanBlock, list[Tensor], list[Tensor], list[Tensor], Any, bool], ScanResult]
 
 
 @dataclass
@@ -134,13 +143,11 @@ def _run_recurrence(
     invariants = [values.invariant(node) for node in block.invariants]
     sequences = [values.sequences[node] for node in block.sequences]
     carries = [start[carry] for carry in block.carries]
-    finals, histories, emits = run_scan(
-        block, invariants, sequences, carries, values.steps, reverse
-    )
-    values.sequences.update(zip(block.emits, emits, strict=False))
-    values.totals.update(zip(block.totals, emits[len(block.emits) :], strict=True))
+    result = run_scan(block, invariants, sequences, carries, values.steps, reverse)
+    values.sequences.update(zip(block.emits, result.emits, strict=True))
+    values.totals.update(zip(block.totals, result.totals, strict=True))
     for carry, next_carry, final, history in zip(
-        block.carries, block.next_carries, finals, histories, strict=True
+        block.carries, block.next_carries, result.finals, result.histories, strict=True
     ):
         values.finals[carry] = final
         if history is not None:

@@ -47,9 +47,9 @@ class Programs:
     def __init__(self, plan: Plan, backend: Backend, compiled: Count | None = None) -> None:
         self.plan, self.backend, self.compiled = plan, backend, compiled or Count()
         self.functions: dict[Any, Function] = {}
-        # Keeps the blocks alive that operators refer to by number. Not in a cycle with this object:
-        # what a dropped segment holds, on a GPU its memory, is freed at once.
-        self._loops: dict[Any, DistributedLoop] = {}
+        # Keeps the blocks alive that operators refer to by number. None refers to this object: what
+        # a dropped segment holds, on a GPU its memory, is freed at once.
+        self._sources: list[Function] = []
         self.forward = distribute(plan.loops.forward, backend.fusion)
         self.evaluate = distribute(plan.loops.evaluate, backend.fusion)
         self.reverse = distribute(plan.loops.reverse, backend.fusion)
@@ -70,7 +70,7 @@ class Programs:
         """One chunk of a loop: ``[*final carries, *stacked, *sums]``."""
         n_inv, n_seq = len(invariants), len(sequences)
         if name not in self.functions:
-            self._loops[name], run_scan = distributed, self.backend.run_scan
+            run_scan = self.backend.run_scan
 
             def function(*args: Tensor) -> list[Tensor]:
                 invariants, sequences = args[:n_inv], args[n_inv : n_inv + n_seq]
@@ -99,6 +99,7 @@ class Programs:
         """Builds a function for tensors like ``args``; axis 0 of args[first:last] is symbolic."""
         with TRACING, unseen_by_tools():
             if name not in self.functions:  # another thread may have been first
+                self._sources.append(function)
                 self.functions[name] = self._built(function, args, first, last)
                 self.compiled.value += 1
 

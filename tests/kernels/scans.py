@@ -86,8 +86,9 @@ class Scan:
         own = [list(tensors) for tensors in given or self.given]
         assert _shapes(own) == _shapes(self.given), "a block is for rows of one number"
         steps = own[1][0].shape[0]
-        finals, histories, emits = backend.run_scan(self.block, *own, steps, reverse)
-        return [*finals, *(h for h in histories if h is not None), *emits]
+        result = backend.run_scan(self.block, *own, steps, reverse)
+        histories = [history for history in result.histories if history is not None]
+        return [*result.finals, *histories, *result.emits, *result.totals]
 
     def fused(self, *given: Sequence[Tensor], reverse: bool = False) -> list[Tensor]:
         described = FUSED.describe(self.block)
