@@ -179,7 +179,7 @@ class Executables:
         elif not plan.loops.reverse.stacked:
             why = (
                 "has no gradient by the parameters, so all gradients are zeros: the out that the "
-                "step returns is detached"
+                "step returns is detached, or comes from operations without one (sign, round)"
             )
         else:
             return  # what is tapped has gradients too

@@ -107,8 +107,7 @@ class Programs:
         build = self.backend.build
         if build is None:
             return function
-        likes = [torch.empty_like(arg, device="meta") for arg in args]
-        devices = [arg.device for arg in args]
+        likes = [(tuple(arg.shape), arg.dtype, arg.device) for arg in args]
 
         def built_for(example_steps: int) -> _Program:
             steps: Any = None
@@ -119,11 +118,11 @@ class Programs:
                 with mode:
                     examples = [
                         torch.empty(
-                            (steps, *like.shape[1:]) if first <= i < last else like.shape,
-                            dtype=like.dtype,
+                            (steps, *shape[1:]) if first <= i < last else shape,
+                            dtype=dtype,
                             device=device,
                         )
-                        for i, (like, device) in enumerate(zip(likes, devices, strict=True))
+                        for i, (shape, dtype, device) in enumerate(likes)
                     ]
                 return build(function, examples, mode)
 

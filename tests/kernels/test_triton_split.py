@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ftbptt.backends.fused import _source_for
+from ftbptt.kernels.expressions import Unsupported
 from ftbptt.kernels.gpu import kernel as triton_kernel
 from ftbptt.kernels.gpu import placement
 from ftbptt.kernels.gpu import split as triton_split
@@ -33,6 +34,7 @@ def split(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "_MOST_COLUMNS", 16)
     monkeypatch.setattr(triton_split, "_LEAST_OF_A_WARP", 1)
     monkeypatch.setattr(triton_split, "_PARTS", (2, 4))
+    monkeypatch.setattr(triton_kernel, "_MOST_MEETINGS", 1000)
 
 
 @pytest.fixture(params=[False, True], ids=["the first ahead", "the last ahead"])
@@ -44,6 +46,13 @@ def order(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
 def parts(scan: Scan) -> int:
     (line,) = [x for x in _source_for(scan.block, False)[2].splitlines() if x.startswith("PARTS")]
     return int(line.split("= ")[1].split(",")[0])
+
+
+def test_programs_that_would_wait_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_MOST_MEETINGS", 0)
+    scan = Scan(gated, *data_for(4, (17,), 33))
+    with pytest.raises(Unsupported, match=r"its . programs would wait for each other . times a"):
+        _source_for(scan.block, reverse=False)
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, CELLS))

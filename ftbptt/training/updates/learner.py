@@ -120,7 +120,7 @@ class Learner:
 
     def scale(self) -> Tensor | None:
         """The factor of the next loss; None without a scaler."""
-        return scale_of(self.scaler, self._trained[0].device)
+        return None if self.scaler is None else scale_of(self.scaler, self._trained[0].device)
 
     def add(self, grads: Tree, weight: Any) -> None:
         """Adds the gradients of a mean loss over ``weight`` valid steps to the weighted mean."""
