@@ -51,9 +51,9 @@ class Settings(NamedTuple):
     ``modes``: which modules are in train mode. ``autocast``: the caller's for the data, if any.
     """
 
-    modes: tuple[bool, ...] = ()
-    default_dtype: torch.dtype = torch.float32
-    autocast: Autocast | None = None
+    modes: tuple[bool, ...]
+    default_dtype: torch.dtype
+    autocast: Autocast | None
 
 
 @dataclass(frozen=True)

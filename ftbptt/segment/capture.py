@@ -17,11 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.running import (
-    clear_cublas_workspaces,
-    copy_all,
-    end_recording,
-)
+from .._compat.running import clear_cublas_workspaces, copy_all, end_recording
 from .._warnings import warn
 from ..backends import Backend
 from ..compiler.distribute import ScanBlock

@@ -169,7 +169,9 @@ class _ByLength:
             if steps <= most_steps:
                 return run
         with TRACING, unseen_by_tools():
-            # With this as the example, what was too large for 32 bits gets more.
-            self.programs.append(self.built_for(2 * int(most_steps)))
-            self.compiled.value += 1
+            most_steps = self.programs[-1].most_steps
+            if steps > most_steps:  # else another thread was first
+                # With this as the example, what was too large for 32 bits gets more.
+                self.programs.append(self.built_for(2 * int(most_steps)))
+                self.compiled.value += 1
         return self._for(steps)
