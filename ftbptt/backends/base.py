@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..compiler.distribute import ScanBlock
+from ..compiler.blocks import ScanBlock
 from ..compiler.fusion import Fusion
 from ..compiler.program import RunScan
 

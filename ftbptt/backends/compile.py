@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from .._compat.inductor import inductor_compile, inductor_decompositions, while_loop
 from .._compat.tracing import enable_python_dispatcher, make_fx
 from .._interrupt import uninterrupted
-from ..compiler.distribute import ScanBlock
+from ..compiler.blocks import ScanBlock
 from ..compiler.graphs import gemm_flops
 from ..compiler.program import ScanResult
 from ..kernels.cpu.build import abandon, cancel, finish

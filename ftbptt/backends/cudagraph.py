@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._compat.tracing import FakeTensorMode, not_traced
-from ..compiler.distribute import ScanBlock
+from ..compiler.blocks import ScanBlock
 from ..compiler.graphs import value_of
 from ..compiler.program import ScanResult
 from .base import Backend, Function, histories_by_carry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..compiler.distribute import ScanBlock
+from ..compiler.blocks import ScanBlock
 from ..compiler.program import ScanResult
 from .base import Backend
 

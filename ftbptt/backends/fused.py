@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._compat.inductor import calls_in_cpp
 from .._compat.tracing import not_traced
-from ..compiler.distribute import ScanBlock
+from ..compiler.blocks import ScanBlock
 from ..compiler.fusion import Fusion
 from ..compiler.graphs import VIEWS, Node, aten, value_of
 from ..compiler.program import ScanResult

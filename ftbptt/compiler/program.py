@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._interrupt import uninterrupted
-from .distribute import DistributedLoop, MapBlock, ScanBlock, ShiftBlock
+from .blocks import DistributedLoop, MapBlock, ScanBlock, ShiftBlock
 from .graphs import Node
 
 

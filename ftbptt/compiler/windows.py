@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .._compat.tracing import FakeTensorMode
 from .adjoint import Loop
-from .distribute import DistributedLoop, ScanBlock, ShiftBlock, distribute
+from .blocks import DistributedLoop, ScanBlock, ShiftBlock
+from .distribute import distribute
 from .graphs import Node, needed_for, value_of
 from .program import RunScan
 from .time_axis.batching import for_any_length

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ..compiler.distribute import ScanBlock
+from ..compiler.blocks import ScanBlock
 from ..compiler.graphs import VIEWS, Node, aten, join_axis, value_of
 from .accesses import RowPattern, RowView, contiguous
 from .expressions import (

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from .._compat.running import is_view_of
-from ..compiler.distribute import ScanBlock
+from ..compiler.blocks import ScanBlock
 from ..compiler.graphs import VIEWS, Node, aten, join_axis, value_of
 from .accesses import RowView
 from .expressions import is_constant, is_elementwise, refuse

@@ -20,7 +20,7 @@ from torch import Tensor
 from .._compat.running import clear_cublas_workspaces, copy_all, end_recording
 from .._warnings import warn
 from ..backends import Backend
-from ..compiler.distribute import ScanBlock
+from ..compiler.blocks import ScanBlock
 from ..compiler.plan import Plan
 from ..contract.output import EarlyGradients
 from .call import without_inference_mode

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..backends import Backend
 from ..compiler.adjoint import Loop
-from ..compiler.distribute import DistributedLoop, MapBlock, ScanBlock
+from ..compiler.blocks import DistributedLoop, MapBlock, ScanBlock
 from ..compiler.graphs import Node, nbytes, owner_of, reachable_from
 from ..compiler.loss import LossGraphs
 from ..compiler.plan import Plan

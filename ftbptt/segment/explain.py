@@ -10,7 +10,7 @@ from torch import fx
 
 from .._trees import leaf_names
 from ..backends import Backend
-from ..compiler.distribute import Block, DistributedLoop, MapBlock, ShiftBlock
+from ..compiler.blocks import Block, DistributedLoop, MapBlock, ShiftBlock
 from ..compiler.graphs import GEMMS, VIEWS, Node, aten, gemm_flops, is_getitem, nbytes, value_of
 from ..compiler.plan import Plan
 from ..compiler.time_axis.reduction import Gemm, LoopTotal

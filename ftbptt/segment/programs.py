@@ -26,7 +26,8 @@ from torch import Tensor
 from .._compat.tracing import is_pinned, most_indexed, symbolic_steps, unseen_by_tools
 from ..backends import Backend
 from ..backends.base import Function
-from ..compiler.distribute import DistributedLoop, distribute
+from ..compiler.blocks import DistributedLoop
+from ..compiler.distribute import distribute
 from ..compiler.plan import Plan
 from ..compiler.program import run_loop
 from ..compiler.tracing.trace import TRACING

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ftbptt import make_train_segment
-from ftbptt.compiler.distribute import Block, MapBlock, ScanBlock, distribute
+from ftbptt.compiler.blocks import Block, MapBlock, ScanBlock
+from ftbptt.compiler.distribute import distribute
 from ftbptt.kernels.lower import make_row_loop
 from ftbptt.kernels.rowloop import Product
 

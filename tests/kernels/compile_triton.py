@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from ftbptt import make_train_segment
-from ftbptt.compiler.distribute import ScanBlock, distribute
+from ftbptt.compiler.blocks import ScanBlock
+from ftbptt.compiler.distribute import distribute
 from ftbptt.kernels.expressions import Unsupported
 from ftbptt.kernels.gpu import kernel as triton_kernel
 from ftbptt.kernels.gpu.kernel import print_triton

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ftbptt._compat.tracing import FakeTensorMode, make_fx
 from ftbptt.backends import EAGER, FUSED
-from ftbptt.compiler.distribute import ScanBlock
+from ftbptt.compiler.blocks import ScanBlock
 from ftbptt.compiler.tracing.trace import trace_function
 from ftbptt.kernels.cpu.loop import print_cpp
 from ftbptt.kernels.lower import make_row_loop
