@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..._trees import tree_leaves, tree_map
+from ...contract.as_step import as_step
 from ...contract.layout import Layout, broadcast_rows
+from ...contract.step import Step
 from ...training.data.chunk import Chunk, TimeAxes
 
 Tree = Any
@@ -37,7 +40,6 @@ class EagerChunk:
     loss: Callable[[Tree, Tree], Tensor]
     dim: int
     initial: Tree
-    row_axis: Callable[[Tensor], int]
     autocast: torch.dtype | None
 
     def forward(
@@ -47,7 +49,7 @@ class EagerChunk:
 
         ``each_step``: make one call per step.
         """
-        device = next((t.device.type for t in tree_leaves(chunk.x) if isinstance(t, Tensor)), "cpu")
+        device = _device(chunk)
         cast = nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
         with cast:
             starts = self._call_starts(chunk, save_at, each_step)
@@ -65,6 +67,13 @@ class EagerChunk:
                 outs.append(out)
             out = tree_map(lambda *leaves: torch.cat(leaves, self.dim), *outs)
             return Forward(self.loss(out, chunk.y), out, state, saved)
+
+    def autocast_dtype(self, chunk: Chunk) -> torch.dtype | None:
+        """The dtype of autocast, this trainer's or the caller's; None if it is off."""
+        device = _device(chunk)
+        if self.autocast is None and torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return self.autocast
 
     def _call(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
         out, state = self.model(x) if state is None else self.model(x, state)
@@ -88,7 +97,22 @@ class EagerChunk:
             return state
         flags = part.reset if part.reset.dim() < 2 else part.reset.movedim(self.dim, 0)
         start = tree_map(torch.zeros_like, state) if self.initial is None else self.initial
-        return broadcast_rows(torch.where, flags[0], start, state, self.row_axis)
+        return broadcast_rows(torch.where, flags[0], start, state, self._row_axis)
+
+    def _row_axis(self, leaf: Tensor) -> int:
+        return 0 if self._step is None else self._step.row_axis(leaf)
+
+    @cached_property
+    def _step(self) -> Step | None:
+        """The model as a step, which knows where its state has its rows; None if it is none."""
+        try:
+            return as_step(self.model, sequence=True, batch_first=self.dim == 1)
+        except (TypeError, ValueError):
+            return None
+
+
+def _device(chunk: Chunk) -> str:
+    return next((t.device.type for t in tree_leaves(chunk.x) if isinstance(t, Tensor)), "cpu")
 
 
 def loss_reads_parameters(forward: Forward) -> bool:

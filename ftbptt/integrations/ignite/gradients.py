@@ -1,0 +1,53 @@
+"""Adds gradients to ``.grad``, as ``backward()`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+
+def backward(loss: Tensor, weight: float, scaler: GradScaler | None) -> None:
+    """Adds ``weight`` times the (scaled) gradients of the loss."""
+    loss = loss if weight == 1 else loss * weight
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def backward_alone(
+    params: Mapping[str, nn.Parameter], loss: Tensor, weight: float, scaler: GradScaler | None
+) -> dict[str, Tensor | None]:
+    """As :func:`backward`; returns the gradients of this loss alone, without the weight."""
+    before = {name: p.grad for name, p in params.items()}
+    for p in params.values():
+        p.grad = None
+    try:
+        backward(loss, 1, scaler)
+    finally:
+        grads = {name: p.grad for name, p in params.items()}
+        for name, p in params.items():
+            p.grad, grad = before[name], grads[name]
+            if grad is not None:
+                _add(p, grad, weight)
+    return grads
+
+
+def add_gradients(
+    params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor | None], weight: float
+) -> None:
+    """Adds ``weight`` times each gradient, in its parameter's layout: optimizers rely on it."""
+    for name, grad in grads.items():
+        if grad is not None:
+            p = params[name]
+            same = grad.stride() == p.stride()
+            _add(p, grad if same else torch.empty_like(p).copy_(grad), weight)
+
+
+def _add(p: nn.Parameter, grad: Tensor, weight: float) -> None:
+    grad = grad if weight == 1 else grad * weight
+    if p.grad is None:
+        p.grad = grad
+    else:
+        with torch.no_grad():
+            p.grad += grad
