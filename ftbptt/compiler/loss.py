@@ -27,7 +27,7 @@ from .time_axis.batching import for_any_length
 from .tracing.constants import Constants
 from .tracing.effects import without_effects
 from .tracing.errors import explain_trace_errors
-from .tracing.function_overrides import Composed
+from .tracing.function_overrides import FunctionOverrides
 from .tracing.step_checks import forbid_mutation, forbid_trained_captures
 from .tracing.trace import TRACING, trace_function
 
@@ -205,7 +205,7 @@ class LossTracer:
             return [loss]
 
         def traced() -> fx.GraphModule:
-            with explain_trace_errors("loss", self.recipe.loss), Composed("loss"):
+            with explain_trace_errors("loss", self.recipe.loss), FunctionOverrides("loss"):
                 examples = self._examples(mode, length, [])
                 return trace_function(
                     value, examples, mode, before_autograd=True, constants=self.constants

@@ -21,7 +21,7 @@ _MOST = 256  # calls, one for each K; many different lengths should not fill the
 
 
 @dataclass(frozen=True)
-class Trees:
+class FlatArguments:
     """Arguments as flat tensors, and a key of their structure, shapes, dtypes and devices.
 
     Only of tensors, None, and dicts, tuples and lists of these, which is all that most calls have.
@@ -32,7 +32,7 @@ class Trees:
     device_type: str
 
     @classmethod
-    def of(cls, trees: Sequence[Tree]) -> Trees | None:
+    def of(cls, trees: Sequence[Tree]) -> FlatArguments | None:
         leaves: list[list[Tensor]] = []
         key: list[Any] = []
         for tree in trees:
@@ -88,7 +88,7 @@ def _like(tree: Tree, leaves: Iterator[Tensor]) -> Tree:
 
 
 @dataclass(frozen=True)
-class Known:
+class CheckedCall:
     """What a checked call runs, and its initial state."""
 
     call: Call
@@ -96,16 +96,16 @@ class Known:
     initial: list[Tensor]
 
 
-class Recall:
+class CallCache:
     """The calls that were checked, by the key of their arguments."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Known] = {}
+        self._calls: dict[Any, CheckedCall] = {}
 
-    def find(self, key: Any) -> Known | None:
-        return self._known.get(key)
+    def find(self, key: Any) -> CheckedCall | None:
+        return self._calls.get(key)
 
-    def keep(self, key: Any, known: Known) -> None:
-        if len(self._known) >= _MOST:
-            self._known.clear()
-        self._known[key] = known
+    def keep(self, key: Any, checked: CheckedCall) -> None:
+        if len(self._calls) >= _MOST:
+            self._calls.clear()
+        self._calls[key] = checked

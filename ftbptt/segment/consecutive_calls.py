@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from ..contract.output import SegmentOutput
-from .call_cache import Known, flatten
+from .call_cache import CheckedCall, flatten
 from .train_segment import TrainSegment
 
 Tree = Any
 
 
-class Following:
-    """following : params, state, x[K, ...], y[K, ...] -> SegmentOutput
+class ConsecutiveCalls:
+    """consecutive_calls : params, state, x[K, ...], y[K, ...] -> SegmentOutput
 
     Calls the segment. A state that it returned itself is not examined again; only what may have
     changed since is: the parameters' tensors, the data, the module.
@@ -27,7 +27,7 @@ class Following:
 
     def __init__(self, segment: TrainSegment) -> None:
         self.segment = segment
-        self._known: Known | None = None
+        self._checked: CheckedCall | None = None
         self._params: list[Tensor] = []
         self._state: list[Tensor] = []  # the leaves of the state that was returned last
         self._form: list[Any] = []  # its structure, shapes and dtypes
@@ -35,9 +35,9 @@ class Following:
         self._looks: tuple[Any, ...] = ()
 
     def __call__(self, params: Tree, state: Tree, x: Tree, y: Tree) -> SegmentOutput:
-        known = self._known
+        checked = self._checked
         if (
-            known is not None
+            checked is not None
             and type(params) is dict
             and type(x) is type(y) is Tensor
             and not (x.requires_grad or y.requires_grad)  # which is refused
@@ -46,13 +46,15 @@ class Following:
             and all(map(is_, params.values(), self._params))
             and self._looks_of(params, x, y) == self._looks
         ):
-            result = self.segment.again(known, [self._params, self._state, [x], [y]], params, state)
+            result = self.segment.run_checked(
+                checked, [self._params, self._state, [x], [y]], params, state
+            )
         else:
             result = self.segment(params, state, x, y)
-            self._known = None
+            self._checked = None
             plain = type(params) is dict and all(isinstance(p, Tensor) for p in params.values())
             if plain and type(x) is type(y) is Tensor:
-                self._known = self.segment.known(params, state, x, y)
+                self._checked = self.segment.checked_call(params, state, x, y)
                 self._params = list(params.values())
                 self._looks = self._looks_of(params, x, y)
         self._note(result.state)

@@ -13,7 +13,7 @@ from .._compat.tracing import FakeTensorMode, unseen_by_tools, unvalidated_distr
 from .._trees import tree_flatten, tree_unflatten
 from ..compiler.tracing.effects import without_step_effects
 from ..compiler.tracing.errors import explain_trace_errors
-from ..compiler.tracing.function_overrides import Composed
+from ..compiler.tracing.function_overrides import FunctionOverrides
 from ..compiler.tracing.trace import TRACING
 from ..contract.step import Step
 from ..contract.taps import Tap
@@ -37,7 +37,7 @@ def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Te
             unseen_by_tools(),
             mode,
             validated,
-            Composed("step"),
+            FunctionOverrides("step"),
             explain_trace_errors("step", step),
         ):
             (_, tapped), _ = step.apply(

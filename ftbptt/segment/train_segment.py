@@ -19,7 +19,7 @@ from ..contract.output import EarlyGradients, SegmentOutput, TappedOutput
 from .argument_checks import check_no_gradient_is_lost
 from .arguments import lay_out
 from .call import Call, InDims, Results, layout_of, settings_of
-from .call_cache import Known, Recall, Trees, like
+from .call_cache import CallCache, CheckedCall, FlatArguments, like
 from .executables import Executables
 from .explain import Explanation, explain
 from .probes import find_taps, taps_of, with_probes
@@ -77,12 +77,12 @@ class TrainSegment:
         self._time_dim, self._in_dims = time_dim, in_dims
         self._executables = Executables(recipe, backend, reuse_output=reuse_output)
         self._taps: dict[Any, dict[str, Tensor]] = {}
-        self._recall = Recall()
+        self._call_cache = CallCache()
 
     def __getstate__(self) -> dict[str, Any]:
         """What is compiled is neither copied nor pickled, but made again."""
         new = Executables(self.recipe, self._backend, reuse_output=self.reuses_output)
-        return {**self.__dict__, "_executables": new, "_taps": {}, "_recall": Recall()}
+        return {**self.__dict__, "_executables": new, "_taps": {}, "_call_cache": CallCache()}
 
     @property
     def trace_count(self) -> int:
@@ -270,19 +270,16 @@ class TrainSegment:
             given = (params, state, x, y, reset, mask)
             return outside(self._segment, *given, with_grad=with_grad, early=early)
         mapped = inside_functorch()
-        key = trees = None
+        key = arguments = None
         if not mapped and self._in_dims is None and state is not None and not self.tapped:
-            trees = Trees.of((params, state, x, y, reset, mask))
-        if trees is not None:
-            key = (trees.key, with_grad, *self.surroundings(trees.device_type))
-            known = self._recall.find(key)
-            is_refused = with_grad and any(
-                leaf.requires_grad
-                for data in trees.leaves[2:4]
-                for leaf in data  # x and y
-            )
-            if known is not None and not is_refused:
-                return self.again(known, trees.leaves, params, state, with_grad, early)
+            arguments = FlatArguments.of((params, state, x, y, reset, mask))
+        if arguments is not None:
+            key = (arguments.key, with_grad, *self.surroundings(arguments.device_type))
+            checked = self._call_cache.find(key)
+            x_and_y = arguments.leaves[2:4]
+            is_refused = with_grad and any(t.requires_grad for leaves in x_and_y for t in leaves)
+            if checked is not None and not is_refused:
+                return self.run_checked(checked, arguments.leaves, params, state, with_grad, early)
         if with_grad:
             check_no_gradient_is_lost(params, () if self.tapped else x, y)
         call, tensors, layout = self._laid_out(params, state, x, y, reset, mask)
@@ -299,7 +296,7 @@ class TrainSegment:
             if key is not None and layout.time_dim == 0:
                 initial = call.groups(tensors)["initial_state"]
                 executable = self._executables.of(call, tensors)
-                self._recall.keep(key, Known(call, executable, initial))
+                self._call_cache.keep(key, CheckedCall(call, executable, initial))
         return self._output(call, layout, call.results(flat, with_grad), info, with_grad, mapped)
 
     def _output(
@@ -348,16 +345,17 @@ class TrainSegment:
             *settings_of(self.recipe, device_type),
         )
 
-    def known(self, params: Tree, state: Tree, x: Tree, y: Tree) -> Known | None:
+    def checked_call(self, params: Tree, state: Tree, x: Tree, y: Tree) -> CheckedCall | None:
         """What a call with such arguments runs; None if it has to be checked first."""
-        trees = Trees.of((params, state, x, y, None, None))
-        if trees is None:
+        arguments = FlatArguments.of((params, state, x, y, None, None))
+        if arguments is None:
             return None
-        return self._recall.find((trees.key, True, *self.surroundings(trees.device_type)))
+        surroundings = self.surroundings(arguments.device_type)
+        return self._call_cache.find((arguments.key, True, *surroundings))
 
-    def again(
+    def run_checked(
         self,
-        known: Known,
+        checked: CheckedCall,
         leaves: list[list[Tensor]],
         params: Tree,
         state: Tree,
@@ -366,11 +364,13 @@ class TrainSegment:
     ) -> SegmentOutput:
         """A call that was checked before. ``leaves`` are those of each argument, not moved."""
         param_leaves, *others = leaves
-        before = [*param_leaves, *self.recipe.step.buffers().values(), *known.initial]
+        before = [*param_leaves, *self.recipe.step.buffers().values(), *checked.initial]
         tensors = [leaf.detach() for leaf in (*before, *(t for group in others for t in group))]
         info = CallInfo()
-        flat = self._executables.run(known.call, with_grad, info, tensors, known.executable, early)
-        results = known.call.results(flat, with_grad)
+        flat = self._executables.run(
+            checked.call, with_grad, info, tensors, checked.executable, early
+        )
+        results = checked.call.results(flat, with_grad)
         return SegmentOutput(
             like(params, results.grads) if with_grad else None,
             like(state, results.state),

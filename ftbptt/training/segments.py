@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._trees import tree_leaves, tree_map
 from ..contract.output import EarlyGradients, SegmentOutput
-from ..segment.consecutive_calls import Following
+from ..segment.consecutive_calls import ConsecutiveCalls
 from ..segment.train_segment import TrainSegment
 from .data.chunk import Chunk, TimeAxes
 from .data.cursor import Span
@@ -60,14 +60,14 @@ class Segments(DataLayout):
             )
         # Whether the segment has no context of its own, so that training needs a variant with one.
         self._adds_context = False
-        self._consecutive: Following | None = None
+        self._consecutive: ConsecutiveCalls | None = None
         if isinstance(train_segment, TrainSegment):
             self._adds_context = bool(context)
             context = context or train_segment.context
             train_segment = variant(
                 train_segment, states=False, scaled=False, context=train_segment.context
             )
-            self._consecutive = Following(train_segment)
+            self._consecutive = ConsecutiveCalls(train_segment)
         self.train_segment, self.context, self._autocast = train_segment, context, autocast
 
     @property

@@ -82,7 +82,7 @@ FLOAT: dict[str, Operation] = {
     "where_bools": lambda x, y: torch.where(x > 0, y > 0, y < 1),
     "true_or": lambda x, y: torch.logical_or(x > 0, torch.ones_like(x, dtype=torch.bool)),
 }
-# Composed of several: rounded in another order than torch does.
+# FunctionOverrides of several: rounded in another order than torch does.
 COMPOSED: dict[str, Operation] = {
     "add_alpha": lambda x, y: torch.add(x, y, alpha=-0.5),
     "sub_alpha": lambda x, y: torch.sub(x, y, alpha=3),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ftbptt import make_train_segment, reference_segment
-from ftbptt.segment.consecutive_calls import Following
+from ftbptt.segment.consecutive_calls import ConsecutiveCalls
 
 from ..cells import problem
 from ..cells.problems import B, D, H, Problem, cross_entropy, mse, per_row
@@ -435,7 +435,7 @@ def test_data_that_waits_for_a_gradient_later(name: str, consecutive: bool) -> N
     """As that of an encoder does that is no longer frozen; calls of its shape are known by then."""
     given = problem("gru_cell")
     segment: Any = make_train_segment(given.step, given.loss, backend="eager")
-    call = Following(segment) if consecutive else segment
+    call = ConsecutiveCalls(segment) if consecutive else segment
     params, state, x, y = given.data(3)
     for _ in range(3):
         state = call(params, state, x, y).state

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ftbptt import TrainSegment, make_train_segment
 from ftbptt.backends import EAGER
-from ftbptt.segment.consecutive_calls import Following
+from ftbptt.segment.consecutive_calls import ConsecutiveCalls
 from ftbptt.segment.execute import Executable
 
 from ..cells import CELLS, problem
@@ -51,21 +51,21 @@ class Both:
         self.cell = Cell()
         self.params: Tree = dict(self.cell.named_parameters())
         self.segment = make_train_segment(self.cell, loss, backend="eager")
-        self.following = Following(self.segment)
+        self.consecutive = ConsecutiveCalls(self.segment)
         self.followed = 0
-        again = TrainSegment.again
+        run_checked = TrainSegment.run_checked
 
-        def counted(segment: Any, known: Any, leaves: Any, *rest: Any) -> Any:
-            self.followed += leaves[0] is self.following._params
-            return again(segment, known, leaves, *rest)
+        def counted(segment: Any, checked: Any, leaves: Any, *rest: Any) -> Any:
+            self.followed += leaves[0] is self.consecutive._params
+            return run_checked(segment, checked, leaves, *rest)
 
-        monkeypatch.setattr(TrainSegment, "again", counted)
+        monkeypatch.setattr(TrainSegment, "run_checked", counted)
         self.state: Tree = torch.zeros(2, 5)
 
     def go(self, x: Tensor, y: Tensor) -> bool:
         """One call; whether it was followed."""
         before = self.followed
-        found = self.following(self.params, self.state, x, y)
+        found = self.consecutive(self.params, self.state, x, y)
         fresh = make_train_segment(self.cell, loss, backend="eager")
         assert_close(found, fresh(self.params, self.state, x, y))
         self.state = found.state
@@ -118,16 +118,16 @@ def test_a_call_of_another_kind_between(both: Both) -> None:
     x, _ = data()
     cell = both.cell
     segment = make_train_segment(cell, lambda out, y: out.mean(), backend="eager")
-    following, params = Following(segment), dict(cell.named_parameters())
+    consecutive, params = ConsecutiveCalls(segment), dict(cell.named_parameters())
     given = data()
-    first = following(params, torch.zeros(2, 5), *given)
-    second = following(params, first.state, x, None)
-    third = following(params, second.state, *given)
+    first = consecutive(params, torch.zeros(2, 5), *given)
+    second = consecutive(params, first.state, x, None)
+    third = consecutive(params, second.state, *given)
     fresh = make_train_segment(cell, lambda out, y: out.mean(), backend="eager")
     assert_close(third, fresh(params, second.state, *given))
     swapped = dict(zip(reversed(params), params.values(), strict=True))
     with pytest.raises((TypeError, ValueError, RuntimeError)):  # shapes under other names
-        following(swapped, third.state, *given)
+        consecutive(swapped, third.state, *given)
 
 
 def test_other_shapes_and_dtypes(both: Both) -> None:
@@ -147,11 +147,11 @@ def nested(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_nested_parameters_of_a_functional_optimizer() -> None:
     segment = make_train_segment(nested, loss, backend="eager")
-    following, params = Following(segment), {"cell": {"w": torch.randn(5)}}
+    consecutive, params = ConsecutiveCalls(segment), {"cell": {"w": torch.randn(5)}}
     state = torch.zeros(2, 5)
     for _ in range(4):
         x, y = torch.randn(4, 2, 5), torch.randn(4, 2, 5)
-        found = following(params, state, x, y)
+        found = consecutive(params, state, x, y)
         assert_close(found, segment(params, state, x, y))
         params = {"cell": {"w": params["cell"]["w"] - found.grads["cell"]["w"]}}
         state = found.state
@@ -163,11 +163,11 @@ def test_the_same_tensors_in_another_structure() -> None:
         return h, (h, *state[1:]) if type(state) is tuple else [-h, *state[1:]]
 
     segment = make_train_segment(pair, loss, backend="eager")
-    following, params = Following(segment), {"w": torch.randn(5)}
+    consecutive, params = ConsecutiveCalls(segment), {"w": torch.randn(5)}
     state: Tree = (torch.zeros(2, 5), torch.zeros(2))
     for kind in (tuple, tuple, list, list):
         given = params, kind(state), torch.randn(4, 2, 5), torch.randn(4, 2, 5)
-        found = following(*given)
+        found = consecutive(*given)
         assert_close(found, segment(*given))
         state = found.state
 
@@ -176,7 +176,7 @@ def test_a_backend_that_fails_is_left_at_once(both: Both, monkeypatch: pytest.Mo
     backends = {"auto": replace(EAGER, name="fused"), "eager": EAGER}
     monkeypatch.setattr("ftbptt.segment.executables.choose", backends.__getitem__)
     both.segment = make_train_segment(both.cell, loss)
-    both.following = Following(both.segment)
+    both.consecutive = ConsecutiveCalls(both.segment)
     assert [both.go(*data()) for _ in range(2)] == [False, True]
     run, failed = Executable.run, []
 
@@ -198,10 +198,10 @@ def test_every_cell(name: str) -> None:
     given = problem(name)
     options = {"backend": "eager", "time_dim": given.time_dim or None}
     segment = make_train_segment(given.step, given.loss, **options)  # type: ignore[arg-type]
-    following = Following(segment)
+    consecutive = ConsecutiveCalls(segment)
     params, state, x, y = given.data(5)
     own = state
     for _ in range(3):
-        found, expected = following(params, own, x, y), segment(params, state, x, y)
+        found, expected = consecutive(params, own, x, y), segment(params, state, x, y)
         assert_close(found, expected)
         own, state = found.state, expected.state

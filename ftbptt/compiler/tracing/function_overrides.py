@@ -205,7 +205,7 @@ _LEAVES_TORCH = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack_
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-class Composed(TorchFunctionMode):
+class FunctionOverrides(TorchFunctionMode):
     """While active, the functions above and torch's recurrent layers run as plain operations.
 
     ``argument``: what runs, "step" or "loss", for errors.

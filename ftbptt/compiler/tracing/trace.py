@@ -37,7 +37,7 @@ from .custom_gradient import custom_gradients_as_nodes
 from .decompositions import BEFORE_AUTOGRAD, past_autograd
 from .effects import without_step_effects
 from .errors import explain_trace_errors
-from .function_overrides import Composed
+from .function_overrides import FunctionOverrides
 from .linalg_checks import failures_as_nan
 from .step_checks import (
     checked_pair,
@@ -220,7 +220,7 @@ def trace_step(
         for size, spec in zip(sizes, specs, strict=True):
             trees.append(tree_unflatten(list(leaves[start : start + size]), spec))
             start += size
-        with Composed("step"), under(autocast):
+        with FunctionOverrides("step"), under(autocast):
             result = step.apply(*trees)
         x_only = floating_dtypes(x_t) - floating_dtypes(params)
         out, state_after = checked_pair(result, state, x_only)
