@@ -25,7 +25,7 @@ from .time_axis.batching import for_any_length
 from .tracing.trace import trace_function
 
 
-class Block(NamedTuple):
+class WindowBatch(NamedTuple):
     """Windows that run at once, each ``stride`` steps after the one before.
 
     ``start`` is the first step of the first window, ``losses`` how many of a window's last steps
@@ -48,17 +48,17 @@ class Sliding:
     length: int
     stride: int
 
-    def blocks(self, first: int, steps: int, count: int) -> list[Block]:
+    def batches(self, first: int, steps: int, count: int) -> list[WindowBatch]:
         """The windows whose losses are at the steps from ``first`` on, up to ``count`` at once."""
         full_windows = (steps - first) // self.stride
-        blocks = []
+        batches = []
         for w in range(0, full_windows, count):
             start = first + (w + 1) * self.stride - self.length
-            blocks.append(Block(start, min(count, full_windows - w), self.stride))
+            batches.append(WindowBatch(start, min(count, full_windows - w), self.stride))
         losses_left = steps - first - full_windows * self.stride
         if losses_left:
-            blocks.append(Block(steps - self.length, 1, losses_left))
-        return blocks
+            batches.append(WindowBatch(steps - self.length, 1, losses_left))
+        return batches
 
     def padded(self, sequence: Tensor, count: int) -> Tensor:
         """``[K, ...]`` with room for ``count`` windows at its first and at its last step.
@@ -70,33 +70,33 @@ class Sliding:
         steps = torch.arange(1 - self.length, end, device=sequence.device)
         return sequence.index_select(0, steps.clamp(0, last))
 
-    def part(self, padded: Tensor, block: Block, count: int) -> Tensor:
-        """The steps of a padded sequence that ``count`` windows read, from the block's first on."""
+    def part(self, padded: Tensor, batch: WindowBatch, count: int) -> Tensor:
+        """The steps of a padded sequence that ``count`` windows of the batch read."""
         return padded.narrow(
-            0, block.start + self.length - 1, self.length + (count - 1) * self.stride
+            0, batch.start + self.length - 1, self.length + (count - 1) * self.stride
         )
 
     def side_by_side(self, part: Tensor) -> Tensor:
         """The steps of windows as a view ``[length, windows, ...]``."""
         return part.unfold(0, self.length, self.stride).movedim(-1, 0)
 
-    def with_loss(self, d_out: Tensor, block: Block, count: int) -> Tensor:
+    def with_loss(self, d_out: Tensor, batch: WindowBatch, count: int) -> Tensor:
         """The gradients of a padded output for each window, ``[length, windows, ...]``.
 
         They are 0 at the steps of a window without a loss.
         """
         d_windows = d_out.new_zeros((self.length, count, *d_out.shape[1:]))
-        all_steps = self.side_by_side(self.part(d_out, block, count))
-        has_loss = slice(self.length - block.losses, None), slice(block.windows)
+        all_steps = self.side_by_side(self.part(d_out, batch, count))
+        has_loss = slice(self.length - batch.losses, None), slice(batch.windows)
         d_windows[has_loss] = all_steps[has_loss]
         return d_windows
 
-    def add(self, total: Tensor, block: Block, values: Tensor) -> None:
+    def add(self, total: Tensor, batch: WindowBatch, values: Tensor) -> None:
         """Adds the windows' values, ``[length, windows, ...]``, to the steps of a padded total."""
         for i in range(self.length):
-            first = block.start + self.length - 1 + i
-            steps = total[first : first + (block.windows - 1) * self.stride + 1 : self.stride]
-            steps += values[i, : block.windows]
+            first = batch.start + self.length - 1 + i
+            steps = total[first : first + (batch.windows - 1) * self.stride + 1 : self.stride]
+            steps += values[i, : batch.windows]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ..compiler.windows import Sliding, on_windows
 from ..segment.execute import Executable
 
 Groups = dict[str, list[Tensor]]
-_BLOCK_BYTES = 64 << 20  # of windows that run at once
+_BATCH_BYTES = 64 << 20  # of windows that run at once
 
 
 def norms_by_lag(
@@ -42,7 +42,7 @@ def norms_by_lag(
     loop = distribute(replace(reverse, stacked=list(reverse.carries), summed=[]))
     sliding = Sliding(max_lag + 1, 1)
     window_bytes = sliding.length * sum(map(nbytes, [*reverse.sequences, *reverse.carries]))
-    count = min(steps - first_loss, max(1, _BLOCK_BYTES // max(window_bytes, 1)))
+    count = min(steps - first_loss, max(1, _BATCH_BYTES // max(window_bytes, 1)))
     scan_windows = on_windows(run_scan, loop, count)
     device = sequences[0].device
     start = [
@@ -52,16 +52,16 @@ def norms_by_lag(
     padded = [sliding.padded(sequence, count) for sequence in sequences]
     padded_d_outs = [sliding.padded(d_out, count) for d_out in d_outs]
     norms: list[dict[str, Tensor]] = []
-    for block in sliding.blocks(first_loss, steps, count):
-        windows = [sliding.side_by_side(sliding.part(s, block, count)) for s in padded]
-        windows += [sliding.with_loss(d_out, block, count) for d_out in padded_d_outs]
+    for batch in sliding.batches(first_loss, steps, count):
+        windows = [sliding.side_by_side(sliding.part(s, batch, count)) for s in padded]
+        windows += [sliding.with_loss(d_out, batch, count) for d_out in padded_d_outs]
         _, d_states, _ = run_loop(
             loop, scan_windows, invariants, windows, start, sliding.length, count
         )
         # The last entry is the gradient that enters step t from later losses: always zero.
-        d_states = [d[:-1, : block.windows].flip(0) for d in d_states]
+        d_states = [d[:-1, : batch.windows].flip(0) for d in d_states]
         norms.append(_norms_by_leaf(plan, d_states, row_axes))
-    return {name: torch.cat([block[name] for block in norms], 1) for name in norms[0]}
+    return {name: torch.cat([of_batch[name] for of_batch in norms], 1) for name in norms[0]}
 
 
 def _forward(plan: Plan, groups: Groups) -> tuple[list[Tensor], list[Tensor], list[Tensor], int]:

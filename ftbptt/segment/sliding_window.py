@@ -28,11 +28,11 @@ def reverse_windows(
         if i in loop.reads
     }
     totals: list[Tensor] = []
-    for block in sliding.blocks(0, steps, count) if loop.alone.loop.stacked else ():
+    for batch in sliding.batches(0, steps, count) if loop.alone.loop.stacked else ():
         parts = [
-            sliding.part(leaf, block, count)
+            sliding.part(leaf, batch, count)
             if i < len(sequences)
-            else sliding.with_loss(leaf, block, count)
+            else sliding.with_loss(leaf, batch, count)
             for i, leaf in padded.items()
         ]
         n_read = sum(i < len(sequences) for i in padded)
@@ -41,7 +41,7 @@ def reverse_windows(
             room = len(sequences[0]) + 2 * sliding.length + count * sliding.stride
             totals = [leaf.new_zeros((room, *leaf.shape[2:])) for leaf in handed_back]
         for total, leaf in zip(totals, handed_back, strict=True):
-            sliding.add(total, block, leaf)
+            sliding.add(total, batch, leaf)
     totals = [total[sliding.length - 1 :][:steps] for total in totals]
     all_sequences = [*sequences, *d_outs, *totals]
     return programs.run_chunk("together", loop.together, invariants, all_sequences, [])

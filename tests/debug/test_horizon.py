@@ -120,7 +120,7 @@ def test_axes_of_time_and_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
         # With one row instead of three, the mean has a third of the terms.
         expected = expected[:, :, :1] * 3
     if kind == "long blocks":
-        monkeypatch.setattr("ftbptt.debug.lags._BLOCK_BYTES", 1)  # a window at a time
+        monkeypatch.setattr("ftbptt.debug.lags._BATCH_BYTES", 1)  # a window at a time
     norms = gradient_horizon(segment, params, state, x, y, max_lag=3).norms["state"]
     torch.testing.assert_close(norms, expected, rtol=1e-10, atol=1e-13)
 
