@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._numbers import check_initial_state, check_int, check_time_dim
+from .._checks import check_initial_state, check_int, check_time_dim
 from .._trees import (
     differentiable,
     in_order_of,

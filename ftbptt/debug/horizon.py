@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._numbers import check_int, check_number, check_positive
+from .._checks import check_int, check_number, check_positive
 from .._trees import differentiable
 from ..compiler.plan import Plan
 from ..compiler.signature import as_traced

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .._numbers import check_bool, check_initial_state, check_int, check_time_dim
+from .._checks import check_bool, check_initial_state, check_int, check_time_dim
 from ..backends import NAMES
 from ..compiler.signature import Recipe
 from ..contract.as_step import as_step

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .._numbers import check_int
+from .._checks import check_int
 from .._trees import tree_leaves, tree_map
 from ..contract.layout import Layout
 from ..segment.make_segment import check_made

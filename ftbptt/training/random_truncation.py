@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._numbers import check_number
+from .._checks import check_number
 from .._trees import differentiable, tree_leaves, tree_map
 from ..contract.layout import Layout, SharedLayout
 from ..contract.output import SegmentOutput

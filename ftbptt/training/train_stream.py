@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
-from .._numbers import check_bool, check_int, check_number, check_positive, check_time_dim
+from .._checks import check_bool, check_int, check_number, check_positive, check_time_dim
 from .._trees import tree_map
 from ..contract.output import SegmentOutput
 from ..distributed.ranks import Ranks

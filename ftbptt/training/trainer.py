@@ -175,7 +175,10 @@ class Trainer:
     ) -> tuple[Update | None, bool]:
         """The update from the windows of all ranks, and whether any rank had a window."""
         meter = self.monitor.meter
-        joint = rank_sync.update(stats, more, self.index, meter.is_due(), self.ended, meter.seconds)
+        joint = rank_sync.update(
+            self.index, stats, more=more, due=meter.is_due(), stops=self.ended,
+            seconds=meter.seconds,
+        )  # fmt: skip
         self.ended |= bool(joint.stopping)
         self.seconds = joint.seconds
         self._had_windows |= joint.more

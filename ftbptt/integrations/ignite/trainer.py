@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
-from ..._numbers import check_int, check_positive
+from ..._checks import check_int, check_positive
 from ..._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ...backends import NAMES
 from ...training.data.chunk import Chunk

@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor
 
-from ..._numbers import check_int
+from ..._checks import check_int
 from ..._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ..._warnings import warn
 from ...training.data.chunk import Chunk

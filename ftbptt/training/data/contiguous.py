@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..._numbers import check_int
+from ..._checks import check_int
 from ...distributed.shares import share_of
 from .chunk import Chunk, as_tensors
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..._numbers import check_bool, check_int
+from ..._checks import check_bool, check_int
 
 
 @dataclass(slots=True)  # not frozen, which takes twice as long to make: each update makes two

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..._numbers import check_int, check_number
+from ..._checks import check_int, check_number
 
 
 class EarlyStop:

@@ -100,14 +100,15 @@ class RankSync:
 
     def update(
         self,
-        stats: WindowStats | None,
-        more: bool,
         index: int,
-        due: bool,
-        stops: bool,
+        stats: WindowStats | None = None,
+        *,
+        more: bool = False,
+        due: bool = False,
+        stops: bool = False,
         seconds: float = 0.0,
     ) -> JointUpdate:
-        """Joins the windows of all ranks; the learner then has the gradients of all.
+        """Joins the windows of all ranks for an update; the learner then has the gradients of all.
 
         ``stats`` is None if this rank has no window that counts, ``more`` false if it has none at
         all. Raises :class:`RankFailed` if another rank has left the run.
@@ -136,7 +137,7 @@ class RankSync:
 
         Raises :class:`RankFailed` if one has left.
         """
-        return bool(self.update(None, False, index, False, stops).stopping)
+        return bool(self.update(index, stops=stops).stopping)
 
     def close(self, index: int) -> None:
         """Waits until all ranks end the run, before update ``index``.
@@ -144,7 +145,7 @@ class RankSync:
         Raises :class:`RankFailed` if one leaves it by an error.
         """
         while not self.has_left:
-            joint = self.update(None, False, index, False, True)
+            joint = self.update(index, stops=True)
             self.has_left = len(joint.stopping) == self.ranks.size
 
     def leave(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Numbers and flags that a caller gives, checked alike everywhere."""
+"""What a caller gives, checked alike everywhere: numbers, flags, an initial state."""
 
 from __future__ import annotations
 
