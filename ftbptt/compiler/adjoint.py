@@ -24,6 +24,7 @@ from .graphs import (
     inputs_of,
     needed_for,
     reachable_from,
+    skip_identities,
     value_of,
     varying_with,
     vjp_by,
@@ -167,6 +168,7 @@ def _trace_joint(
     graph = trace_function(over_levels, examples, mode, differentiated=module).graph
     _simplify(graph)
     split_gradients(graph)
+    skip_identities(graph)  # before it is chosen what to save: a base may be saved, or its view
     return graph, _joint_nodes(graph, roles, outs, len(trained_carries))
 
 

@@ -24,7 +24,6 @@ from .graphs import (
     is_outer_product,
     is_tuple,
     needed_for,
-    skip_identities,
     varying_with,
 )
 from .make_blocks import CONSTANTS, Schedule, make_blocks, scan_block
@@ -43,7 +42,6 @@ def distribute(loop: Loop, fusion: Fusion | None = None) -> DistributedLoop:
 
 
 def _distribute(loop: Loop, fusion: Fusion | None) -> DistributedLoop:
-    skip_identities(loop.graph)
     if fusion is not None:
         fusion.expand(loop.graph)
     inputs = [*loop.invariants, *loop.sequences, *loop.carries]

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from .._compat.tracing import FakeTensorMode, holds_for, is_pinned, symbolic_steps
-from .._trees import TreeSpec, differentiable, tree_unflatten
+from .._trees import TreeSpec, differentiable, leaf_names, tree_unflatten
 from .._warnings import warn
 from ..contract.layout import Layout
 from ..contract.loss import segment_loss
@@ -148,6 +149,7 @@ class LossTracer:
             return KeyedGraphs(ANY_STEPS, for_any)
         with TRACING:
             traced = self._trace_loss(steps)
+            self._check_outs(traced)
             graphs = self._make_graphs(traced)
             if for_any is not None and self._is_same(graphs, for_any, traced.mode):
                 return KeyedGraphs(ANY_STEPS, for_any)
@@ -159,6 +161,21 @@ class LossTracer:
                 RuntimeWarning,
             )
         return KeyedGraphs(steps, graphs)
+
+    def _check_outs(self, traced: _TracedLoss) -> None:
+        """Raises ValueError for a loss that depends on outputs that it did not depend on before.
+
+        The reverse loop, which is the same for every K, has no gradients by them.
+        """
+        flags = zip(self._outs_with_grad(traced.graph), self.with_grad, strict=True)
+        new = [now and not before for now, before in flags]
+        if any(new):
+            names = ", ".join(compress(leaf_names("out", self.out_spec), new))
+            raise ValueError(
+                f"loss: of {traced.steps} steps it depends on {names}, of {self.example_steps} it "
+                "does not. Let it use the same outputs whatever the number of steps, some of them "
+                "times 0 if need be."
+            )
 
     @cached_property
     def _for_any(self) -> LossGraphs | None:

@@ -159,6 +159,8 @@ def _arithmetic(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str,
     if kwargs.get("rounding_mode") is not None:
         raise refuse(node, "division with rounding")
     operands = [cast(a, out) for a in args]
+    if name == "fmod":  # elsewhere the number itself is closer to what torch computes
+        operands = [_rounded(operand) for operand in operands]
     alpha = kwargs.get("alpha", 1)
     if alpha != 1:
         operands[1] = Apply("mul", (operands[1], Literal(alpha, out)), out)
@@ -247,7 +249,7 @@ def _reversed_sub(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[st
 
 def _remainder(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """With the sign of the divisor, where ``fmod`` has that of the dividend."""
-    a, b = (cast(x, out) for x in args)
+    a, b = (_rounded(cast(x, out)) for x in args)
     rest, zero = Apply("fmod", (a, b), out), Literal(0, out)
     signs = (Apply("lt", (x, zero), torch.bool) for x in (rest, b))
     differs = Apply("bit_xor", tuple(signs), torch.bool)
@@ -269,12 +271,12 @@ def _unary_float(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str
     name = _overload_name(node)
     if len(args) > 1 or kwargs:
         raise refuse(node, "kernels do not support it with these arguments")
-    if name in _ROUNDINGS and not out.is_floating_point:
+    if out == torch.bool or (name in _ROUNDINGS and not out.is_floating_point):
         return cast(args[0], out)
     return Apply(_ARITHMETIC[name], (cast(args[0], out),), out)
 
 
-# On integers these are the identity.
+# On integers these are the identity, and on flags so is ``sign``.
 _ROUNDINGS = {"floor", "ceil", "trunc", "round"}
 _REAL_FUNCTIONS = {
     "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "sin", "cos", "tan", "sinh",

@@ -224,6 +224,8 @@ class _Builder:
         # A batch of weights is one for each of the leading row axes, or for each vector of a row.
         is_batch = node.target is aten.bmm.default and value_of(weight).stride(0) != 0
         by_vector = is_batch and node.meta.get("by_vector", rank == 0)
+        if by_vector and value_of(weight).shape[0] != vectors:
+            raise refuse(node, "several vectors of a row share each weight of a batch")
         grouped = 0
         if is_batch and not by_vector:
             grouped = self.rows.axis(value_of(weight).shape[0], node)

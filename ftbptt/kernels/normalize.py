@@ -212,7 +212,10 @@ def _put_rows_first(node: Node, rows: RowView) -> None:
     if is_by_vector:
         a = new_node(graph, aten.permute.default, a, [1, 0, 2])
     else:
-        a = new_node(graph, aten.view.default, a, [rows.total, vectors, shape[-1]])
+        try:
+            a = new_node(graph, aten.view.default, a, [rows.total, vectors, shape[-1]])
+        except (RuntimeError, ValueError):  # the latter while K is a symbol
+            raise refuse(node, "the vectors of a row are not side by side in memory") from None
     product = graph.call_function(node.target, (a, weight))
     product.meta["val"] = value_of(node).new_empty(rows.total, vectors, n, device="meta")
     product.meta["by_vector"] = is_by_vector  # shapes do not tell, for as many rows as vectors

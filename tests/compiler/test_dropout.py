@@ -102,3 +102,22 @@ def test_a_seed_repeats_a_segment() -> None:
     one = segment(*data)
     torch.manual_seed(3)
     assert torch.equal(segment(*data).out, one.out)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_noise_under_a_view_that_changes_nothing_is_drawn_once(recompute: bool) -> None:
+    """The reverse loop reads the state, which is a view of what the noise was added to."""
+
+    def step(params: Tree, x: Tensor, h: Tensor) -> tuple[Tree, Tensor]:
+        new = (h * params["w"] + x + torch.randn_like(x)).view(B, H)
+        return (new * params["v"], new), new
+
+    draw = Draw(0)
+    params, y = {"w": draw(H), "v": draw(H)}, draw(K, B, H)
+    segment = make_train_segment(
+        step, lambda out, y: (out[0] - y).square().mean(), backend="eager", recompute=recompute
+    )
+    found = segment(params, draw(B, H), draw(K, B, H), y)
+    scaled, new = found.out
+    expected = 2 * ((scaled - y) * new).sum((0, 1)) / y.numel()
+    torch.testing.assert_close(found.grads["v"], expected)

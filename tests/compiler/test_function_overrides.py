@@ -260,6 +260,27 @@ def test_a_loss_that_is_compiled_for_many_lengths() -> None:
     check(segment, case, 7)
 
 
+@pytest.mark.parametrize("symbolic", [True, False])
+def test_a_loss_that_depends_on_more_outputs_for_another_length(symbolic: bool) -> None:
+    """There are no gradients by an output that was not used when the reverse loop was made."""
+
+    def step(params: Tree, x: Tensor, h: Tensor) -> tuple[Tree, Tensor]:
+        h = linear(params, x, h)
+        return {"h": h, "size": h.square()}, h
+
+    def loss(out: Tree, y: Tensor) -> Tensor:
+        value = (out["h"] - y).square().mean()
+        if not symbolic:
+            value = value * float(len(out["h"]))
+        return value + out["size"].mean() if len(out["h"]) > 70 else value
+
+    segment = make_train_segment(step, loss, backend="eager")
+    case = problem(step, loss)
+    check(segment, case, 3)
+    with pytest.raises(ValueError, match=r"of 71 steps it depends on out\['size'\], of 64"):
+        segment(*case.data(71))
+
+
 # -- states in parts ------------------------------------------------------------------------------
 
 

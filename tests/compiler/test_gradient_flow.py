@@ -215,3 +215,21 @@ def test_explain_names_the_parameters_without_a_gradient() -> None:
     assert str(explanation).endswith(
         "\nwithout a gradient: " + ", ".join(f"params['{n}']" for n in names)
     )
+
+
+@pytest.mark.parametrize(
+    "view", [lambda h: h.view(B, H), lambda h: h.reshape(B, -1), lambda h: h.expand(B, H)]
+)
+def test_a_view_that_changes_nothing_at_the_end_of_a_step(view: Any) -> None:
+    """The reverse loop reads the new state of one leaf, and not the old one of the other."""
+
+    def step(params: Tree, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+        h, c = state
+        new = view(h * params["w"] + c + x)
+        return new * params["v"], (new, 0.5 * c + x)
+
+    draw = Draw(0)
+    x, y = draw(5, B, H), draw(5, B, H)
+    params, state = {"w": draw(H), "v": draw(H)}, (draw(B, H), draw(B, H))
+    case = Problem(step, params, state, lambda k: x[:k], lambda k: y[:k], mse)
+    check(make_train_segment(step, mse, backend="eager"), case, 5)

@@ -187,3 +187,28 @@ def test_dtypes_mixed_in_a_step(dtype: torch.dtype) -> None:
 
     scan = Scan(step, [], [random(4, 5, 9, dtype=dtype)], [random(5, 9, dtype=dtype, seed=1)])
     scan.check(tolerance=32 * max(torch.finfo(dtype).eps, torch.finfo(torch.bfloat16).eps))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_sign_of_a_flag(dtype: torch.dtype) -> None:
+    """A flag is all bits of a vector register: as a number it is NaN."""
+
+    def step(_: Any, x: Sequence[Tensor], carried: Sequence[Tensor]) -> Any:
+        h = (carried[0] > 0).sign() * carried[0] * 0.5 + x[0]
+        return [h], [h]
+
+    Scan(step, [], [random(4, 5, 40, dtype=dtype)], [random(5, 40, dtype=dtype, seed=1)]).check(
+        tolerance=8 * torch.finfo(dtype).eps
+    )
+
+
+@pytest.mark.parametrize("function", [torch.remainder, torch.fmod])
+def test_a_remainder_by_a_number_that_16_bits_round(function: Callable[..., Tensor]) -> None:
+    def step(_: Any, x: Sequence[Tensor], carried: Sequence[Tensor]) -> Any:
+        h = function(carried[0] * 0 + x[0], 0.3)
+        return [h], [h]
+
+    given = (88 * random(4, 5, 40).abs()).half(), random(5, 40).half()
+    found = Scan(step, [], [given[0]], [given[1]])
+    for a, b in zip(found.fused(), found.run(EAGER), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)

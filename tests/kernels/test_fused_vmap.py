@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.func import vmap
 
-from ftbptt import SegmentOutput, make_train_segment
+from ftbptt import SegmentOutput, make_train_segment, reference_segment
 
 from ..cells import CELLS, problem, slow_but
-from ..cells.problems import B
+from ..cells.problems import B, Draw, mse
 from ..oracle import assert_close
 from ..segment.test_vmap import check_ensemble, check_shared, with_rows
 from ..sequences import N, looped, sequences, stacked
@@ -128,3 +128,45 @@ def test_compiled(name: str) -> None:
         check_ensemble(segment, name, steps)
         check_shared(segment, name, steps)
     assert (segment.trace_count, segment.compile_count) == (traced, compiled)
+
+
+@pytest.mark.parametrize(
+    ("models", "rows", "blocks", "slots"),
+    [(2, 3, 2, 1), (2, 2, 2, 1), (3, 2, 2, 1), (2, 2, 2, 2), (2, 1, 3, 2)],
+)
+def test_block_diagonal_weights_of_each_model(
+    models: int, rows: int, blocks: int, slots: int
+) -> None:
+    """A product with a batch of weights, each of which is for several rows or slots."""
+    size = 4
+
+    def step(params: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+        parts = h.view(*h.shape[:-1], blocks, size)
+        mixed = torch.einsum("...gk,gkn->...gn", parts, params["w"]).reshape(h.shape)
+        h = torch.tanh(mixed + x)
+        return h, h
+
+    draw, shape = Draw(0), (rows, slots, blocks * size) if slots > 1 else (rows, blocks * size)
+    weights = {"w": draw(models, blocks, size, size)}
+    state, x, y = draw(models, *shape), draw(models, 3, *shape), draw(models, 3, *shape)
+    found = vmap(make_train_segment(step, mse, backend="fused"))(weights, state, x, y)
+    calls = [
+        reference_segment(step, mse, {"w": weights["w"][i]}, state[i], x[i], y[i])
+        for i in range(models)
+    ]
+    assert_close(found, stacked(calls))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_heads_whose_slots_mix(rows: int) -> None:
+    """The vectors of a row are not side by side, which a kernel cannot have."""
+
+    def step(params: Any, x: torch.Tensor, m: torch.Tensor) -> Any:
+        heads = torch.einsum("btgk,gkn->btgn", m.view(rows, 3, 2, 4), params["w"])
+        m = torch.tanh(heads.reshape(rows, 3, 8) + m.mean(1, keepdim=True) + x)
+        return m, m
+
+    draw = Draw(0)
+    given = {"w": draw(2, 4, 4)}, draw(rows, 3, 8), draw(3, rows, 3, 8), draw(3, rows, 3, 8)
+    found = make_train_segment(step, mse, backend="fused")(*given)
+    assert_close(found, reference_segment(step, mse, *given))
