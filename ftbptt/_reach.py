@@ -16,13 +16,15 @@ _CACHE = type(cache(lambda: None))
 
 
 def reached_by(root: Any) -> Iterator[Any]:
-    """reached_by : function, module or what is called as one -> functions, modules, other objects
+    """reached_by : function, module or what is called as one -> functions, modules, others
+
+    The others are objects and classes.
 
     Itself and what it reads, each once. A function reads what it closes over, its defaults, and
     what it names as globals, if these are modules, containers, or the caller's own, that is, of
-    the same file; a method what it is bound to, a ``partial`` what it binds, an object of the
-    caller's what it holds, and a module its submodules, such objects, and what its own ``forward``
-    reads.
+    the same file (classes too); a method what it is bound to, a ``partial`` what it binds, an
+    object of the caller's what it holds, and a module its submodules, such objects, and what its
+    own ``forward`` reads.
     """
     seen: dict[int, Any] = {}  # kept alive, so that no other object gets their ids
     owners: dict[int, Any] = {}  # of methods
@@ -54,7 +56,10 @@ def reached_by(root: Any) -> Iterator[Any]:
             waiting += value[:_MOST_ITEMS]
         elif isinstance(value, dict):
             waiting += islice(value.values(), _MOST_ITEMS)
-        elif isinstance(value, type) or not hasattr(value, "__dict__"):
+        elif isinstance(value, type):
+            if value.__module__ in files:
+                yield value
+        elif not hasattr(value, "__dict__"):
             continue
         elif callable(value) or id(value) in owners or _is_own(value, files):
             yield value
@@ -89,6 +94,15 @@ def is_bound(cell: CellType) -> bool:
     return True
 
 
+def own_classes(kind: type) -> list[type]:
+    """A class and those that it is derived from, but torch's and Python's own."""
+    return [
+        base
+        for base in kind.__mro__
+        if base.__module__ != "builtins" and base.__module__.partition(".")[0] != "torch"
+    ]
+
+
 def is_cache(value: Any) -> bool:
     """Whether it is what ``functools.cache`` and ``lru_cache`` make of a function."""
     return isinstance(value, _CACHE)
@@ -102,6 +116,7 @@ def _globals_of(function: FunctionType) -> list[Any]:
         for value in values
         if isinstance(value, (nn.Module, MethodType, partial, list, tuple, dict))
         or (isinstance(value, FunctionType) and value.__globals__ is own)
+        or (isinstance(value, type) and value.__module__ == function.__module__)
         or is_cache(value)
         or _is_own(value, {function.__module__})
     ]

@@ -336,5 +336,6 @@ def _mean(function: Callable[..., list[Tensor]], size: int) -> Callable[..., lis
 def _passes_gradient(node: Node) -> bool:
     """Whether a gradient can go back through an operation."""
     value = value_of(node)
-    is_constant = isinstance(value, Tensor) and not differentiable(value)
-    return not is_constant and node.target is not aten.detach.default
+    if isinstance(value, Tensor):
+        return differentiable(value) and node.target is not aten.detach.default
+    return isinstance(value, (tuple, list))  # else a number, such as K

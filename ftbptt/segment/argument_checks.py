@@ -17,6 +17,7 @@ from .call import GROUPS
 
 Tree = Any
 _LEAF, _EMPTY = tree_flatten(0)[1], tree_flatten(())[1]
+_WITHOUT_INPUT = "For a step without an input give torch.zeros(K), which says how many steps."
 
 
 class Argument:
@@ -35,6 +36,8 @@ class Argument:
             self.leaves, self.spec = tree_flatten(tree)
         for i, leaf in enumerate(self.leaves):
             if not isinstance(leaf, Tensor):
+                if name == "x" and tree is None:
+                    raise TypeError(f"x: expected tensors, found None. {_WITHOUT_INPUT}")
                 convert = "" if leaf is None else "torch.as_tensor(value), or "
                 if hasattr(leaf, "keys"):
                     convert = "dict(value), or "
@@ -138,7 +141,8 @@ def check_lengths(
             steps = length
         if steps is None:
             raise TypeError(
-                "x: expected at least one tensor, with time on its first axis; found none."
+                "x: expected at least one tensor, with time on its first axis; found none. "
+                + _WITHOUT_INPUT
             )
     if steps == 0:
         raise ValueError("x: has 0 steps; a segment needs at least one. Skip an empty segment.")

@@ -26,6 +26,7 @@ from .programs import Count
 from .vmap import CallInfo
 
 _MANY_TRACES = 8
+_MOST_TRACES_IN_A_CALL = 4  # other threads may change what the step reads, but not that often
 
 
 class Executables:
@@ -83,8 +84,7 @@ class Executables:
             known = executable
             while executable.instead is not None:
                 executable = executable.instead
-            while (change := executable.plan.constants.change()) is not None:
-                executable = self._after(change, call, tensors, executable)
+            executable = self._up_to_date(call, tensors, executable)
             if executable is not known:
                 known.instead = executable
             info.out_spec = executable.plan.out_spec
@@ -141,6 +141,25 @@ class Executables:
         for message in messages:
             warn(message, RuntimeWarning)
         return executable
+
+    def _up_to_date(
+        self, call: Call, tensors: Sequence[Tensor], executable: Executable
+    ) -> Executable:
+        """The executable, or another one if what it has for constants has changed.
+
+        Raises RuntimeError for what changes with each trace.
+        """
+        for _ in range(_MOST_TRACES_IN_A_CALL):
+            change = executable.plan.constants.change()
+            if change is None:
+                return executable
+            executable = self._after(change, call, tensors, executable)
+        assert change is not None
+        raise RuntimeError(
+            f"step {self._recipe.step.name} or its loss changes {change.name}, or something that "
+            "this is computed from, whenever it runs. Both are pure functions: read such a value "
+            "from the state and return it in the next state."
+        )
 
     def _after(
         self, change: Change, call: Call, tensors: Sequence[Tensor], before: Executable

@@ -7,7 +7,8 @@ import weakref
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ftbptt import TrainSegment, make_train_segment
+from ftbptt.compiler.tracing.constants import Change, Constants
 
 from ..cells.problems import B, Draw, H, Problem, mse, named
 from ..oracle import check
@@ -170,6 +172,7 @@ class Scaled(nn.Module):
         self.slope, self.memory = nn.LeakyReLU(0.2), torch.zeros(())
         self.constant = torch.tensor(2.0)
         self.config, self.options = Config(), Namespace(rate=2.0)
+        self.scaled = partial(torch.mul, 2.0)
 
     @property
     def sum(self) -> float:
@@ -178,7 +181,7 @@ class Scaled(nn.Module):
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         h = self.memory if h is None else h
         factor = self.sum + self.config.rate + self.options.rate + self.constant
-        h = torch.tanh(self.slope(self.linear(x)) * factor + h)
+        h = torch.tanh(self.scaled(self.slope(self.linear(x))) * factor + h)
         return h, h
 
 
@@ -192,6 +195,9 @@ CHANGES: dict[str, Callable[[Scaled], Any]] = {
     "'constant' of Scaled": lambda m: setattr(m, "constant", torch.tensor(3.0)),
     "'rate' of Config": lambda m: setattr(m.config, "rate", 3.0),
     "'rate' of Namespace": lambda m: setattr(m.options, "rate", 3.0),
+    "'config' of Scaled": lambda m: setattr(m, "config", replace(m.config, rate=4.0)),
+    "'options' of Scaled": lambda m: setattr(m, "options", Namespace(rate=4.0)),
+    "'scaled' of Scaled": lambda m: setattr(m, "scaled", partial(torch.mul, 3.0)),
 }
 
 
@@ -260,6 +266,45 @@ def test_captured_and_global_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "activation", torch.sigmoid)
     with pytest.warns(RuntimeWarning, match="the global variable 'activation' has changed"):
         check(segment, made, 4)
+
+
+class Settings:
+    rate = 2.0
+
+
+def test_what_a_class_and_a_function_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(h: Tensor) -> Tensor:
+        return h * Settings.rate * read.rate
+
+    def read() -> None: ...
+
+    read.rate = 2.0  # type: ignore[attr-defined]
+    made = made_with(of)
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    check(segment, made, 4)
+    monkeypatch.setattr(Settings, "rate", 3.0)
+    with pytest.warns(RuntimeWarning, match="the attribute 'rate' of Settings has changed"):
+        check(segment, made, 4)
+    read.rate = 3.0  # type: ignore[attr-defined]
+    with pytest.warns(RuntimeWarning, match="the attribute 'rate' of read has changed"):
+        check(segment, made, 4)
+    monkeypatch.setitem(globals(), "Settings", type("Settings", (), {"rate": 4.0}))
+    with pytest.warns(RuntimeWarning, match="the global variable 'Settings' has changed"):
+        check(segment, made, 4)
+
+
+def test_what_changes_with_each_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error, and no endless loop, should a change not be noticed as an effect of the step."""
+    made = made_with(lambda h: h)
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    monkeypatch.setattr(Constants, "change", lambda self: Change("the counter", is_read=True))
+    with (
+        pytest.warns(RuntimeWarning, match=AGAIN),
+        pytest.raises(
+            RuntimeError, match="step or its loss changes the counter, or"
+        ),
+    ):
+        segment(*made.data(4))
 
 
 def test_a_variable_that_is_called_like_an_attribute(monkeypatch: pytest.MonkeyPatch) -> None:

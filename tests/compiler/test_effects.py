@@ -117,6 +117,52 @@ def test_a_container_in_a_module() -> None:
     assert module.inner.stats == {"calls": 0}
 
 
+class OfAll(nn.Module):
+    """Keeps what it sees in its class."""
+
+    last: Any = None
+    calls = 0
+    log: list[Tensor] = []  # noqa: RUF012
+    by_name: dict[str, Tensor] = {}  # noqa: RUF012
+
+    def __init__(self, effect: Callable[[OfAll, Tensor], Any]) -> None:
+        super().__init__()
+        self.cell, self.effect = nn.GRUCell(H, H), effect
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(x, h)
+        self.effect(self, h)
+        return h, h
+
+
+def count_in_class(module: OfAll, h: Tensor) -> None:
+    OfAll.calls += 1
+
+
+EFFECTS: dict[str, Callable[[OfAll, Tensor], Any]] = {
+    "last": lambda module, h: setattr(OfAll, "last", h),
+    "calls": count_in_class,
+    "log": lambda module, h: module.log.append(h),
+    "by_name": lambda module, h: module.by_name.update(h=h),
+}
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_a_class(name: str) -> None:
+    refused(OfAll(EFFECTS[name]), f"changes the attribute '{name}' of the class OfAll")
+    assert (OfAll.last, OfAll.calls, OfAll.log, OfAll.by_name) == (None, 0, [], {})
+
+
+def test_an_attribute_of_a_function() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        step.calls += 1  # type: ignore[attr-defined]
+        return h * params["w"], h + x_t
+
+    step.calls = 0  # type: ignore[attr-defined]
+    refused(step, "step changes the attribute 'calls' of the function step")
+    assert step.calls == 0  # type: ignore[attr-defined]
+
+
 def test_a_callable_object() -> None:
     class Counts:
         def __init__(self) -> None:

@@ -244,7 +244,9 @@ def test_state_that_changes_its_structure_in_the_step() -> None:
 def test_x_without_a_tensor() -> None:
     refused(TypeError, r"x: expected at least one tensor.*found none", x=())
     refused(TypeError, r"x\[1\]: expected a tensor, found str", x=[torch.zeros(K, B, D), "a"])
-    refused(TypeError, r"x: expected a tensor, found NoneType", x=None)
+    advice = r"For a step without an input give torch.zeros\(K\)"
+    refused(TypeError, rf"x: expected tensors, found None\. {advice}", x=None)
+    refused(TypeError, rf"found none\. {advice}", x={})
 
 
 def test_no_steps() -> None:

@@ -99,6 +99,35 @@ def test_stack_module_state(segments: Segments) -> None:
     assert_close(found, looped(problem("lstm_cell"), calls))
 
 
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.norm = nn.LSTMCell(D, H), nn.BatchNorm1d(H)
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        h, c = self.cell(x, state)
+        return self.norm(h), (h, c)
+
+
+def test_batch_norms_of_an_ensemble() -> None:
+    """In eval mode, the statistics of each model with its parameters: they have a gradient too."""
+    models = [Draw(seed).module(Normalized).eval() for seed in range(N)]
+    for model in models:
+        model.norm.running_mean.normal_()
+        model.norm.running_var.uniform_(0.5, 2.0)
+    params, buffers = stack_module_state(models)
+    given = problem("lstm_cell")
+    _, state, x, y = given.data(5)
+    segment = make_train_segment(models[0], given.loss, backend="eager")
+    found = vmap(segment, in_dims=(0, None, None, None))({**params, **buffers}, state, x, y)
+    for i, model in enumerate(models):
+        own = dict(model.named_parameters())
+        expected = reference_segment(model, given.loss, own, state, x, y)
+        grads = {name: found.grads[name][i] for name in own}
+        assert_close((grads, found.loss[i]), (expected.grads, expected.loss))
+        assert_close(found.out[i], expected.out)
+
+
 @pytest.mark.parametrize("dim", [1, 2, -1])
 def test_other_axes(dim: int, segments: Segments) -> None:
     """Axis 1 is time-major data of N sequences, [K, N, ...]."""

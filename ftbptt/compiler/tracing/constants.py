@@ -10,7 +10,9 @@ from __future__ import annotations
 import dis
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import BuiltinFunctionType, CodeType, FunctionType
+from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -20,12 +22,13 @@ from torch import Tensor, nn
 from ..._compat.modules import own_modules
 from ..._compat.running import version_of
 from ..._compat.tracing import FakeTensor
-from ..._reach import is_bound, modules_read_by, names_in, reached_by
+from ..._reach import is_bound, modules_read_by, names_in, own_classes, reached_by
 from ..graphs import aten
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list)
-_WATCHED = (*_PLAIN, *_CONTAINERS, tuple, Tensor, FunctionType, BuiltinFunctionType)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+_WATCHED = (*_PLAIN, *_CONTAINERS, *_FUNCTIONS, tuple, Tensor)
 _MOST_ITEMS = 64  # of a container: what is longer holds data
 
 
@@ -145,19 +148,35 @@ def _scopes_of(root: Any) -> Iterator[_Scope]:
     reached = list(reached_by(root))
     codes = [value.__code__ for value in reached if isinstance(value, FunctionType)]
     named = {name for code in codes for name in names_in(code)}
+    # Of an object whose attributes are watched it is also watched which it is.
+    is_watched = _Watched({id(value) for value in reached})
     for value in reached:
         if isinstance(value, FunctionType):
-            yield from _captured(value)
+            yield from _captured(value, is_watched)
             names = set(_globals_in(value.__code__)) & value.__globals__.keys()
-            yield from _variables(value.__globals__, names, "the global variable {!r}")
+            yield from _variables(value.__globals__, names, "the global variable {!r}", is_watched)
+            description = f"the attribute {{!r}} of {value.__name__}"
+            yield from _variables(vars(value), vars(value).keys() & named, description, is_watched)
+        elif isinstance(value, type):
+            yield from _class_attributes(value, named, is_watched)
         else:
-            yield from _attributes(value, named)
+            yield from _attributes(value, named, is_watched)
 
 
-def _captured(function: FunctionType) -> Iterator[_Scope]:
+@dataclass(frozen=True)
+class _Watched:
+    """Whether it is noticed that a variable with a value is bound to another one."""
+
+    reached: set[int]  # ids of functions, modules, objects and classes
+
+    def __call__(self, value: Any) -> bool:
+        return isinstance(value, _WATCHED) or id(value) in self.reached
+
+
+def _captured(function: FunctionType, is_watched: _Watched) -> Iterator[_Scope]:
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     bound = {name: cell.cell_contents for name, cell in cells.items() if is_bound(cell)}
-    names = [name for name, value in bound.items() if isinstance(value, _WATCHED)]
+    names = [name for name, value in bound.items() if is_watched(value)]
     description = "the captured variable {!r}"
     if names:
         watched = [cells[name] for name in names]
@@ -174,25 +193,30 @@ def _children_of(module: nn.Module) -> _Scope:
     return _Scope([*children], children.values, description)
 
 
-def _attributes(owner: Any, named: set[str]) -> Iterator[_Scope]:
+def _attributes(owner: Any, named: set[str], is_watched: _Watched) -> Iterator[_Scope]:
     """Those that code names. The code of torch's own modules is not known: all of them."""
-    kinds = [kind for kind in type(owner).__mro__ if kind not in (object, nn.Module)]
+    kind = type(owner)
     names = vars(owner).keys() & named
     if isinstance(owner, nn.Module):
-        if any(kind.__module__.startswith("torch.") for kind in kinds):
+        if {*kind.__mro__} - {*own_classes(kind), nn.Module, object}:
             names = {name for name in vars(owner) if not name.startswith("_")}
         names.discard("training")  # there is a trace for each mode
-    description = f"the attribute {{!r}} of {type(owner).__name__}"
-    yield from _variables(vars(owner), names, description)
-    for kind in kinds:
-        if not kind.__module__.startswith("torch."):
-            yield from _variables(vars(kind), vars(kind).keys() & named, description)
+    description = f"the attribute {{!r}} of {kind.__name__}"
+    yield from _variables(vars(owner), names, description, is_watched)
+    yield from _class_attributes(kind, named, is_watched)
+
+
+def _class_attributes(kind: type, named: set[str], is_watched: _Watched) -> Iterator[_Scope]:
+    for base in own_classes(kind):
+        names = {name for name in vars(base).keys() & named if not name.startswith("__")}
+        description = f"the attribute {{!r}} of {kind.__name__}"
+        yield from _variables(vars(base), names, description, is_watched)
 
 
 def _variables(
-    variables: Mapping[str, Any], names: Iterable[str], description: str
+    variables: Mapping[str, Any], names: Iterable[str], description: str, is_watched: _Watched
 ) -> Iterator[_Scope]:
-    watched = sorted(name for name in names if isinstance(variables[name], _WATCHED))
+    watched = sorted(name for name in names if is_watched(variables[name]))
     if watched:
         yield _Scope(watched, lambda: map(variables.get, watched), description)
     for name in watched:

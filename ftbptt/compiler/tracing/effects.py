@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..._random_state import random_state_outside_torch, same_random_state
-from ..._reach import is_bound, is_cache, names_in, reached_by
+from ..._reach import is_bound, is_cache, names_in, own_classes, reached_by
 from ...contract.step import Step
 from .random_draws import draws_of_this_thread
 
@@ -128,12 +128,36 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[Change]]
 def _scopes(root: Any, reached: list[Any]) -> Iterator[Variables]:
     modules = root.named_modules() if isinstance(root, nn.Module) else ()
     paths = {module: f"{path}." for path, module in modules if path}
+    classes: dict[type, None] = {}  # in order
     for value in reached:
         if isinstance(value, FunctionType):
             yield _captured(value)
             yield _globals(value)
+            function = f"the function {value.__name__}"
+            yield Variables(_of(function), partial(dict, vars(value)), _writer(vars(value)))
+        elif isinstance(value, type):
+            classes |= dict.fromkeys(own_classes(value))
         else:
             yield _attributes(value, paths.get(value, "") if isinstance(value, nn.Module) else "")
+            classes |= dict.fromkeys(own_classes(type(value)))
+    yield from map(_class_attributes, classes)
+
+
+def _of(owner: str) -> Callable[[str], str]:
+    return lambda name: f"the attribute {name!r} of {owner}"
+
+
+def _class_attributes(owner: type) -> Variables:
+    def read() -> dict[str, Any]:
+        return {name: v for name, v in vars(owner).items() if not name.startswith("__")}
+
+    def write(name: str, value: Any) -> None:
+        if value is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+    return Variables(_of(f"the class {owner.__name__}"), read, write)
 
 
 def _attributes(owner: Any, prefix: str) -> Variables:

@@ -79,6 +79,22 @@ def _multilabel_margin_loss(
     return _reduced(torch.where(counted, margins, 0.0).sum((-2, -1)) / input.shape[-1], reduction)
 
 
+def _batch_norm(
+    input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Any:  # fmt: skip
+    """In eval mode. torch's has no gradient by the statistics, which may be among the parameters:
+    an ensemble has its buffers there.
+    """
+    if training or running_mean is None or running_var is None:
+        return NotImplemented
+    shape = (1, -1) + (1,) * (input.dim() - 2)
+    scale = (running_var + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
+    result = (input - running_mean.reshape(shape)) * scale.reshape(shape)
+    return (result if bias is None else result + bias.reshape(shape)).to(input.dtype)
+
+
 def _reduced(loss: Tensor, reduction: str) -> Tensor:
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
@@ -183,6 +199,7 @@ def _setitem(x: Tensor, index: Any, value: Any) -> Any:
 _COMPOSED: dict[Any, Callable[..., Any]] = {
     **RECURRENT,
     F.embedding_bag: _embedding_bag,
+    F.batch_norm: _batch_norm,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.multilabel_margin_loss: _multilabel_margin_loss,
     F.hardshrink: _hardshrink,
