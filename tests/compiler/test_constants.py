@@ -300,9 +300,7 @@ def test_what_changes_with_each_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Constants, "change", lambda self: Change("the counter", is_read=True))
     with (
         pytest.warns(RuntimeWarning, match=AGAIN),
-        pytest.raises(
-            RuntimeError, match="step or its loss changes the counter, or"
-        ),
+        pytest.raises(RuntimeError, match="step or its loss changes the counter, or"),
     ):
         segment(*made.data(4))
 

@@ -219,6 +219,25 @@ def test_packed_sequences(packs: Any, kind: Any) -> None:
         )
 
 
+class OfChunks(nn.Module):
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer = layer(H, H)
+
+    def forward(self, x: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        out, state = self.layer(x, state)
+        return out, state
+
+
+@pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM])
+def test_a_module_that_takes_chunks_is_given_steps(layer: type[nn.Module]) -> None:
+    """It took the rows of a step for the steps of one sequence."""
+    module, h = OfChunks(layer), torch.zeros(1, B, H)
+    state: Tree = (h, h) if layer is nn.LSTM else h
+    with pytest.raises(RuntimeError, match=r"as_step\(module, sequence=True\)"):
+        call(module, dict(module.named_parameters()), state)
+
+
 def test_a_gradient_by_torch_autograd() -> None:
     def by_grad(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         h = h + x_t * params["w"]

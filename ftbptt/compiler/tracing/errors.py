@@ -106,6 +106,14 @@ _CAUSES = [
         "Compute it from the result of the call; in a Lightning module use self.log in on_chunk.",
     ),
     _Cause(
+        # torch/nn/modules/rnn.py
+        _says("For unbatched 2-D input, hx"),
+        "{function} gives x_t, the rows of one step, to a layer that takes them for the steps of "
+        "a sequence\n  {line}\n"
+        "A module that takes chunks is as_step(module, sequence=True); for one step use a cell, "
+        "or x_t.unsqueeze(0).",
+    ),
+    _Cause(
         # cross_entropy and nll_loss (aten/src/ATen/native/LossNLL.cpp)
         _says("Expected target size"),
         "{function} has the classes on axis 1, where out [K, B, classes] has the rows\n  {line}\n"

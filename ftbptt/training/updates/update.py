@@ -27,6 +27,8 @@ class Update:
         the state after the update's last step, detached
     ``params``
         the parameters after the update
+    ``grad_norm``
+        the norm [] of all gradients together, before clipping; computed at the first access
     ``tokens_per_second``
         steps of all rows per second, since the last report
     """
@@ -56,7 +58,6 @@ class Update:
 
     @property
     def grad_norm(self) -> Tensor:
-        """The norm [] of all gradients together, before clipping. Computed at the first access."""
         if self._norm is None:
             self._norm = get_total_norm(self._grads)
         return self._norm
