@@ -99,7 +99,8 @@ def _norms_by_leaf(
 
 
 def _row_norms(d_state: Tensor, row_axis: int | None) -> Tensor:
-    """``[lags, windows, ...] -> [lags, windows, B]``"""
+    """``[lags, windows, ...] -> [lags, windows, B]``, at least in float32."""
+    d_state = d_state.to(torch.promote_types(d_state.dtype, torch.float32))
     if row_axis is None:
         return torch.linalg.vector_norm(d_state.flatten(2), dim=2).unsqueeze(2)
     rows = d_state.movedim(row_axis + 2, 2)

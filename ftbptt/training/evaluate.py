@@ -144,7 +144,7 @@ def _flatten_valid(
     """``(preds, target)`` as [N, ...]: the valid steps of all rows on one axis, time first."""
     valid = chunk.mask
     if valid is not None and valid.dim() > 1:
-        valid = layout.flags_first(valid).flatten()
+        valid = layout.flags_first(valid).flatten(0, 1)
     elif valid is not None:
         valid = valid.repeat_interleave(rows or 1)
 

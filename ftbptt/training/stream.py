@@ -194,8 +194,7 @@ class Stream(Iterator[Update]):
         self._monitor.begin(self._trainer.total_updates(), self.index)
         self._trainer.begin()
         self._has_begun = True
-        if self._store is not None:
-            self._guard.begin()
+        self._guard.begin()
         if self._store is not None and self._store.replaces:
             # Otherwise a restart would resume the old run.
             with self._trainer.uninterrupted():
@@ -268,7 +267,7 @@ class Stream(Iterator[Update]):
             rank_sync = self._rank_sync
             if rank_sync is not None and not rank_sync.has_left and self._trainer.ends_on_a_rank():
                 return  # all ranks save when it ends
-            if self._store.offer(self.index, self.state_dict, last=True):
+            if self._store.offer(self._unless_spoiled(), self.state_dict, last=True):
                 self._saved = self.index
 
     def _save_if_new(self, *, last: bool) -> None:
@@ -277,19 +276,25 @@ class Stream(Iterator[Update]):
         has_parted = self._rank_sync is not None and self._phase in (Phase.LEFT, Phase.ENDED)
         if self._store is None or has_parted:
             return
-        is_worth_it = (
+        is_new = (
             self._saved != self.index
             and self._trainer.is_consistent
             and not self._guard.lost
             and self._monitor.meter.unread_is_finite()
         )
-        # A gradient may be NaN under a finite loss. The good checkpoint stays.
-        if is_worth_it and (problem := self._guard.spoiled()):
-            warn(f"ftbptt: no checkpoint is written: {problem}.", RuntimeWarning)
-            is_worth_it = False
-        index = self.index if is_worth_it else None
+        index = self._unless_spoiled() if is_new else None
         if self._store.offer(index, self.state_dict, last=last):
             self._saved = self.index
+
+    def _unless_spoiled(self) -> int | None:
+        """The number of updates; None, with a warning, if parameters have become NaN or infinite.
+
+        A gradient may be NaN under a finite loss. The good checkpoint stays.
+        """
+        if problem := self._guard.spoiled():
+            warn(f"ftbptt: no checkpoint is written: {problem}.", RuntimeWarning)
+            return None
+        return self.index
 
     def state_dict(self) -> dict[str, Any]:
         """The run after the last update: tensors, numbers, strings, lists and dicts."""

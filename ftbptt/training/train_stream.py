@@ -142,7 +142,8 @@ def train_stream(
         parameters and the optimizer in place. ``resume=False`` replaces it when the run begins.
         With neither, an existing file is an error.
         A resumed run may have other limits (``epochs``, ``updates``, ``stop``), another clipping
-        and ``accumulate``, and data that goes on further; not other windows (``k1``, ``k2``, ...).
+        and ``accumulate``, and data that goes on further (a window that its end had cut short
+        stays so); not other windows (``k1``, ``k2``, ...).
         The learning rate is that of the checkpoint.
         Data in a random order must draw it from torch's, NumPy's or Python's random numbers, from
         its ``generator``, or by ``set_epoch(epoch)``. What the ``persistent_workers`` of a

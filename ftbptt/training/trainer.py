@@ -209,7 +209,9 @@ class Trainer:
     def _stops_at(self, norm: Tensor | None) -> bool:
         """Whether the norm, by which the gradient would be clipped, is not finite."""
         learner = self.learner
-        clips = learner.clip_norm is not None and learner.scaler is None
+        scaler = learner.scaler
+        skips = scaler is not None and scaler.is_enabled()  # it leaves such an update out itself
+        clips = learner.clip_norm is not None and not skips
         if not clips or norm is None or self.guard.is_sound(norm):
             return False
         self.ended |= self.guard.stops(

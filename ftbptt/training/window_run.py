@@ -155,7 +155,8 @@ class WindowRunner:
         if events.before_window:
             emit(events.before_window, window, chunk)
         steps = window.end - window.start
-        rows, weight, tokens = segments.count(chunk, state, steps, segments.context)
+        start = segments.start(learner.params) if state is None else state
+        rows, weight, tokens = segments.count(chunk, start, steps, segments.context)
         scale, early = learner.scale(), None
         if self.together is not None and segments.hands_over:
             early = self.together.early(weight, self.guard.is_sound)

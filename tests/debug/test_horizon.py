@@ -245,6 +245,32 @@ def test_print_and_plot(tmp_path: Path) -> None:
     assert (tmp_path / "made" / "horizon.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    """torch has no quantile of it, NumPy no bfloat16; and means of norms would be rounded."""
+    module, (params, state, x, y) = gru()
+    exact = gradient_horizon(
+        make_train_segment(module, mse, backend="eager"), params, state, x, y, max_lag=MAX_LAG
+    )
+    module = module.to(dtype)
+    segment = make_train_segment(module, mse, backend="eager")
+    arguments = [leaf.to(dtype) for leaf in (state, x, y)]
+    horizon = gradient_horizon(segment, named(module), *arguments, max_lag=MAX_LAG)
+    for found, expected in [
+        (horizon.mean(), exact.mean()),
+        (horizon.quantile(0.9), exact.quantile(0.9)),
+        (horizon.norms["state"], exact.norms["state"]),
+    ]:
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, rtol=0.1, atol=1e-5)
+    assert horizon.decay == pytest.approx(exact.decay, rel=0.1)
+    lines = str(horizon).splitlines()
+    assert lines[0].startswith(f"gradient horizon over {MAX_LAG} lags: a factor of 0.")
+    assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "4"]
+    horizon.plot(tmp_path / "horizon.png")
+    assert (tmp_path / "horizon.png").stat().st_size > 10_000
+
+
 # -- bad input ------------------------------------------------------------------------------------
 
 

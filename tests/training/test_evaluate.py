@@ -366,6 +366,29 @@ def test_a_step_for_one_sequence(y_dim: int | None) -> None:
     assert found.metrics["error"].item() == pytest.approx(expected.metrics["error"].item())
 
 
+@pytest.mark.parametrize("k", [4, 13])
+def test_a_mask_of_rows_that_the_step_sees_and_rows_that_it_does_not(k: int) -> None:
+    """x [R, T, B, 3] with in_dims 0: the mask has three axes, and metrics are of all its steps."""
+    torch.manual_seed(0)
+    cell = nn.GRUCell(3, 5).double()
+    params = dict(cell.named_parameters())
+    segment = make_train_segment(cell, square_error, backend="eager", in_dims=(None, 0, 0, 0))
+    x, y = torch.randn(4, 13, 2, 3).double(), torch.randn(4, 13, 2, 5).double()
+    mask = torch.rand(4, 13, 2, generator=torch.Generator().manual_seed(1)) < 0.6
+    found = evaluate_stream(
+        segment, params, torch.zeros(4, 2, 5).double(), Chunk(x, y, None, mask), k=k,
+        metrics={"error": MeanSquaredError()},
+    )  # fmt: skip
+    usual = make_train_segment(cell, square_error, backend="eager")
+    flat = [leaf.transpose(0, 1).flatten(1, 2) for leaf in (x, y, mask)]
+    expected = evaluate_stream(
+        usual, params, torch.zeros(8, 5).double(), Chunk(flat[0], flat[1], None, flat[2]),
+        metrics={"error": MeanSquaredError()},
+    )  # fmt: skip
+    assert found.steps == expected.steps == int(mask.sum())
+    assert found.metrics["error"].item() == pytest.approx(expected.metrics["error"].item())
+
+
 def test_a_step_of_numbers_for_one_sequence() -> None:
     """x [K, B] and targets [K] that all rows have: in_dims tells what the rows are."""
 

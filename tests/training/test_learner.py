@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ftbptt import SegmentOutput, make_train_segment
-from ftbptt.training import Events, Stream, train_stream
+from ftbptt.training import Chunk, Events, Stream, train_stream
 from ftbptt.training.updates.learner import Learner
 from ftbptt.training.updates.window_stats import WindowStats
 
@@ -212,3 +212,143 @@ class Plain:
 
     def update(self, grads: Any, state: None, params: Any) -> tuple[Any, None]:
         return {name: p - 0.5 * grads[name] for name, p in params.items()}, None
+
+
+class Scaled(nn.Module):
+    """A cell with a parameter that is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(x_t, h)
+        return h * self.scale, h
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"micro_batches": 2}])
+def test_a_single_number_keeps_its_dtype(options: dict[str, int]) -> None:
+    """Weights of windows are float64 tensors where a mask counts the steps; torch promotes it."""
+    torch.manual_seed(0)
+    x, y = torch.randn(11, 3, 3), torch.randn(11, 3, 5)
+    mask = torch.rand(11, 3, generator=torch.Generator().manual_seed(1)) < 0.6
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        module = Scaled().to(dtype)
+        params = dict(module.named_parameters())
+        segment = make_train_segment(
+            module, lambda out, y: (out - y).square().mean(-1), backend="eager"
+        )
+        for _ in train_stream(
+            segment, params, torch.zeros(3, 5, dtype=dtype),
+            Chunk(x.to(dtype), y.to(dtype), mask=mask), torch.optim.Adam(params.values(), lr=0.1),
+            k1=4, progress=False, **options,
+        ):  # fmt: skip
+            assert {p.grad.dtype for p in params.values()} == {dtype}
+        found.append({name: p.detach().double() for name, p in params.items()})
+    assert abs(found[1]["scale"] - 1.5) > 0.05
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-3)
+
+
+class Careless:
+    """Gradient descent that leaves detaching to its caller; its parameters are on spheres."""
+
+    def __init__(self, order: Callable[[list[str]], list[str]] = list) -> None:
+        self.order = order
+
+    def init(self, params: Any) -> Any:
+        return {"sum": {name: 0 * p for name, p in params.items()}}
+
+    def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        total = {name: state["sum"][name] + params[name] for name in state["sum"]}
+        moved = {name: params[name] - 0.5 * grads[name] for name in self.order(list(params))}
+        return {name: p / p.norm() for name, p in moved.items()}, {"sum": total}
+
+
+def test_a_functional_optimizer_that_does_not_detach() -> None:
+    """Else each update keeps the graph of all before it, and memory grows with the stream."""
+    module = tagger()
+    run = started(dict(module.named_parameters()), Careless(), module)
+    for update in run:
+        kept = [*update.params.values(), *run._trainer.learner.opt_state["sum"].values()]
+        assert not any(leaf.requires_grad or leaf.grad_fn for leaf in kept)
+        assert all(leaf.norm() == pytest.approx(1) for leaf in update.params.values())
+    assert run.index == 5
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.5])
+def test_a_functional_optimizer_that_reorders(ema_decay: float | None, tmp_path: Path) -> None:
+    """What is averaged and saved goes by place: no leaf may be taken for another."""
+
+    def trained(optimizer: Careless, *cuts: int | None) -> Stream:
+        module = tagger()
+        file = tmp_path / f"{optimizer.order.__name__} {len(cuts)}.pt"
+        for cut in cuts:
+            run = started(
+                dict(module.named_parameters()), optimizer, module, updates=cut, checkpoint=file,
+                resume=True, ema_decay=ema_decay,
+            )  # fmt: skip
+            for _ in run:
+                pass
+        assert list(run.params) == list(dict(module.named_parameters()))
+        return run
+
+    def backwards(names: list[str]) -> list[str]:
+        return sorted(names, reverse=True)
+
+    expected = trained(Careless(), None)
+    for cuts in ([None], [2, None]):
+        found = trained(Careless(backwards), *cuts)
+        assert found.index == 5
+        torch.testing.assert_close(dict(found.params), dict(expected.params), rtol=0, atol=0)
+        if ema_decay:
+            torch.testing.assert_close(found.ema_params, expected.ema_params, rtol=0, atol=0)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number beside the state of its parameters, under a name."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index,call-overload]
+        super().step(closure)
+
+
+def test_an_optimizer_that_keeps_a_number_under_a_name(tmp_path: Path) -> None:
+    def trained(*cuts: int | None) -> tuple[Tagger, Any]:
+        module, optimizer = tagger(), None
+        for cut in cuts:
+            optimizer = Counting(module.parameters(), lr=0.5, momentum=0.9)
+            params, file = dict(module.named_parameters()), tmp_path / f"{len(cuts)}.pt"
+            list(started(params, optimizer, module, checkpoint=file, resume=True, updates=cut))
+        return module, optimizer
+
+    (found, optimizer), (expected, _) = trained(2, None), trained(None)
+    assert optimizer.state["steps"] == 5
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
+class Unrated(torch.optim.Optimizer):
+    """Its groups have no "lr"."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"speed": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["speed"] * p.grad
+
+
+def test_an_optimizer_without_a_learning_rate() -> None:
+    modules = tagger(), tagger()
+    optimizers = Unrated(modules[0].parameters()), torch.optim.SGD(modules[1].parameters(), lr=0.5)
+    rates = []
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        run = started(dict(module.named_parameters()), optimizer, module, interval=0)
+        list(run)
+        rates.append([report.learning_rate for report in run.history])
+    assert rates == [[None] * 5, [0.5] * 5]
+    torch.testing.assert_close(modules[0].state_dict(), modules[1].state_dict())

@@ -287,6 +287,29 @@ def test_rows_restart_from_the_state_that_the_segment_knows(learned: bool) -> No
         assert not torch.isclose(found[:2], given).any()
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"k1": 4}, [8, 12, 13]),
+        ({"k1": 3, "k2": 6}, [9, 12, 13]),
+        ({"k1": 3, "burn_in": 3}, [9, 12, 13]),
+        ({"k1": 2, "k2": 4, "fresh": True}, [8, 10, 12, 13]),
+    ],
+)
+def test_rows_restart_from_no_state(options: dict[str, Any], expected: list[int]) -> None:
+    """A window that begins at the start of the stream has no state yet in which rows could be."""
+    torch.manual_seed(0)
+    cell = nn.LSTMCell(3, 5).double()
+    updates = started(
+        (bad_stream(13, 3, 2, 1)[0], None), cell, state=None, on_nonfinite="skip",
+        loss=lambda out, y: out.square().mean(), **options,
+    )  # fmt: skip
+    made, said = noted(updates)
+    assert made == expected
+    assert "x is first not finite at step 2, row 1" in said[0]
+    assert all(leaf.isfinite().all() for leaf in updates.state)
+
+
 def test_a_state_without_rows_restarts_whole() -> None:
     module = Tagger()
     params = params_of(module)
@@ -356,6 +379,34 @@ def test_a_norm_that_is_clipped_by(mode: str) -> None:
     assert all(p.isfinite().all() for p in updates.params.values())
 
 
+class Steep(torch.autograd.Function):
+    """The identity, whose gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * float("inf")
+
+
+def test_a_norm_that_is_clipped_by_under_a_scaler_that_is_off() -> None:
+    """It leaves no update out, as one that is on would: the run has to stop before it."""
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return mean_cross_entropy(Steep.apply(out), y)
+
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    before = copied(params_of(tagger()))
+    updates = started(stream(9), loss=loss, clip_norm=1.0, scaler=scaler)
+    made, (said,) = noted(updates)
+    assert said.startswith("ftbptt: the gradient's norm is ")
+    assert said.endswith(f" in update 0. {STOPS}")
+    assert not made
+    assert_same(updates.params, before)
+
+
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
@@ -423,6 +474,75 @@ def test_parameters_that_were_not_finite_from_the_start_are_saved(tmp_path: Path
     y[y == 2] = 1
     list(started((x, y), module, checkpoint=tmp_path / "run.pt"))
     assert load_checkpoint(tmp_path / "run.pt")["index"] == 2
+
+
+class Forbidding(Tagger):
+    """One of the hidden units has the weight exp(-inf) = 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_weights = nn.Parameter(torch.tensor([0, 0.5, -torch.inf, 0, 1]).double())
+
+    def forward(self, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
+        h, c = self.cell(x_t, state)
+        return self.readout(h * self.log_weights.softmax(0)), (h, c)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_that_is_meant_to_be_infinite(mode: str, tmp_path: Path) -> None:
+    """It is not to blame for a window that is not finite: skipping goes on, and all are saved."""
+    torch.manual_seed(0)
+    file, module = tmp_path / "run.pt", Forbidding()
+    updates = started(bad_stream(19, 3, 9, 1), module, on_nonfinite=mode, checkpoint=file)
+    made, (said,) = noted(updates)
+    assert said.endswith(THEN[mode])
+    assert made == ([4, 8, 16, 19] if mode == "skip" else [4, 8])
+    assert load_checkpoint(file)["index"] == len(made)
+    assert module.log_weights[2] == -torch.inf
+    assert module.log_weights.isinf().sum() == 1
+
+
+@pytest.mark.parametrize("mode", ["stop", "skip"])
+@pytest.mark.parametrize("name", ["log_weights", "readout.bias"])
+@pytest.mark.parametrize("at", [2, 3])
+def test_beside_it_others_become_nan(mode: str, name: str, at: int, tmp_path: Path) -> None:
+    """The infinite value itself, another of its leaf, or another leaf: that cannot be meant."""
+    torch.manual_seed(0)
+    file, module = tmp_path / "run.pt", Forbidding()
+
+    def broken(update: Any) -> None:
+        if update.index == 1:
+            with torch.no_grad():
+                params_of(module)[name][at] = float("nan")
+
+    updates = started(
+        stream(22), module, on_nonfinite=mode, epochs=None, checkpoint=file, checkpoint_every=1,
+        events=Events(after_update=broken),
+    )  # fmt: skip
+    made, said = noted(updates)
+    assert made == [4, 8]
+    assert any(f"no checkpoint is written: params['{name}'] is not fi" in own for own in said)
+    assert any("the loss of update 2 is nan" in own and "The run stops" in own for own in said)
+    assert load_checkpoint(file)["index"] == 1
+
+
+def test_save_keeps_a_good_checkpoint(tmp_path: Path) -> None:
+    """Asked for by the caller, who does not know yet that the parameters are spoiled."""
+    file = tmp_path / "run.pt"
+
+    def broken(grads: list[Tensor]) -> None:
+        if updates.index == 2:
+            grads[0][0] = float("nan")
+
+    updates = started(stream(17), checkpoint=file, events=Events(before_update=broken))
+    next(updates)
+    next(updates)
+    updates.save()
+    next(updates)
+    with pytest.warns(RuntimeWarning, match=r"no checkpoint is written: params\['cell.weight_ih'"):
+        updates.save()
+    assert load_checkpoint(file)["index"] == 2
+    assert not previous(file).exists()
 
 
 @pytest.mark.parametrize("mode", ["stop", "raise"])

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ftbptt import TrainSegment, make_train_segment
 from ftbptt.training import (
     Chunk,
+    EarlyStop,
     Events,
     PackedSequences,
     Report,
@@ -112,7 +113,10 @@ def test_weights_that_are_on_the_device() -> None:
     meter.add(measured(5.0, 1))
     assert meter.report(update(), None).loss == 2.0
     meter.add(measured(5.0, torch.tensor(0)))
-    assert meter.report(update(), None).loss == 0.0
+    assert meter.report(update(), None) is None
+    assert len(meter.history) == 1
+    meter.add(measured(3.0, torch.tensor(2)))
+    assert meter.report(update(), None).loss == 3.0
 
 
 def test_losses_of_many_models() -> None:
@@ -194,6 +198,26 @@ def test_a_report_of_many_updates() -> None:
     total = sum(own.loss.item() * int(own.steps) for own in updates)
     assert report.loss == pytest.approx(total / int(mask.sum()), abs=1e-12)
     assert report.index == 5
+
+
+def test_windows_of_padding_alone_give_no_report() -> None:
+    """They have no loss; a 0 would be the best one ever, and stop the run for want of a gain."""
+    x, y = stream(30)
+    mask = torch.ones(30, 2, dtype=torch.bool)
+    mask[4:12] = mask[24:] = False
+    seen, stop = [], EarlyStop(patience=4)
+
+    def watched(loss: float) -> bool:
+        seen.append(loss)
+        return stop(loss)
+
+    run = train(Chunk(x, y, None, mask), interval=0, stop=watched)
+    updates = list(run)
+    losses = [float(own.loss) for own in updates if int(own.steps)]
+    assert len(updates) > len(losses) == 4
+    assert [report.loss for report in run.history] == seen == pytest.approx(losses, abs=1e-12)
+    assert stop.best == min(losses) > 0
+    assert [report.position for report in run.history] == [4, 16, 20, 24]
 
 
 def test_the_speed_of_packed_rows_counts_all_of_their_steps(clock: Clock) -> None:

@@ -123,6 +123,26 @@ def test_parameters_that_are_no_tree_of_tensors(segment: Segments) -> None:
         )
 
 
+def test_a_leaf_that_is_no_tensor_in_a_functional_optimizer(segment: Segments) -> None:
+    train_segment, params = segment()
+    words = r"params\['n'\]: expected a tensor, found int\. The parameters of a module are"
+    with pytest.raises(TypeError, match=words):
+        train_stream(
+            train_segment, params | {"n": 3}, zeros(), stream(9), FunctionalMomentum(), k1=4
+        )
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_complex_gradient_has_no_largest_value(functional: bool, segment: Segments) -> None:
+    """Also if only one of the parameters is complex."""
+    train_segment, params = segment()
+    params = params | {"z": torch.zeros(3, dtype=torch.complex128, requires_grad=True)}
+    optimizer = FunctionalMomentum() if functional else sgd(params)
+    words = r"clip_value: a complex gradient has no largest value\. Clip by clip_norm instead\."
+    with pytest.raises(ValueError, match=words):
+        train_stream(train_segment, params, zeros(), stream(9), optimizer, k1=4, clip_value=0.1)
+
+
 def test_no_data(segment: Segments) -> None:
     with pytest.raises(ValueError, match=r"data: is empty. Give at least one chunk of one step or"):
         run(segment(), [])

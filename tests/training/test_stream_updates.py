@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,31 @@ def test_no_rows_for_micro_batches() -> None:
     )
     with pytest.raises(ValueError, match="micro_batches: x, y and the state have no rows in commo"):
         next(updates)
+
+
+@pytest.mark.parametrize("options", [{}, {"burn_in": 2}, {"fresh": True}])
+def test_steps_without_rows_and_without_a_state(options: dict[str, Any]) -> None:
+    """Features are not counted as rows of a function step that knows its own state."""
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t @ params["w"] + h)
+        return h, h
+
+    torch.manual_seed(0)
+    segment = make_train_segment(
+        step, lambda out, y: (out - y).square().mean(), backend="eager",
+        initial_state=torch.zeros(5).double(),
+    )  # fmt: skip
+    x, y = torch.randn(11, 3).double(), torch.randn(11, 5).double()
+    counts = []
+    for state in (None, torch.zeros(5).double()):
+        params = {"w": torch.zeros(3, 5).double().requires_grad_()}
+        updates = train_stream(
+            segment, params, state, (x, y), sgd(params), k1=4, progress=False, **options
+        )
+        counts.append([(int(own.steps), float(own.loss)) for own in updates])
+    assert [count for count, _ in counts[0]] == [4, 4, 3]
+    assert counts[0] == counts[1]
 
 
 def test_a_segment_that_taps(segment: Segments) -> None:

@@ -162,8 +162,10 @@ class DataLayout:
     def restart_nonfinite_rows(self, state: Tree, initial: Tree, rows: int | None) -> Tree:
         """The state, with rows that are not finite replaced by those of ``initial`` (None: zeros).
 
-        Data without rows (None) is replaced as one.
+        Data without rows (None) is replaced as one. None stays: the state that a step starts from.
         """
+        if state is None:
+            return None
         if initial is None:
             initial = tree_map(torch.zeros_like, state)
         initial = tree_map(self._with_row_axis, in_order_of(state, initial), state)

@@ -46,14 +46,16 @@ class Monitor:
             self._bar = ProgressBar(total, index)
 
     def read(self) -> Report | None:
-        """Reads the losses since the last report, if there are any. Waits for the device.
+        """Reads the losses since the last report, if any step had one. Waits for the device.
 
         The scheduler and ``stop`` see the mean loss here; :meth:`publish` does the rest.
         """
-        update, self.unreported = self.unreported, None
-        if update is None:
+        if self.unreported is None:
             return None
-        report = self.meter.report(update, self._learner.learning_rate)
+        report = self.meter.report(self.unreported, self._learner.learning_rate)
+        if report is None:
+            return None
+        self.unreported = None
         if math.isfinite(report.loss):
             self._learner.after_report(report.loss)
             if self._stop is not None and self._stop(report.loss):

@@ -31,7 +31,7 @@ class Report:
     ``grad_norm``
         the norm of the gradient in update ``index``, before clipping
     ``learning_rate``
-        that of the optimizer's first group; None for a functional optimizer
+        that of the optimizer's first group; None if that has none, or for a functional optimizer
     ``steps_per_second``, ``tokens_per_second``
         steps of the stream, and steps of all rows, per second since the last report
     ``seconds``
@@ -103,10 +103,13 @@ class Meter:
         """The speed from the last report to the last update."""
         return self._tokens / max(self._now - self._since, 1e-9)
 
-    def report(self, update: Update, learning_rate: float | None) -> Report:
-        """Reads the losses since the last report. Waits for the device."""
+    def report(self, update: Update, learning_rate: float | None) -> Report | None:
+        """Reads the losses since the last report; None without a valid step. Waits for a GPU."""
         self._fold()
-        loss = float((self._sum / self._weight.clamp(min=1)).mean())
+        loss = float((self._sum / self._weight).mean())
+        if math.isnan(loss) and not float(self._weight):  # 0 / 0: else the weight is not read
+            self._next = time.perf_counter() + self.interval
+            return None
         grad_norm = float(update.grad_norm)
         bad = float(self._bad) if not math.isfinite(loss) else math.inf
         first_index = update.index - self._folded + 1

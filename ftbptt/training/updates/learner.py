@@ -16,13 +16,20 @@ from ..._compat.running import versions_of
 from ..._compat.training import forget_unscaled
 from ..._trees import (
     differentiable,
+    in_order_of,
     keystr,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
     tree_unflatten,
 )
-from .optimizers import FunctionalOptimizer, Sharded, check_in_params, load_optimizer
+from .optimizers import (
+    FunctionalOptimizer,
+    Sharded,
+    check_in_params,
+    check_tensors,
+    load_optimizer,
+)
 from .window_stats import share
 
 Tree = Any
@@ -56,13 +63,19 @@ class Learner:
                 )
             self._find_trained(optimizer)
         elif isinstance(optimizer, FunctionalOptimizer):
+            check_tensors(params)
             leaves = tree_leaves(params)
             self.trained_indices = [i for i, leaf in enumerate(leaves) if differentiable(leaf)]
-            self.opt_state = optimizer.init(params)
+            with torch.no_grad():
+                self.opt_state = optimizer.init(params)
         else:
             raise TypeError(
                 "optimizer: expected a torch.optim.Optimizer, or an object with init(params) and "
                 f"update(grads, state, params), found {type(optimizer).__name__}."
+            )
+        if clip_value is not None and any(p.is_complex() for p in self.trained):
+            raise ValueError(
+                "clip_value: a complex gradient has no largest value. Clip by clip_norm instead."
             )
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError(
@@ -116,7 +129,8 @@ class Learner:
     def learning_rate(self) -> float | None:
         if not isinstance(self.optimizer, Optimizer):
             return None
-        return float(self.optimizer.param_groups[0]["lr"])
+        rate = self.optimizer.param_groups[0].get("lr")
+        return None if rate is None else float(rate)
 
     def scale(self) -> Tensor | None:
         """The factor of the next loss; None without a scaler."""
@@ -134,7 +148,9 @@ class Learner:
             total = old_weight + weight
             fraction = share(weight, total)
             # The mean is moved towards the new gradients: a sum could overflow in float16.
-            new = [a + (b - a) * fraction for a, b in zip(old, new, strict=True)]
+            # The fraction may be a float64 tensor, which would make single numbers float64.
+            pairs = zip(old, new, strict=True)
+            new = [a + ((b - a) * fraction).to(a.dtype) for a, b in pairs]
             weight = total
         self.gathered = new, weight
 
@@ -212,9 +228,11 @@ class Learner:
             all_grads = [torch.zeros_like(leaf) for leaf in leaves]
             for i, grad in zip(self.trained_indices, grads, strict=True):
                 all_grads[i] = grad
-            self.params, self.opt_state = self.optimizer.update(
-                tree_unflatten(all_grads, spec), self.opt_state, self.params
-            )
+            with torch.no_grad():  # else each update would keep the graph of all before it
+                new_params, self.opt_state = self.optimizer.update(
+                    tree_unflatten(all_grads, spec), self.opt_state, self.params
+                )
+            self.params = in_order_of(self.params, new_params)
         elif self.scaler is None:
             self.optimizer.step()
         else:

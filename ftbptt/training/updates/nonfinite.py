@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._trees import differentiable, keystr, tree_flatten_with_path
+from ..._trees import differentiable, keystr, tree_flatten_with_path, tree_leaves
 from ..._warnings import warn
 from ...contract.layout import Layout
 from ...contract.output import SegmentOutput
@@ -24,15 +24,23 @@ class Guard:
     def __init__(self, mode: str, learner: Learner) -> None:
         self.mode, self.learner = mode, learner
         self.lost = False  # the parameters are not finite either
-        self._began_finite = True
+        self._at_start: dict[int, Tensor] = {}  # parameters with values that are not finite
 
     def begin(self) -> None:
-        """Notes whether the parameters are finite at the start: a -inf among them may be meant."""
-        self._began_finite = not nonfinite_parameter(self.learner.params)
+        """Notes which parameters are not finite at the start: a -inf among them may be meant."""
+        leaves = enumerate(tree_leaves(self.learner.params))
+        self._at_start = {i: leaf.detach().clone() for i, leaf in leaves if _is_bad(leaf)}
 
     def spoiled(self) -> str:
-        """Describes a parameter that is not finite, if all were at the start; empty if none is."""
-        return nonfinite_parameter(self.learner.params) if self._began_finite else ""
+        """Describes a parameter with a value that has become NaN or infinite; empty if none has."""
+        for i, (path, leaf) in enumerate(tree_flatten_with_path(self.learner.params)[0]):
+            bad = _nonfinite(leaf)
+            if bad is not None and i in self._at_start:
+                start = self._at_start[i]
+                bad = bad & (leaf != start) & ~(leaf.isnan() & start.isnan())
+            if bad is not None and bad.any():
+                return f"params{keystr(path)} is not finite already"
+        return ""
 
     def is_sound(self, value: Tensor) -> bool:
         """Whether ``value`` is finite. On a GPU, unless the mode is "skip", it is not checked.
@@ -50,7 +58,8 @@ class Guard:
         "raise".
         """
         mode = self.mode
-        if nonfinite_parameter(self.learner.trained):
+        # A NaN from the start is never meant: it would be in every loss.
+        if self.spoiled() or any(p.isnan().any() for p in self.learner.trained):
             self.lost = True
             if mode == "skip":  # every later window would be skipped
                 mode = "stop"
@@ -127,10 +136,14 @@ def _first_true(flags: Tensor, axis: int) -> int:
 
 def _first_leaf(name: str, tree: Tree, predicate: str) -> str:
     for path, leaf in tree_flatten_with_path(tree)[0]:
-        bad = _nonfinite(leaf)
-        if bad is not None and bad.any():
+        if _is_bad(leaf):
             return f"{name}{keystr(path)} {predicate}"
     return ""
+
+
+def _is_bad(leaf: Any) -> bool:
+    bad = _nonfinite(leaf)
+    return bad is not None and bool(bad.any())
 
 
 def _nonfinite(leaf: Any) -> Tensor | None:

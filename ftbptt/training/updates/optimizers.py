@@ -55,10 +55,22 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for index, kept in state["state"].items():
+        if not isinstance(index, int) or not isinstance(kept, dict):
+            continue  # what an optimizer keeps beside the state of its parameters
         own = optimizer.state[params[index]]
         for name, value in kept.items():
             if isinstance(value, Tensor) and value.dtype != own[name].dtype:
                 own[name] = value.to(own[name].device, copy=True)
+
+
+def check_tensors(params: Tree) -> None:
+    """Raises TypeError for parameters that are not all tensors."""
+    for path, leaf in tree_flatten_with_path(params)[0]:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"params{keystr(path)}: expected a tensor, found {type(leaf).__name__}. The "
+                "parameters of a module are dict(module.named_parameters())."
+            )
 
 
 def check_in_params(optimizer: Optimizer, params: Tree) -> None:
@@ -66,12 +78,7 @@ def check_in_params(optimizer: Optimizer, params: Tree) -> None:
 
     Raises TypeError if these are not all tensors.
     """
-    for path, leaf in tree_flatten_with_path(params)[0]:
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"params{keystr(path)}: expected a tensor, found {type(leaf).__name__}. The "
-                "parameters of a module are dict(module.named_parameters())."
-            )
+    check_tensors(params)
     ids = {id(leaf) for leaf in tree_leaves(params)}
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
