@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -71,6 +72,22 @@ def same_random_state(a: Any, b: Any) -> bool:
     if isinstance(a, list):
         return len(a) == len(b) and all(map(same_random_state, a, b))
     return bool(a == b)
+
+
+def seed_random_state(seed: int) -> None:
+    """Seeds what :func:`random_state` returns, and nothing else.
+
+    ``torch.manual_seed`` would also seed CUDA where it is not initialized yet, once it is.
+    """
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    if "numpy" in sys.modules:
+        import numpy
+
+        with suppress(TypeError, ValueError):  # a bit generator of the caller's that takes no seed
+            numpy.random.seed([seed % 2**32, seed >> 32])
 
 
 def set_random_state(state: dict[str, Any]) -> None:

@@ -146,9 +146,8 @@ def train_stream(
         stays so); not other windows (``k1``, ``k2``, ...).
         The learning rate is that of the checkpoint.
         Data in a random order must draw it from torch's, NumPy's or Python's random numbers, from
-        its ``generator``, or by ``set_epoch(epoch)``. If chunks after an epoch's first draw such
-        numbers, as a shuffle buffer does, and training draws too (dropout), they come in another
-        order when resumed: let ``__iter__`` draw a seed for a generator of its own. What the
+        its ``generator``, or by ``set_epoch(epoch)``. Chunks after the first of an epoch, as of a
+        shuffle buffer, draw such numbers apart from those of training. What the
         ``persistent_workers`` of a ``DataLoader`` draw after their first epoch cannot be restored,
         and differs when resumed.
         The same iterator can also be continued after an error or Ctrl-C: the update in progress is

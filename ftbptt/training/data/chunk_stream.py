@@ -17,25 +17,26 @@ from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, error_prefix
 from .randomness import DataRandomness
 
 Tree = Any
-_EPOCH_START = -1  # the key of the random numbers before the epoch, among those before chunk i
+# The keys of the random numbers before the epoch, and before its first chunk.
+_EPOCH_START, _FIRST_CHUNK = -1, 0
 
 
 class _HeldChunk(NamedTuple):
-    """Steps ``[start, end)`` of the epoch; ``random`` is the state before the chunk was drawn."""
+    """Steps ``[start, end)`` of the epoch."""
 
     start: int
     end: int
     chunk: Chunk
-    random: dict[str, Any]
 
 
 class ChunkStream:
     """A stream of chunks of any lengths, each of which continues the one before.
 
     Chunks are held while a window can still reach back to them. To be read again, the data is
-    iterated over anew with the random numbers it drew the first time: those before the epoch,
-    before its first chunk (from which samplers draw the order of all), and before each chunk that
-    is held. An iterator cannot be iterated over anew: :class:`_IteratorReplay`.
+    iterated over anew with the random numbers it drew the first time: those before the epoch, those
+    before its first chunk, and from then on those of a state of its own, whose seed is drawn after
+    that chunk (:class:`DataRandomness`). An iterator cannot be iterated over anew:
+    :class:`_IteratorReplay`.
     """
 
     def __init__(self, chunks: Iterable[Any], axes_of: Callable[[Tree], TimeAxes]) -> None:
@@ -45,14 +46,12 @@ class ChunkStream:
         self.pulled = 0  # chunks taken from the iterator in this epoch
         self._iterator: Iterator[Any] | None = None
         self._taken: list[Any] = []  # the next item, until it is held as a chunk
-        self._random_before: dict[str, Any] = {}  # before that was taken
-        self._random_after: dict[str, Any] = {}
         self._failure: str | None = None  # of the iterator: the name of its error
         self._epoch = 0
         self._held: deque[_HeldChunk] = deque()
         self._end = 0  # the first step of the next chunk
         self.randomness = DataRandomness(chunks)
-        self._random_at_start: dict[int, dict[str, Any]] = {}  # _EPOCH_START, and 0: first chunk
+        self._random_at_start: dict[int, dict[str, Any]] = {}  # the first chunk's once it is taken
         self._generator_states: list[Tensor] = []  # before the epoch
         self._had_workers = False  # before the epoch
         self._replay = _IteratorReplay()
@@ -66,17 +65,18 @@ class ChunkStream:
         self.randomness.separate(other)
 
     def begin(self, epoch: int) -> None:
+        self.randomness.rejoin()
         with self.randomness.drawing():
             if self._random_at_start and self._epoch == epoch and not self.pulled:
                 self._return_to_start(  # it was interrupted while it began
                     self._random_at_start, self._generator_states, self._had_workers
                 )
-            self._begin(epoch)
+            self._begin(epoch, {_EPOCH_START: random_state()})
 
-    def _begin(self, epoch: int) -> None:
+    def _begin(self, epoch: int, random: dict[int, dict[str, Any]]) -> None:
         self._generator_states = self.randomness.generator_states()
         self._had_workers = has_workers(self.chunks)
-        self._random_at_start, self._epoch = {_EPOCH_START: random_state()}, epoch
+        self._random_at_start, self._epoch = random, epoch
         self.randomness.set_epoch(epoch)
         iterator = iter(self.chunks)
         if iterator is self.chunks and self.pulled:
@@ -105,6 +105,8 @@ class ChunkStream:
         self._drop_before(start)
         assert not self._held or self._held[0].start <= start, "this step was dropped"
         if self._end < stop:
+            if self._failure is not None and not self._is_iterator:
+                self._begin_again()
             with self.randomness.drawing():
                 while self._end < stop and self._pull():
                     self._drop_before(start)
@@ -129,16 +131,13 @@ class ChunkStream:
     def _pull(self) -> bool:
         """Takes the next chunk; false if there is none."""
         number = self.pulled
-        if (recorded := self._replay.recorded.get(number)) is not None:
-            random, chunk = recorded.random_before, recorded.chunk
-            set_random_state(recorded.random_after)
-        else:
-            if self._taken:  # by a read that was interrupted
-                if self._replay.is_recording:
-                    set_random_state(self._random_after)
-            elif not self._take():
+        recorded = self._replay.recorded.get(number)
+        if recorded is None and not self._taken:
+            if not self._take():
                 return False
-            random = self._random_before
+        elif not number:  # it was taken before, by a read that was interrupted or is repeated
+            self.randomness.branch_again()
+        if (chunk := recorded) is None:
             with error_prefix(f"data, chunk {number + 1}"):
                 chunk = as_tensors(as_chunk(self._taken[0]))
                 if not number:
@@ -146,11 +145,9 @@ class ChunkStream:
                 self.axes.length(chunk)
         end = self._end + self.axes.steps(chunk)
         with uninterrupted():
-            if recorded is None and self._replay.is_recording:
-                self._replay.recorded[number] = _Recorded(random, chunk, self._random_after)
-            if not number:
-                self._random_at_start[0] = random
-            self._held.append(_HeldChunk(self._end, end, chunk, random))
+            if self._replay.is_recording:
+                self._replay.recorded[number] = chunk
+            self._held.append(_HeldChunk(self._end, end, chunk))
             self._end = end
             self.pulled += 1
             if recorded is None:
@@ -159,32 +156,43 @@ class ChunkStream:
 
     def _take(self) -> bool:
         """Takes the next item from the iterator; false if there is none."""
-        if self._failure is not None:
-            self._begin_again(self._failure)
+        if self._failure is not None:  # other data than an iterator was begun again
+            raise RuntimeError(
+                f"data: the iterator failed at chunk {self.pulled + 1} ({self._failure}), and may "
+                "leave out steps if it is read on. Give an iterable that makes a new one each "
+                "time: a list, a DataLoader, or a class with __iter__; or start again with a new "
+                "iterator and resume=True."
+            )
         assert self._iterator is not None
-        self._random_before = self._random_after = random_state()
+        if not self.pulled:
+            if _FIRST_CHUNK in self._random_at_start:  # it is read again, or failed
+                set_random_state(self._random_at_start[_FIRST_CHUNK])
+            else:
+                self._random_at_start[_FIRST_CHUNK] = random_state()
         try:  # in one step: Ctrl-C does not come when the item is neither here nor there
             self._taken.extend(islice(self._iterator, 1))
         except BaseException as error:
             if not self._taken:
                 self._failure = type(error).__name__
             raise
-        if self._replay.is_recording:
-            self._random_after = random_state()
+        finally:
+            if self._taken and not self.pulled:
+                with uninterrupted():
+                    self.randomness.branch()
         return bool(self._taken)
 
-    def _begin_again(self, failure: str) -> None:
+    def _begin_again(self) -> None:
         """Takes a new iterator: one that failed would leave out chunks, or be at its end."""
-        if self._is_iterator:
-            raise RuntimeError(
-                f"data: the iterator failed at chunk {self.pulled + 1} ({failure}), and may leave "
-                "out steps if it is read on. Give an iterable that makes a new one each time: a "
-                "list, a DataLoader, or a class with __iter__; or start again with a new iterator "
-                "and resume=True."
-            )
-        random, start = self._random_before, self._held[0].start if self._held else self._end
-        self._read_again(self.reading(), self._epoch, start)
-        set_random_state(random)
+        reading, process_state = self.reading(), random_state()
+        position = self.pulled, self._end, self._held.copy()
+        try:
+            self.read_again(reading, self._epoch, self._held[0].start if self._held else self._end)
+        except BaseException as error:  # it fails once more: the next read begins again as this one
+            self.pulled, self._end, self._held = position
+            self._random_at_start, self._failure = reading["random"], type(error).__name__
+            raise
+        finally:
+            set_random_state(process_state)
 
     def _drop_before(self, start: int) -> None:
         """Drops the chunks that end before a step, which no window reads any more."""
@@ -196,11 +204,9 @@ class ChunkStream:
     def reading(self) -> dict[str, Any]:
         if self._is_iterator:
             self._replay.take_snapshot(_Snapshot(self.pulled, self._end, tuple(self._held)))
-        first_held = self.pulled - len(self._held)
-        random_of_held = {i: held.random for i, held in enumerate(self._held, first_held)}
         return {
             "pulled": self.pulled,
-            "random": self._random_at_start | random_of_held,
+            "random": dict(self._random_at_start),
             "generators": self._generator_states,
             "had_workers": self._had_workers,
         }
@@ -211,13 +217,12 @@ class ChunkStream:
             self.pulled, self._end = snapshot.pulled, snapshot.end
             self._held = deque(snapshot.held)
             return
+        random = dict(reading["random"])
+        self.randomness.rejoin()
         with self.randomness.drawing():
-            self._read_again(reading, epoch, start)
-
-    def _read_again(self, reading: dict[str, Any], epoch: int, start: int) -> None:
-        self._return_to_start(reading["random"], reading["generators"], reading["had_workers"])
-        self._begin(epoch)
-        self._pull_again(reading["pulled"], reading["random"], start)
+            self._return_to_start(random, reading["generators"], reading["had_workers"])
+            self._begin(epoch, random)
+            self._pull_again(reading["pulled"], start)
 
     def _return_to_start(
         self, random: dict[int, dict[str, Any]], generators: list[Tensor], had_workers: bool
@@ -227,11 +232,8 @@ class ChunkStream:
         set_random_state(random[_EPOCH_START])
         self.randomness.set_generator_states(generators)
 
-    def _pull_again(self, count: int, random: dict[int, dict[str, Any]], start: int) -> None:
-        """Takes ``count`` chunks, each with the random numbers from before it, where known."""
+    def _pull_again(self, count: int, start: int) -> None:
         while self.pulled < count:
-            if self.pulled in random:
-                set_random_state(random[self.pulled])
             if not self._pull():
                 raise ValueError(
                     f"data: the checkpoint was made after {count} chunks, but there are only "
@@ -248,14 +250,6 @@ class _Snapshot(NamedTuple):
     held: tuple[_HeldChunk, ...]
 
 
-class _Recorded(NamedTuple):
-    """A chunk that an iterator yielded, and the random numbers before and after that."""
-
-    random_before: dict[str, Any]
-    chunk: Chunk
-    random_after: dict[str, Any]
-
-
 class _IteratorReplay:
     """What an iterator yielded since a snapshot, so that a run can go back to that.
 
@@ -265,7 +259,7 @@ class _IteratorReplay:
     """
 
     def __init__(self) -> None:
-        self.recorded: dict[int, _Recorded] = {}  # by the chunk's number in the epoch
+        self.recorded: dict[int, Chunk] = {}  # by the chunk's number in the epoch
         self._snapshots: deque[_Snapshot] = deque(maxlen=2)
 
     @property
