@@ -95,7 +95,7 @@ def is_bound(cell: CellType) -> bool:
 
 
 def own_classes(kind: type) -> list[type]:
-    """A class and those that it is derived from, but torch's and Python's own."""
+    """A class and those that it is derived from, but torch's and built-in ones."""
     return [
         base
         for base in kind.__mro__

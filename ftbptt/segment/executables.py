@@ -149,17 +149,17 @@ class Executables:
 
         Raises RuntimeError for what changes with each trace.
         """
-        for _ in range(_MOST_TRACES_IN_A_CALL):
-            change = executable.plan.constants.change()
-            if change is None:
-                return executable
+        traces = 0
+        while (change := executable.plan.constants.change()) is not None:
+            if traces == _MOST_TRACES_IN_A_CALL:
+                raise RuntimeError(
+                    f"step {self._recipe.step.name} or its loss changes {change.name}, or "
+                    "something that this is computed from, whenever it runs. Both are pure "
+                    "functions: read such a value from the state and return it in the next state."
+                )
+            traces += 1
             executable = self._after(change, call, tensors, executable)
-        assert change is not None
-        raise RuntimeError(
-            f"step {self._recipe.step.name} or its loss changes {change.name}, or something that "
-            "this is computed from, whenever it runs. Both are pure functions: read such a value "
-            "from the state and return it in the next state."
-        )
+        return executable
 
     def _after(
         self, change: Change, call: Call, tensors: Sequence[Tensor], before: Executable

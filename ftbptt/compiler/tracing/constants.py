@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -30,6 +29,8 @@ _CONTAINERS = (dict, list)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 _WATCHED = (*_PLAIN, *_CONTAINERS, *_FUNCTIONS, tuple, Tensor)
 _MOST_ITEMS = 64  # of a container: what is longer holds data
+# Whether it is noticed that a variable with a value is bound to another one.
+IsWatched = Callable[[Any], bool]
 
 
 class Constants:
@@ -148,8 +149,12 @@ def _scopes_of(root: Any) -> Iterator[_Scope]:
     reached = list(reached_by(root))
     codes = [value.__code__ for value in reached if isinstance(value, FunctionType)]
     named = {name for code in codes for name in names_in(code)}
-    # Of an object whose attributes are watched it is also watched which it is.
-    is_watched = _Watched({id(value) for value in reached})
+    own = {id(value) for value in reached}
+
+    def is_watched(value: Any) -> bool:
+        # Of an object whose attributes are watched it is also watched which it is.
+        return isinstance(value, _WATCHED) or id(value) in own
+
     for value in reached:
         if isinstance(value, FunctionType):
             yield from _captured(value, is_watched)
@@ -163,17 +168,7 @@ def _scopes_of(root: Any) -> Iterator[_Scope]:
             yield from _attributes(value, named, is_watched)
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """Whether it is noticed that a variable with a value is bound to another one."""
-
-    reached: set[int]  # ids of functions, modules, objects and classes
-
-    def __call__(self, value: Any) -> bool:
-        return isinstance(value, _WATCHED) or id(value) in self.reached
-
-
-def _captured(function: FunctionType, is_watched: _Watched) -> Iterator[_Scope]:
+def _captured(function: FunctionType, is_watched: IsWatched) -> Iterator[_Scope]:
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     bound = {name: cell.cell_contents for name, cell in cells.items() if is_bound(cell)}
     names = [name for name, value in bound.items() if is_watched(value)]
@@ -193,7 +188,7 @@ def _children_of(module: nn.Module) -> _Scope:
     return _Scope([*children], children.values, description)
 
 
-def _attributes(owner: Any, named: set[str], is_watched: _Watched) -> Iterator[_Scope]:
+def _attributes(owner: Any, named: set[str], is_watched: IsWatched) -> Iterator[_Scope]:
     """Those that code names. The code of torch's own modules is not known: all of them."""
     kind = type(owner)
     names = vars(owner).keys() & named
@@ -206,15 +201,15 @@ def _attributes(owner: Any, named: set[str], is_watched: _Watched) -> Iterator[_
     yield from _class_attributes(kind, named, is_watched)
 
 
-def _class_attributes(kind: type, named: set[str], is_watched: _Watched) -> Iterator[_Scope]:
+def _class_attributes(kind: type, named: set[str], is_watched: IsWatched) -> Iterator[_Scope]:
+    description = f"the attribute {{!r}} of {kind.__name__}"
     for base in own_classes(kind):
         names = {name for name in vars(base).keys() & named if not name.startswith("__")}
-        description = f"the attribute {{!r}} of {kind.__name__}"
         yield from _variables(vars(base), names, description, is_watched)
 
 
 def _variables(
-    variables: Mapping[str, Any], names: Iterable[str], description: str, is_watched: _Watched
+    variables: Mapping[str, Any], names: Iterable[str], description: str, is_watched: IsWatched
 ) -> Iterator[_Scope]:
     watched = sorted(name for name in names if is_watched(variables[name]))
     if watched:

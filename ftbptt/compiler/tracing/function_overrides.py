@@ -83,9 +83,7 @@ def _batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
-    """In eval mode. torch's has no gradient by the statistics, which may be among the parameters:
-    an ensemble has its buffers there.
-    """
+    """In eval mode: torch's has no gradient by the statistics, which an ensemble has in params."""
     if training or running_mean is None or running_var is None:
         return NotImplemented
     shape = (1, -1) + (1,) * (input.dim() - 2)

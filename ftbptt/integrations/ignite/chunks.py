@@ -9,6 +9,7 @@ several steps at once (convolution, attention or a norm over time): it is no ste
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +54,12 @@ class Chunks:
         autocast: torch.dtype | None = None,
         scaler: GradScaler | None = None,
     ) -> None:
-        self.model, self.loss, self.dim, self.backend = model, loss, dim, backend
-        self._initial, self._autocast, self._scaler = initial, autocast, scaler
+        self.model, self.loss, self.backend, self._scaler = model, loss, backend, scaler
         self._eager = EagerChunk(model, loss, dim, initial, autocast)
+        self._compile = partial(
+            CompiledChunk, model, loss, dim, backend=backend, initial=initial, autocast=autocast,
+            scaler=scaler,
+        )  # fmt: skip
         self._only_eager = backend == "eager"
         self._surroundings: Surroundings | None = None
         self._snapshot: Snapshot | None = None
@@ -176,10 +180,7 @@ class Chunks:
                 raise NotCompiled(f"{change} is changed again and again from outside")
         self._snapshot = snapshot
         self._verdicts.clear()
-        self._compiled = CompiledChunk(
-            self.model, self.loss, self.dim, backend=self.backend, initial=self._initial,
-            autocast=self._autocast, scaler=self._scaler,
-        )  # fmt: skip
+        self._compiled = self._compile()
         return self._compiled
 
     def _kind(self, chunk: Chunk, state: Tree, save_at: int | None) -> Any:

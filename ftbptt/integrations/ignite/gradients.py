@@ -38,10 +38,10 @@ def add_gradients(
 ) -> None:
     """Adds ``weight`` times each gradient, in its parameter's layout: optimizers rely on it."""
     for name, grad in grads.items():
-        if grad is not None:
-            p = params[name]
-            same = grad.stride() == p.stride()
-            _add(p, grad if same else torch.empty_like(p).copy_(grad), weight)
+        assert grad is not None
+        p = params[name]
+        same = grad.stride() == p.stride()
+        _add(p, grad if same else torch.empty_like(p).copy_(grad), weight)
 
 
 def _add(p: nn.Parameter, grad: Tensor, weight: float) -> None:

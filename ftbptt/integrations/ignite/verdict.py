@@ -29,7 +29,7 @@ class Verdict:
     """
 
     compiled: bool
-    reached: frozenset[str] = frozenset()
+    reached: frozenset[str]
     start: Tree = None
     reason: str | None = None
 
