@@ -18,8 +18,32 @@ def _expm1(x: Tensor) -> Tensor:
     return torch.tanh(x / 2) * (torch.exp(x) + 1)
 
 
+def _with_own_memory(operation: Any) -> Callable[..., Any]:
+    """The operation on a base that was expanded over the steps, copied first.
+
+    torch (2.11; mended in 2.13) says that the result has the strides of the base. Inductor then
+    writes all steps to the memory of one, where an operator wants the strides that were traced.
+    """
+
+    def decomposed(base: Tensor, *args: Any, **options: Any) -> Any:
+        if all(s != 0 or n == 1 for s, n in zip(base.stride(), base.shape, strict=True)):
+            return NotImplemented
+        copy = base.clone(memory_format=torch.contiguous_format)
+        return operation(copy, *args, **options)
+
+    return decomposed
+
+
 # In addition to Inductor's own.
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {aten.expm1.default: _expm1}
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.expm1.default: _expm1,
+    **{
+        operation: _with_own_memory(operation)
+        for operation in (
+            aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default,
+        )
+    },
+}  # fmt: skip
 
 
 def work_around_defects(program: fx.GraphModule) -> None:

@@ -221,14 +221,16 @@ class _Builder:
         if rank == len(shape):
             raise refuse(node, "a product over the rows of the batch")
         vectors, k, n = math.prod(shape[rank:-1]), shape[-1], value.shape[-1]
-        # A batch of weights is one for each of the leading row axes, or for each vector of a row.
+        # A batch of weights is one for each of the leading row axes, or for each vector of a row,
+        # or for each of both.
         is_batch = node.target is aten.bmm.default and value_of(weight).stride(0) != 0
         by_vector = is_batch and node.meta.get("by_vector", rank == 0)
-        if by_vector and value_of(weight).shape[0] != vectors:
-            raise refuse(node, "several vectors of a row share each weight of a batch")
         grouped = 0
-        if is_batch and not by_vector:
-            grouped = self.rows.axis(value_of(weight).shape[0], node)
+        if is_batch:
+            groups, rest = divmod(value_of(weight).shape[0], max(vectors, 1) if by_vector else 1)
+            if rest:
+                raise refuse(node, "several vectors of a row share each weight of a batch")
+            grouped = self.rows.axis(groups, node)
         read = self._read(a, shape, rank)
         features = [size for size in (vectors, k) if size != 1]
         if read.strides != contiguous(features) or not _is_operand(read, self.rows):

@@ -22,7 +22,7 @@ from .._compat.running import is_view_of
 from ..compiler.blocks import ScanBlock
 from ..compiler.graphs import VIEWS, Node, aten, join_axis, value_of
 from .accesses import RowView
-from .expressions import is_constant, is_elementwise, refuse
+from .expressions import Unsupported, is_constant, is_elementwise, refuse
 from .row_order import RowOrder, new_node
 
 # What a product of two matrices of a row can have at most of rows, of columns or of terms: kernels
@@ -197,33 +197,56 @@ def is_small_product(node: Node) -> bool:
 def _put_rows_first(node: Node, rows: RowView) -> None:
     """A product of several vectors of each row with a weight: ``[rows, vectors, k]``.
 
-    They were ``[rows * vectors, k]`` with one weight, or ``[vectors, rows, k]`` with one for each.
+    They were ``[rows * vectors, k]`` with one weight, or ``[groups * vectors, rows of a group, k]``
+    with a weight for each vector, of each group of rows.
     """
     graph, (a, weight) = node.graph, node.args
     shape, n = list(value_of(a).shape), value_of(node).shape[-1]
     vectors, rest = divmod(math.prod(shape[:-1]), max(rows.total, 1))
     if vectors <= 1 or rest or not rows.shape:  # without rows, BLAS is faster
         return
-    is_by_vector = len(shape) == 3 and shape[:2] == [vectors, rows.total]
-    if is_by_vector and vectors in accumulate(rows.shape, operator.mul):
-        # It may also be ``[rows, vectors, k]``, with a weight for each group of rows.
-        strides = rows.strided(a).strides
-        is_by_vector = strides[0] < strides[1]
-    if is_by_vector:
-        a = new_node(graph, aten.permute.default, a, [1, 0, 2])
-    else:
-        try:
-            a = new_node(graph, aten.view.default, a, [rows.total, vectors, shape[-1]])
-        except (RuntimeError, ValueError):  # the latter while K is a symbol
-            raise refuse(node, "the vectors of a row are not side by side in memory") from None
-    product = graph.call_function(node.target, (a, weight))
+    by_vector = _split_by_vector(a, vectors, rows)
+    first = a if by_vector is None else new_node(graph, *_swapped(by_vector))
+    first = new_node(graph, aten.reshape.default, first, [rows.total, vectors, shape[-1]])
+    try:
+        rows.strided(first)
+    except (Unsupported, ValueError):  # the latter while K is a symbol
+        raise refuse(node, "the vectors of a row are not side by side in memory") from None
+    product = graph.call_function(node.target, (first, weight))
     product.meta["val"] = value_of(node).new_empty(rows.total, vectors, n, device="meta")
-    product.meta["by_vector"] = is_by_vector  # shapes do not tell, for as many rows as vectors
-    if is_by_vector:
-        result = new_node(graph, aten.permute.default, product, [1, 0, 2])
-    else:
-        result = new_node(graph, aten.view.default, product, [*shape[:-1], n])
-    node.replace_all_uses_with(result)
+    # Shapes do not tell, for as many rows as vectors.
+    product.meta["by_vector"] = by_vector is not None
+    result = product
+    if by_vector is not None:
+        groups, _, of_group, _ = value_of(by_vector).shape
+        result = new_node(graph, aten.view.default, product, [groups, of_group, vectors, n])
+        result = new_node(graph, *_swapped(result))
+    for user in list(node.users):  # they may split what the product had joined
+        if user.target is aten.reshape.default:
+            shape_of_user = list(value_of(user).shape)
+            user.replace_all_uses_with(new_node(graph, user.target, result, shape_of_user))
+    node.replace_all_uses_with(new_node(graph, aten.reshape.default, result, [*shape[:-1], n]))
+
+
+def _swapped(node: Node) -> tuple[Any, ...]:
+    return aten.permute.default, node, [0, 2, 1, 3]
+
+
+def _split_by_vector(a: Node, vectors: int, rows: RowView) -> Node | None:
+    """``a`` as ``[groups, vectors, rows of a group, k]``, where each vector has its own weight."""
+    shape, k = value_of(a).shape[:-1], value_of(a).shape[-1]
+    source = a.args[0] if a.target is aten.reshape.default else a
+    for groups in accumulate((1, *rows.shape), operator.mul):
+        of_group = rows.total // max(groups, 1)
+        if list(shape) != [groups * vectors, of_group]:
+            continue
+        split = new_node(a.graph, aten.reshape.default, source, [groups, vectors, of_group, k])
+        # It may also be ``[rows, vectors, k]``, with a weight for each group of rows.
+        by_group = groups * vectors in accumulate(rows.shape, operator.mul)
+        strides = rows.strided(split).strides
+        if not by_group or strides[1] < strides[2]:
+            return split
+    return None
 
 
 def _replace_product(node: Node, rows: RowView) -> None:

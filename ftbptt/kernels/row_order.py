@@ -6,7 +6,6 @@ axes becomes the operation on permuted views; what reads its result reads a perm
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -28,6 +27,9 @@ def new_node(graph: fx.Graph, target: Any, *args: Any) -> Node:
 
     node.meta["val"] = target(*fx.node.map_arg(args, empty))
     return node
+
+
+Axes = tuple[int, ...]
 
 
 class RowOrder:
@@ -58,19 +60,19 @@ class RowOrder:
         axes = self._moved_axes([node], shape)
         return None if axes is None else _rows_first(axes, len(shape))
 
-    def _moved_axes(self, operands: Sequence[Node], shape: Sequence[int]) -> range | None:
+    def _moved_axes(self, operands: Sequence[Node], shape: Sequence[int]) -> Axes | None:
         """The axes of ``shape`` that are the rows of the operands, broadcast to it.
 
         None if these are the first axes, or if the operands do not agree, or do not show it.
         """
         found = {self._axes(node, len(shape)) for node in operands} - {None}
         axes = found.pop() if len(found) == 1 else None
-        if axes is None or math.prod(shape[: axes.start]) == 1:
+        if axes is None or axes == tuple(a for a, n in enumerate(shape) if n != 1)[: len(axes)]:
             return None
         return axes
 
-    def _axes(self, node: Node, dims: int) -> range | None:
-        """The neighbouring axes that are the node's rows, counted as in ``dims`` axes."""
+    def _axes(self, node: Node, dims: int) -> Axes | None:
+        """The axes that are the node's rows, in their order, counted as in ``dims`` axes."""
         try:
             strided = self.rows.strided(node)
             expected_unit = self.rows.size(strided.base)
@@ -78,20 +80,21 @@ class RowOrder:
             return None
         if strided.base in self.shared:
             return None
-        shape = value_of(node).shape
-        for start in range(len(shape)):
-            for stop in range(start + 1, len(shape) + 1):
-                expected, is_even = expected_unit, shape[start] != 1
-                for axis in reversed(range(start, stop)):
-                    is_even &= shape[axis] == 1 or strided.strides[axis] == expected
-                    expected *= shape[axis]
-                if is_even and expected == expected_unit * self.rows.total:
-                    added = dims - len(shape)
-                    return range(start + added, stop + added)
-        return None
+        shape, strides = value_of(node).shape, strided.strides
+        # A step along a row axis goes over all features of a row.
+        axes = [a for a, n in enumerate(shape) if n != 1 and strides[a] >= expected_unit > 0]
+        axes.sort(key=strides.__getitem__, reverse=True)
+        expected = expected_unit
+        for axis in reversed(axes):
+            if strides[axis] != expected:
+                return None
+            expected *= shape[axis]
+        if not axes or expected != expected_unit * self.rows.total:
+            return None
+        return tuple(axis + dims - len(shape) for axis in axes)
 
 
-def _rows_first(axes: range, dims: int) -> list[int]:
+def _rows_first(axes: Axes, dims: int) -> list[int]:
     return [*axes, *(axis for axis in range(dims) if axis not in axes)]
 
 
@@ -100,7 +103,7 @@ def inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def _permute_elementwise(node: Node, shape: list[int], axes: range) -> None:
+def _permute_elementwise(node: Node, shape: list[int], axes: Axes) -> None:
     graph, order = node.graph, _rows_first(axes, len(shape))
 
     def permuted(arg: Node) -> Node:
@@ -114,14 +117,14 @@ def _permute_elementwise(node: Node, shape: list[int], axes: range) -> None:
     _replace(node, args, [shape[axis] for axis in order], inverse(order))
 
 
-def _permute_join(node: Node, shape: list[int], axes: range) -> None:
+def _permute_join(node: Node, shape: list[int], axes: Axes) -> None:
     order = _rows_first(axes, len(shape))
     parts = [new_node(node.graph, aten.permute.default, part, order) for part in node.args[0]]
     result_shape = [shape[axis] for axis in order]
     _replace(node, (parts, order.index(join_axis(node))), result_shape, inverse(order))
 
 
-def _permute_reduction(node: Node, shape: list[int], axes: range) -> None:
+def _permute_reduction(node: Node, shape: list[int], axes: Axes) -> None:
     (source, dims, *others), order = node.args, _rows_first(axes, len(shape))
     keep, is_list = bool(others and others[0]), not isinstance(dims, int)
     reduced = [dim % len(shape) for dim in (dims if is_list else [dims])] or list(order)

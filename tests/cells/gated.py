@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .problems import (
+    HEADS,
     OUT,
+    UNITS,
     VOCABULARY,
     B,
     D,
@@ -189,6 +191,27 @@ def cho_gru(draw: Draw) -> Problem:
     return Problem(
         module, named(module), draw(B, H), draw.sequence(B, D), draw.sequence(B, H), per_row
     )
+
+
+@cell
+def slstm(draw: Draw) -> Problem:
+    """The xLSTM's scalar cell (Beck et al. 2024): each head mixes its own units."""
+    size = HEADS * UNITS
+
+    def step(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        h, c, n, m = state
+        recurrent = torch.einsum("bhd,hde->bhe", h.unflatten(-1, (HEADS, UNITS)), params["r"])
+        by_gate = recurrent.unflatten(-1, (4, UNITS)).transpose(1, 2).flatten(1)
+        i, f, z, o = (x_t @ params["w"] + by_gate).chunk(4, -1)
+        log_f = F.logsigmoid(f)
+        highest = torch.maximum(log_f + m, i)
+        i, f = torch.exp(i - highest), torch.exp(log_f + m - highest)
+        c, n = f * c + i * torch.tanh(z), f * n + i
+        return (h := torch.sigmoid(o) * c / n.clamp_min(1e-6)), (h, c, n, highest)
+
+    params = {"w": draw(D, 4 * size), "r": draw(HEADS, UNITS, 4 * UNITS)}
+    state = draw(B, size), draw(B, size), draw(B, size).abs() + 0.1, draw(B, size)
+    return Problem(step, params, state, draw.sequence(B, D), draw.sequence(B, size), per_row)
 
 
 @cell

@@ -22,6 +22,7 @@ Tree = Any
 # test_equal_sizes.
 EQUAL_SIZES = "EQUAL_SIZES" in os.environ
 B, D, H, OUT = (5, 5, 5, 5) if EQUAL_SIZES else (3, 5, 7, 4)
+HEADS, UNITS = (5, 5) if EQUAL_SIZES else (2, 6)  # of each head
 VOCABULARY = 6
 
 

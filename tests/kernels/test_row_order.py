@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ftbptt import make_train_segment
-
-from ..cells.problems import Draw, Problem, mse
-from ..oracle import check
 from .scans import Scan, random
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -95,31 +91,30 @@ def test_what_mixes_as_many_rows_as_units() -> None:
     Scan(step, [], [random(4, 3, 3, seed=1)], [random(3, 3, seed=2)]).check()
 
 
-@pytest.mark.usefixtures("kernels")
-def test_a_recurrent_cell_with_heads() -> None:
-    """The xLSTM's scalar cell (Beck et al. 2024), whose reverse loop is a kernel as well."""
-    heads, units, inputs = 2, 3, 4
-    size = heads * units
+@pytest.mark.parametrize(
+    ("models", "rows", "heads"),
+    [(2, 5, 3), (3, 2, 4), (1, 3, 2), (3, 1, 2), (2, 3, 1), (2, 4, 2), (4, 2, 4), (2, 2, 2)],
+)
+def test_heads_of_several_models(
+    models: int, rows: int, heads: int, threads: Callable[[int], None]
+) -> None:
+    """A weight for each head of each model, as vmap makes of a product by head."""
+    units = 3
 
-    def step(params: Any, x_t: Tensor, state: Any) -> Any:
-        h, c, n, m = state
-        recurrent = torch.einsum("bhd,hde->bhe", h.unflatten(-1, (heads, units)), params["r"])
-        gates = x_t @ params["w"] + recurrent.flatten(1).unflatten(-1, (heads, 4, units)).transpose(
-            1, 2
-        ).flatten(1)
-        i, f, z, o = gates.chunk(4, -1)
-        log_f = torch.nn.functional.logsigmoid(f)
-        highest = torch.maximum(log_f + m, i)
-        i, f = torch.exp(i - highest), torch.exp(log_f + m - highest)
-        c, n = f * c + i * torch.tanh(z), f * n + i
-        return (h := torch.sigmoid(o) * c / n.clamp_min(1e-6)), (h, c, n, highest)
+    def mixed(h: Tensor, weight: Tensor) -> Tensor:
+        by_head = h.transpose(1, 2).reshape(models * heads, rows, units)
+        return torch.bmm(by_head, weight).unflatten(0, (models, heads)).transpose(1, 2)
 
-    draw = Draw(0)
-    params = {"w": draw(inputs, 4 * size), "r": draw(heads, units, 4 * units)}
-    state = (draw(5, size), draw(5, size), draw(5, size).abs() + 0.1, draw(5, size))
-    made = Problem(step, params, state, draw.sequence(5, inputs), draw.sequence(5, size), mse)
-    segment = make_train_segment(step, mse, backend="fused")
-    for steps in (4, 1):
-        check(segment, made, steps)
-    explanation = str(segment.explain(*made.data(4)))
-    assert explanation.count("one generated C++ kernel for all steps") == 2, explanation
+    def step(given: Tensors, x: Tensors, carried: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+        (h,) = carried
+        gates = mixed(h, given[0]) + x[0]
+        i, f = gates.chunk(2, -1)
+        h = torch.sigmoid(f) * h + mixed(torch.tanh(i), given[1])
+        return [h], [gates, i.square().sum(-1)]
+
+    weights = [random(models * heads, units, n, seed=n) / units for n in (2 * units, units)]
+    shape = models, rows, heads
+    scan = Scan(step, weights, [random(4, *shape, 2 * units)], [random(*shape, units, seed=1)])
+    for count in (1, 3):
+        threads(count)
+        scan.check()

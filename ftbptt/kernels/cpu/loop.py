@@ -135,7 +135,8 @@ class _Printer:
 
     def _weights(self, op: Product) -> str:
         """How many weights the product has."""
-        return str(op.vectors) if op.by_vector else self._axes(0, op.grouped)
+        groups = self._axes(0, op.grouped)
+        return f"{groups} * {op.vectors}" if op.by_vector else groups
 
     def _pack_buffers(self) -> Iterator[str]:
         for weight, op in self.products.items():
@@ -263,7 +264,8 @@ class _Printer:
             # ``tile.group`` counts the groups of the weight with the most grouped axes; a weight
             # with fewer is shared by several of those groups.
             group = f"tile.group / ({self._axes(op.grouped, self.groups)})"
-            packed += f" + {group} * packed_size{op.weight}"
+            of_group = f" * {op.vectors}" if op.by_vector else ""
+            packed += f" + {group}{of_group} * packed_size{op.weight}"
         if not op.by_vector and (lda, ldc) == (op.vectors * op.k, op.vectors * op.n):
             lda, ldc, rows = op.k, op.n, f"rows * {op.vectors}" if op.vectors > 1 else rows
         elif op.vectors > 1:
