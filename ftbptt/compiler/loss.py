@@ -25,6 +25,7 @@ from ..contract.loss import segment_loss
 from .graphs import Node, aten, has_same_code, is_same_graph, reachable_from, value_of, vjp_by
 from .signature import Leaf, Level, Recipe, Signature, under, vmapped
 from .time_axis.batching import for_any_length
+from .tracing.captures import materialized, with_tensors_as_inputs
 from .tracing.constants import Constants
 from .tracing.effects import without_effects
 from .tracing.errors import explain_trace_errors
@@ -42,6 +43,13 @@ _EXAMPLE_STEPS = 64
 _MANY_LENGTHS = 5
 
 
+class LossProgram(NamedTuple):
+    """``graph(*outs, *ys, *mask, *captured) -> [loss]``, or ``-> [loss, *d_out]``."""
+
+    graph: fx.GraphModule
+    captured: list[Tensor]  # what the loss closes over
+
+
 @dataclass
 class LossGraphs:
     """``value(*outs, *ys, *mask) -> [loss]``, ``joint(...) -> [loss, *d_out]``; time is axis 0."""
@@ -49,12 +57,34 @@ class LossGraphs:
     joint: fx.GraphModule
     steps: Any  # K: a symbol, or a number if the graphs hold for that one only
     trace_value: Callable[[], fx.GraphModule]
+    # Tensors that a loss closes over, and the copies of them that programs read instead.
+    copied: list[tuple[Tensor, Tensor]]
 
     @cached_property
     def value(self) -> fx.GraphModule:
         """Traced when it is first needed: training does not need it."""
         with TRACING:
             return self.trace_value()
+
+    def program(self, with_grad: bool) -> LossProgram:
+        return self._joint_program if with_grad else self._value_program
+
+    @cached_property
+    def _joint_program(self) -> LossProgram:
+        return self._made(self.joint)
+
+    @cached_property
+    def _value_program(self) -> LossProgram:
+        return self._made(self.value)
+
+    def _made(self, graph: fx.GraphModule) -> LossProgram:
+        """With what it closes over as inputs: a compiler takes small constants for numbers."""
+        device = value_of(graph.graph.find_nodes(op="placeholder")[0]).device
+        lifted, originals = with_tensors_as_inputs(graph)
+        captured = [materialized(tensor, device) for tensor in originals]
+        pairs = zip(originals, captured, strict=True)
+        self.copied += [(tensor, copy) for tensor, copy in pairs if tensor is not copy]
+        return LossProgram(lifted, captured)
 
     def holds_for(self, steps: int) -> bool:
         return steps == self.steps if isinstance(self.steps, int) else holds_for(self.steps, steps)
@@ -117,6 +147,7 @@ class LossTracer:
         ]
         self.leaves = [*self.outs, *signature.y, *mask]
         self._graphs: dict[int, KeyedGraphs] = {}  # by the K that was asked for
+        self.copied: list[tuple[Tensor, Tensor]] = []  # see LossGraphs
         # With a symbol for K; else with a number that no loss expects; else with the caller's.
         self._symbolic = _unless_it_fails(lambda: self._trace_loss(None))
         traced = self._symbolic
@@ -283,6 +314,7 @@ class LossTracer:
             self._over_axes(joint if with_grad else value, len(with_grad), traced),
             traced.steps,
             partial(self._over_axes, value, 0, traced),
+            self.copied,
         )
 
     def _over_axes(

@@ -36,7 +36,8 @@ class Plan:
 
     signature: Signature
     captures: list[Tensor]
-    copied: list[tuple[Tensor, Tensor]]  # a tensor that the step closes over, and its copy
+    # Tensors that the step closes over, and the copies of them that it reads instead.
+    copied: list[tuple[Tensor, Tensor]]
     constants: Constants
     step: fx.GraphModule  # as it was traced
     out_spec: TreeSpec

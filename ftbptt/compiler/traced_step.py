@@ -18,8 +18,9 @@ from .rewrites.reset_mask import with_reset_and_mask
 from .rewrites.split_matmul import split_products
 from .rewrites.split_state import Packing, split_stacked_state
 from .signature import Leaf, Recipe, Signature, vmapped, with_level_axes
+from .tracing.captures import lift_captures, materialized
 from .tracing.constants import Constants
-from .tracing.trace import StepGraph, lift_captures, trace_function, trace_step
+from .tracing.trace import StepGraph, trace_function, trace_step
 
 
 @dataclass
@@ -84,7 +85,7 @@ def trace_segment_step(
     late_captures = lift_captures(  # those of initial_state
         "initial_state", graph, after=n_fixed, remedy="Take it from params, or detach it."
     )
-    captures += [_materialized(capture) for capture in late_captures]
+    captures += [materialized(capture, capture.device) for capture in late_captures]
     late_leaves = _leaves_of(late_captures, s)
     invariants[n_fixed:n_fixed] = late_leaves
     with mode:
@@ -145,16 +146,10 @@ def _leaves_of(captures: Sequence[Tensor], s: Signature) -> list[Leaf]:
     return [Leaf(tuple(t.shape), t.dtype, t.device, unbatched) for t in captures]
 
 
-def _materialized(tensor: Tensor) -> Tensor:
-    """The tensor with pending conjugations and negations computed."""
-    return tensor.resolve_conj().resolve_neg()
-
-
 def _on_device(base: StepGraph, device: torch.device, first_capture: int) -> list[Tensor]:
     """The step's captures; those that it only moves to ``device`` at every step are moved now.
 
-    A copy from pageable memory waits for the GPU, which is not allowed in a CUDA graph. And so are
-    single numbers, which torch takes from the CPU beside tensors of any device: a kernel does not.
+    A copy from pageable memory waits for the GPU, which is not allowed in a CUDA graph.
     """
     nodes = base.module.graph.find_nodes(op="placeholder")[first_capture:]
 
@@ -167,6 +162,6 @@ def _on_device(base: StepGraph, device: torch.device, first_capture: int) -> lis
         )
 
     return [
-        _materialized(capture.to(device) if not capture.dim() or only_moved(node) else capture)
+        materialized(capture.to(device) if only_moved(node) else capture, device)
         for capture, node in zip(base.captures, nodes, strict=False)
     ]

@@ -75,8 +75,11 @@ class CapturedExecutable(Executable):
         is_early = early is not None and self._runs_in_parts
         if is_early or self.failed or _is_capturing(device):
             return super().run(groups, with_grad=with_grad, early=early)
-        closed_over = tuple(_as_captured(tensor, device) for tensor in self.plan.captures)
-        key = (with_grad, groups["x"][0].shape[0], *_numerics(), closed_over)
+        steps = groups["x"][0].shape[0]
+        by_loss = self.plan.loss.graphs_for(steps).graphs.program(with_grad).captured
+        captures = [*self.plan.captures, *by_loss]
+        closed_over = tuple(_as_captured(tensor, device) for tensor in captures)
+        key = (with_grad, steps, *_numerics(), closed_over)
         with _one_at_a_time:
             if key in self.graphs:
                 self.graphs.move_to_end(key)

@@ -88,7 +88,8 @@ class Executables:
             if executable is not known:
                 known.instead = executable
             info.out_spec = executable.plan.out_spec
-            for source, copy in executable.plan.copied:  # the source may have been written to
+            plan = executable.plan
+            for source, copy in (*plan.copied, *plan.loss.copied):  # it may have been written to
                 copy.copy_(source)
             groups = call.groups(tensors)
             if with_grad and not self._is_told and executable.plan.is_detached:

@@ -18,7 +18,6 @@ from ..backends import Backend
 from ..compiler.adjoint import Loop
 from ..compiler.blocks import DistributedLoop, MapBlock, ScanBlock
 from ..compiler.graphs import Node, nbytes, owner_of, reachable_from
-from ..compiler.loss import LossGraphs
 from ..compiler.plan import Plan
 from ..compiler.program import run_loop
 from ..contract.output import EarlyGradients
@@ -107,11 +106,13 @@ class Executable(Programs):
         """From the parameters to their gradients, in one call."""
         loops = self.plan.loops
         key, graphs = self.plan.loss.graphs_for(inputs.x[0].shape[0])
+        loss = graphs.program(with_grad)
         name = ("segment" if with_grad else "evaluate", key)
-        args = [*inputs.fixed, *inputs.x, *inputs.targets, *inputs.carries]
+        args = [*inputs.fixed, *inputs.x, *inputs.targets, *inputs.carries, *loss.captured]
         if name not in self.functions:
-            first, last = len(inputs.fixed), len(args) - len(inputs.carries)
-            function = self._segment_program(inputs, graphs, with_grad)
+            first = len(inputs.fixed)
+            last = first + len(inputs.x) + len(inputs.targets)
+            function = self._segment_program(inputs, loss.graph, with_grad)
             self.build_once(name, function, args, first, last if key is None else first)
         flat = self.functions[name](*args)
         n_probes = len(self.reverse.loop.stacked) if with_grad else 0
@@ -127,25 +128,25 @@ class Executable(Programs):
         )
 
     def _segment_program(
-        self, inputs: LoopInputs, graphs: LossGraphs, with_grad: bool
+        self, inputs: LoopInputs, loss_graph: Callable[..., list[Tensor]], with_grad: bool
     ) -> Callable[..., list[Tensor]]:
-        """``(*fixed, *x, *targets, *carries) -> [*grads, *carries, loss, *out, *d_probes]``."""
+        """``(*inputs, *captured by the loss) -> [*grads, *carries, loss, *out, *d_probes]``."""
         plan, run_scan = self.plan, self.backend.run_scan
         forward, reverse = self.forward if with_grad else self.evaluate, self.reverse
         ends = list(accumulate(map(len, inputs)))
-        loss_graph = graphs.joint if with_grad else graphs.value
 
         def function(*args: Tensor) -> list[Tensor]:
             fixed, x = args[: ends[0]], args[ends[0] : ends[1]]
-            targets, carries = args[ends[1] : ends[2]], args[ends[2] :]
+            targets, carries = args[ends[1] : ends[2]], args[ends[2] : ends[3]]
+            of_loss = [*targets, *args[ends[3] :]]
             steps = x[0].shape[0]
             prepared = plan.preparation.prepare(*fixed) if plan.preparation is not None else []
             invariants = [*fixed, *prepared]
             finals, stacked, _ = run_loop(forward, run_scan, invariants, x, carries, steps)
             out, saved = stacked[: plan.loops.outs], stacked[plan.loops.outs :]
             if not with_grad:
-                return [*finals, *loss_graph(*out, *targets), *out]
-            loss, *d_outs = loss_graph(*out, *targets)
+                return [*finals, *loss_graph(*out, *of_loss), *out]
+            loss, *d_outs = loss_graph(*out, *of_loss)
             d_carries = plan.loops.zero_gradients(x[0].device)
             sequences = [*x, *saved, *d_outs]
             _, d_probes, grads = run_loop(
@@ -182,9 +183,10 @@ class Executable(Programs):
             saved.append(result[n_carries + n_outs :])
         out = [_joined(chunks) for chunks in zip(*outs, strict=True)]
         key, graphs = plan.loss.graphs_for(steps)
-        graph = graphs.joint if with_grad else graphs.value
+        graph, captured = graphs.program(with_grad)
+        n_symbolic = len(out) + len(targets) if key is None else 0
         loss, *d_outs = self.call(
-            ("loss", with_grad, key), graph, [*out, *targets], symbolic=key is None
+            ("loss", with_grad, key), graph, [*out, *targets, *captured], n_symbolic
         )
         if not with_grad:
             return LoopOutputs([], carries, loss, out, [])

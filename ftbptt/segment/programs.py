@@ -5,7 +5,7 @@ for any K, so that a compiler can trace them with K as a symbol:
 
     prepare(*inputs)                                   -> [*prepared]        once per segment
     forward(*invariants, *x, *state)                   -> [*state, *out, *saved]
-    loss(*out, *y)                                     -> [loss, *d_out]
+    loss(*out, *y, *captured)                          -> [loss, *d_out]
     reverse(*invariants, *x, *saved, *d_out, *d_state) -> [*d_state, *d_probes, *d_invariants]
     finish(*inputs, *d_prepared)                       -> [*d_inputs]        once per segment
 
@@ -87,11 +87,11 @@ class Programs:
         return self.functions[name](*invariants, *sequences, *carries)
 
     def call(
-        self, name: Any, graph: Function, args: Sequence[Tensor], *, symbolic: bool = False
+        self, name: Any, graph: Function, args: Sequence[Tensor], n_symbolic: int = 0
     ) -> list[Tensor]:
-        """``symbolic``: axis 0 of all arguments is that of the steps, and stands for any K."""
+        """Axis 0 of the first ``n_symbolic`` arguments is that of the steps, for any K."""
         if name not in self.functions:
-            self.build_once(name, graph, args, 0, len(args) if symbolic else 0)
+            self.build_once(name, graph, args, 0, n_symbolic)
         return self.functions[name](*args)
 
     def build_once(

@@ -32,6 +32,7 @@ from ..._trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tr
 from ...contract.step import Step
 from ..graphs import aten
 from ..signature import Autocast, under
+from .captures import lift_captures
 from .constants import Constants, noting_tensors_read
 from .custom_gradient import custom_gradients_as_nodes
 from .decompositions import BEFORE_AUTOGRAD, past_autograd
@@ -45,7 +46,6 @@ from .step_checks import (
     forbid_input_mutation,
     forbid_mixed_dtypes,
     forbid_mutation,
-    forbid_trained_captures,
 )
 from .vmap_rewrites import REWRITES
 
@@ -257,33 +257,3 @@ def trace_step(
     )
     outs = len(module.graph.output_node().args[0]) - n_state
     return StepGraph(module, captures, out_specs[0], outs)
-
-
-def lift_captures(argument: str, module: fx.GraphModule, after: int, remedy: str) -> list[Tensor]:
-    """Turns the tensors that ``argument`` closes over into inputs, after the first ``after``.
-
-    Returns them. Raises TypeError for what cannot be an input, ValueError for a tensor that
-    requires grad; ``remedy`` is what to do about that.
-    """
-    placeholders = module.graph.find_nodes(op="placeholder")
-    nodes = module.graph.find_nodes(op="get_attr")
-    values = [getattr(module, node.target) for node in nodes]
-    if any(isinstance(value, torch.Generator) for value in values):
-        raise TypeError(
-            f"{argument}: draws from a torch.Generator, which a graph cannot hold. Draw from "
-            "torch's default generator, which torch.manual_seed sets."
-        )
-    if not all(isinstance(value, Tensor) for value in values):
-        raise TypeError(
-            f"{argument}: uses an operation that contains graphs, such as torch.cond, which cannot "
-            "be done for all steps at once. Write it with torch.where."
-        )
-    forbid_trained_captures(argument, module, remedy)
-    for i, node in enumerate(nodes):
-        with module.graph.inserting_before(placeholders[after]):
-            lifted = module.graph.placeholder(f"captured_{i}")
-            lifted.meta = dict(node.meta)
-        node.replace_all_uses_with(lifted)
-        module.graph.erase_node(node)
-    module.recompile()
-    return values

@@ -1,0 +1,66 @@
+"""Tensors that a function closes over, as inputs of its graph."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from .step_checks import forbid_trained_captures
+
+
+def lift_captures(argument: str, module: fx.GraphModule, after: int, remedy: str) -> list[Tensor]:
+    """Turns the tensors that ``argument`` closes over into inputs, after the first ``after``.
+
+    Returns them. Raises TypeError for what cannot be an input, ValueError for a tensor that
+    requires grad; ``remedy`` is what to do about that.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    nodes = module.graph.find_nodes(op="get_attr")
+    values = [getattr(module, node.target) for node in nodes]
+    if any(isinstance(value, torch.Generator) for value in values):
+        raise TypeError(
+            f"{argument}: draws from a torch.Generator, which a graph cannot hold. Draw from "
+            "torch's default generator, which torch.manual_seed sets."
+        )
+    if not all(isinstance(value, Tensor) for value in values):
+        raise TypeError(
+            f"{argument}: uses an operation that contains graphs, such as torch.cond, which cannot "
+            "be done for all steps at once. Write it with torch.where."
+        )
+    forbid_trained_captures(argument, module, remedy)
+    for i, node in enumerate(nodes):
+        with module.graph.inserting_before(placeholders[after]):
+            lifted = module.graph.placeholder(f"captured_{i}")
+            lifted.meta = dict(node.meta)
+        node.replace_all_uses_with(lifted)
+        module.graph.erase_node(node)
+    module.recompile()
+    return values
+
+
+def with_tensors_as_inputs(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
+    """A copy of a graph with the tensors that it holds as its last inputs, and these tensors."""
+    inputs, held, others = [], [], []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            inputs.append(node)
+        elif node.op == "get_attr" and isinstance(getattr(module, node.target), Tensor):
+            held.append(node)
+        else:
+            others.append(node)
+    graph, copies = fx.Graph(), {}
+    for node in (*inputs, *held):
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in others:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(module, graph), [getattr(module, node.target) for node in held]
+
+
+def materialized(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor with pending conjugations and negations computed; a single number on ``device``.
+
+    torch takes single numbers from the CPU beside tensors of any device: a kernel does not.
+    """
+    tensor = tensor if tensor.dim() else tensor.to(device)
+    return tensor.resolve_conj().resolve_neg()
