@@ -27,6 +27,24 @@ def check_int(name: str, value: Any, least: int | None) -> int:
     return number
 
 
+def kind_of(value: Any) -> str:
+    """What a value is, for a message that expected an object.
+
+    >>> kind_of(3), kind_of(int)
+    ('int', 'the class int itself')
+    """
+    return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__
+
+
+def check_tensors(name: str, tree: Any, remedy: str) -> None:
+    """Raises TypeError for a tree whose leaves are not all tensors."""
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{name}{keystr(path)}: expected a tensor, found {type(leaf).__name__}. {remedy}"
+            )
+
+
 def check_time_dim(time_dim: Any) -> None:
     """Raises ValueError if that is no axis of time that a segment can have."""
     is_number = not isinstance(time_dim, bool) and hasattr(time_dim, "__index__")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,14 +94,13 @@ def as_step(
     if isinstance(step, nn.RNNCellBase):
         _refuse(options, f"{type(step).__name__}, which takes one step")
         call = _call_lstm_cell if isinstance(step, nn.LSTMCell) else _call_cell
-        return Step(None, step, call, zero_state=_zero_cell_state(step))
+        return Step(None, step, call, zero_state=partial(_zero_cell_state, step))
     if isinstance(step, nn.RNNBase):
         _refuse(options, f"{type(step).__name__}", but=["sequence", "batch_first"])
-        return Step(
-            None, step, _call_chunk(batch_first), batch_first, None, _zero_layer_state(step)
-        )
+        zero_state = partial(_zero_layer_state, step)
+        return Step(None, step, partial(_call_chunk, batch_first), batch_first, None, zero_state)
     if sequence:
-        return Step(None, step, _call_chunk(batch_first), batch_first, state_batch_dim)
+        return Step(None, step, partial(_call_chunk, batch_first), batch_first, state_batch_dim)
     _refuse(options, "a module that takes one step", but=["state_batch_dim"])
     return Step(None, step, state_batch_dim=state_batch_dim)
 
@@ -112,6 +112,7 @@ def _refuse(options: dict[str, Any], what: str, but: Sequence[str] = ()) -> None
 
 
 def _call_cell(cell: nn.Module, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    _check_is_tensor(cell, h)
     h = cell(x_t, h)
     return h, h
 
@@ -121,29 +122,36 @@ def _call_lstm_cell(cell: nn.Module, x_t: Tensor, state: Tree) -> tuple[Tensor, 
     return h, type(state)((h, c)) if type(state) in (tuple, list) else (h, c)
 
 
-def _call_chunk(batch_first: bool) -> Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]]:
-    def call(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
-        if isinstance(module, nn.LSTM) and isinstance(state, Tensor):
-            raise TypeError(
-                f"state: expected the pair (h, c) of an LSTM, found a tensor {list(state.shape)}. "
-                "Give state=(h, c), both [layers, B, units]."
-            )
+def _check_is_tensor(module: nn.Module, state: Tree) -> None:
+    if not isinstance(state, Tensor):
+        raise TypeError(
+            f"state: expected the tensor h of {type(module).__name__}, found "
+            f"{type(state).__name__}. An LSTM has a pair (h, c)."
+        )
 
-        # An unbatched chunk is [K, D] whatever batch_first says, as in torch.
-        def axis(leaf: Tensor) -> int:
-            return 1 if batch_first and leaf.dim() >= 1 and _is_batched(module, leaf) else 0
 
-        result = module(tree_map(lambda leaf: leaf.unsqueeze(axis(leaf)), x_t), state)
-        if isinstance(result, Tensor):  # which would be taken apart along its first axis
-            raise TypeError(
-                f"step: expected {type(module).__name__} to return (out, state), found a Tensor. "
-                "Return the output and the next state as a pair."
-            )
-        out, state = result
-        out_axis = max(axis(leaf) for leaf in _tensors(x_t))
-        return tree_map(lambda leaf: leaf.squeeze(out_axis), out), state
+def _call_chunk(batch_first: bool, module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+    if isinstance(module, nn.LSTM) and isinstance(state, Tensor):
+        raise TypeError(
+            f"state: expected the pair (h, c) of an LSTM, found a tensor {list(state.shape)}. "
+            "Give state=(h, c), both [layers, B, units]."
+        )
+    if isinstance(module, (nn.GRU, nn.RNN)):
+        _check_is_tensor(module, state)
 
-    return call
+    # An unbatched chunk is [K, D] whatever batch_first says, as in torch.
+    def axis(leaf: Tensor) -> int:
+        return 1 if batch_first and leaf.dim() >= 1 and _is_batched(module, leaf) else 0
+
+    result = module(tree_map(lambda leaf: leaf.unsqueeze(axis(leaf)), x_t), state)
+    if isinstance(result, Tensor):  # which would be taken apart along its first axis
+        raise TypeError(
+            f"step: expected {type(module).__name__} to return (out, state), found a Tensor. "
+            "Return the output and the next state as a pair."
+        )
+    out, state = result
+    out_axis = max(axis(leaf) for leaf in _tensors(x_t))
+    return tree_map(lambda leaf: leaf.squeeze(out_axis), out), state
 
 
 def _tensors(tree: Tree) -> list[Tensor]:
@@ -155,21 +163,15 @@ def _is_batched(module: nn.Module, x_t: Tensor) -> bool:
     return x_t.dim() >= 2 or not isinstance(module, nn.RNNBase)
 
 
-def _zero_cell_state(cell: nn.RNNCellBase) -> Callable[[Tree], Tree]:
-    def zero_state(x_t: Tensor) -> Tree:
-        h = x_t.new_zeros((*x_t.shape[:-1], cell.hidden_size))
-        return (h, torch.zeros_like(h)) if isinstance(cell, nn.LSTMCell) else h
-
-    return zero_state
+def _zero_cell_state(cell: nn.RNNCellBase, x_t: Tensor) -> Tree:
+    h = x_t.new_zeros((*x_t.shape[:-1], cell.hidden_size))
+    return (h, torch.zeros_like(h)) if isinstance(cell, nn.LSTMCell) else h
 
 
-def _zero_layer_state(layer: nn.RNNBase) -> Callable[[Tree], Tree]:
-    def zero_state(x_t: Tensor) -> Tree:
-        rows = x_t.shape[:-1]
-        hidden = layer.proj_size or layer.hidden_size
-        h = x_t.new_zeros((layer.num_layers, *rows, hidden))
-        if isinstance(layer, nn.LSTM):
-            return h, x_t.new_zeros((layer.num_layers, *rows, layer.hidden_size))
-        return h
-
-    return zero_state
+def _zero_layer_state(layer: nn.RNNBase, x_t: Tensor) -> Tree:
+    rows = x_t.shape[:-1]
+    hidden = layer.proj_size or layer.hidden_size
+    h = x_t.new_zeros((layer.num_layers, *rows, hidden))
+    if isinstance(layer, nn.LSTM):
+        return h, x_t.new_zeros((layer.num_layers, *rows, layer.hidden_size))
+    return h

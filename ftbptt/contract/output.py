@@ -19,6 +19,15 @@ class SegmentOutput(NamedTuple):
     - ``state``: the state after the segment, in the structure of the state that went in.
     - ``loss``: a scalar.
     - ``out``: the outputs of all K steps, time where it is in ``x``.
+
+    >>> import torch, ftbptt
+    >>> cell, x = torch.nn.GRUCell(3, 5), torch.randn(7, 2, 3)
+    >>> train_segment = ftbptt.make_train_segment(
+    ...     cell, lambda out, y: out.square().mean(), backend="eager"
+    ... )
+    >>> result = train_segment(dict(cell.named_parameters()), None, x, None)
+    >>> result.grads["bias_hh"].shape, result.state.shape, result.out.shape
+    (torch.Size([15]), torch.Size([2, 5]), torch.Size([7, 2, 5]))
     """
 
     grads: Any
@@ -32,6 +41,15 @@ class TappedOutput(NamedTuple):
 
     ``taps``: by name a :class:`Tap` with the tensor's ``value`` and ``grad`` at every step, time
     where it is in ``out``.
+
+    >>> import torch, ftbptt
+    >>> cell, x = torch.nn.GRUCell(3, 5), torch.randn(7, 2, 3)
+    >>> train_segment = ftbptt.make_train_segment(
+    ...     cell, lambda out, y: out.square().mean(), backend="eager", taps=["r", "z"]
+    ... )
+    >>> result = train_segment(dict(cell.named_parameters()), None, x, None)
+    >>> {name: tap.grad.shape for name, tap in result.taps.items()}
+    {'r': torch.Size([7, 2, 5]), 'z': torch.Size([7, 2, 5])}
     """
 
     grads: Any

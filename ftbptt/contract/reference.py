@@ -50,8 +50,9 @@ def reference_segment(
     The eager loop that defines ``train_segment``. Arguments as there and for
     :func:`make_train_segment`. Any step that runs in eager torch runs here; nothing is compiled.
 
-    Raises TypeError or ValueError for an option that is invalid, for a step that is none, and for a
-    state that a step returns in another structure, dtype or shape than it was given.
+    Raises TypeError or ValueError for an option that is invalid and for a step that is none. A
+    state that a step returns in another structure, dtype or shape than it was given, which
+    ``make_train_segment`` refuses, is carried on as it is.
 
     >>> cell, x, h = nn.GRUCell(3, 5), torch.randn(7, 2, 3), torch.zeros(2, 5)
     >>> loss = lambda out, y: (out - y).square().mean()

@@ -28,6 +28,14 @@ class Step:
     """One time step of a recurrent model, and the layout of its data.
 
     Built by :func:`as_step`; ``make_train_segment`` calls that for you.
+
+    >>> import torch, ftbptt
+    >>> cell = nn.GRUCell(3, 5)
+    >>> step = ftbptt.as_step(cell)
+    >>> params, x_t = dict(cell.named_parameters()), torch.randn(2, 3)
+    >>> out, state = step.apply(params, step.buffers(), x_t, step.zero_state(x_t))
+    >>> step.name, out.shape, state.shape
+    ('GRUCell', torch.Size([2, 5]), torch.Size([2, 5]))
     """
 
     function: StepFunction | None
@@ -45,6 +53,7 @@ class Step:
 
     @property
     def name(self) -> str:
+        """The name of the module's class, or of the function."""
         if self.module is not None:
             return type(self.module).__name__
         return getattr(self.function, "__name__", type(self.function).__name__)
@@ -195,6 +204,10 @@ class Step:
         return dict(self._tied).get(name)
 
     def apply(self, params: Tree, buffers: dict[str, Tensor], x_t: Tree, state: Tree) -> Any:
+        """Runs the step once, with these parameters and buffers: ``(out_t, state)``.
+
+        Raises RuntimeError if the module assigns to a buffer.
+        """
         if self.module is None:
             assert self.function is not None
             return self.function(params, x_t, state)

@@ -20,6 +20,15 @@ class Tap(NamedTuple):
 
     The gradient is the whole one: through the step's output and through all later steps. It is
     None where no gradient was asked for (``evaluate``).
+
+    >>> import torch, ftbptt
+    >>> cell, x = torch.nn.RNNCell(3, 5), torch.randn(7, 2, 3)
+    >>> train_segment = ftbptt.make_train_segment(
+    ...     cell, lambda out, y: out.square().mean(), backend="eager", taps=["h"]
+    ... )
+    >>> h = train_segment.evaluate(dict(cell.named_parameters()), None, x, None).taps["h"]
+    >>> h.value.shape, h.grad
+    (torch.Size([7, 2, 5]), None)
     """
 
     value: Tensor

@@ -46,6 +46,16 @@ class ComparedLeaf:
     - ``off``: the root mean square of the segment's error. For integers 0 or infinity.
     - ``eager_off``: the same for the eager loop in the dtype of the data.
     - ``agrees``: whether the segment's error is within the tolerance.
+
+    >>> import torch, ftbptt
+    >>> cell, x = torch.nn.RNNCell(3, 5), torch.randn(7, 2, 3)
+    >>> train_segment = ftbptt.make_train_segment(
+    ...     cell, lambda out, y: out.square().mean(), backend="eager"
+    ... )
+    >>> params = dict(cell.named_parameters())
+    >>> [leaf.path for leaf in compare_to_reference(train_segment, params, None, x, None).leaves]
+    ["grads['weight_ih']", "grads['weight_hh']", "grads['bias_ih']", "grads['bias_hh']", 'state',
+     'loss', 'out']
     """
 
     path: str
@@ -64,6 +74,12 @@ class Comparison:
     - ``steps``: the number of time steps K.
     - ``leaves``: a :class:`ComparedLeaf` for each leaf of the result.
     - ``agrees``: whether all leaves agree.
+
+    >>> leaf = ComparedLeaf("loss", (), scale=0.5, off=2e-8, eager_off=1e-8, agrees=True)
+    >>> print(Comparison("TrainSegment(GRUCell)", 7, [leaf]))
+    TrainSegment(GRUCell), 7 steps: agrees with the eager loop in float64
+    leaf  shape        size     off by  eager loop
+    loss  scalar   5.00e-01   2.00e-08    1.00e-08
     """
 
     segment: str
@@ -72,6 +88,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
+        """Whether all leaves agree."""
         return all(leaf.agrees for leaf in self.leaves)
 
     def __str__(self) -> str:

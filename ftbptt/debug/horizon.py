@@ -37,6 +37,16 @@ class GradientHorizon:
       steps.
     - ``bias``: for each k2 that gradient's distance from the one of the largest k2, relative to the
       latter's norm.
+
+    >>> import ftbptt
+    >>> cell, x = torch.nn.RNNCell(3, 5), torch.randn(12, 2, 3)
+    >>> train_segment = ftbptt.make_train_segment(
+    ...     cell, lambda out, y: out.square().mean(), backend="eager"
+    ... )
+    >>> params = dict(cell.named_parameters())
+    >>> horizon = gradient_horizon(train_segment, params, None, x, None, max_lag=4)
+    >>> horizon.norms["state"].shape, list(horizon.bias), horizon.bias[5]
+    (torch.Size([4, 8, 2]), [1, 2, 4, 5], 0.0)
     """
 
     norms: dict[str, Tensor]
@@ -46,6 +56,7 @@ class GradientHorizon:
 
     @property
     def max_lag(self) -> int:
+        """The number of lags in ``norms``."""
         return len(next(iter(self.norms.values())))
 
     def mean(self, leaf: str | None = None) -> Tensor:

@@ -40,7 +40,17 @@ def _await_threads() -> None:
 
 
 class RankFailed(RuntimeError):
-    """Another rank left the run, died, or did not answer within the group's time-out."""
+    """Another rank left the run, died, or did not answer within the group's time-out.
+
+    Also raised once the process group was destroyed:
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> ranks = Ranks(dist.group.WORLD)
+    >>> dist.destroy_process_group()
+    >>> ranks.group
+    Traceback (most recent call last):
+    ftbptt.distributed.ranks.RankFailed: mesh: its process group was destroyed, so the ranks ...
+    """
 
 
 class Ranks:

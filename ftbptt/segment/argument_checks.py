@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from .._compat.modules import has_hooks
 from .._trees import keystr, tree_flatten, tree_flatten_with_path
@@ -32,6 +33,12 @@ class Argument:
             self.leaves, self.spec = [tree], _LEAF
         elif type(tree) is tuple and not tree:
             self.leaves, self.spec = [], _EMPTY
+        elif isinstance(tree, PackedSequence):
+            raise TypeError(
+                f"{name}: a PackedSequence has another number of rows at each step. Pad it "
+                "(torch.nn.utils.rnn.pad_packed_sequence) and give mask=, or let sequences follow "
+                "each other in fewer rows with reset= (ftbptt.training.PackedSequences)."
+            )
         else:
             self.leaves, self.spec = tree_flatten(tree)
         for i, leaf in enumerate(self.leaves):

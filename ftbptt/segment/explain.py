@@ -39,6 +39,15 @@ class Explanation:
     once, None if the segment is never cut. ``saved`` names what the forward loop keeps for the
     reverse loop, in all steps ``saved_bytes``; ``without_gradient`` the parameters that the loss
     does not depend on.
+
+    >>> import torch, ftbptt
+    >>> cell, x = torch.nn.RNNCell(3, 5), torch.randn(7, 2, 3)
+    >>> train_segment = ftbptt.make_train_segment(
+    ...     cell, lambda out, y: out.square().mean(), backend="eager"
+    ... )
+    >>> explanation = train_segment.explain(dict(cell.named_parameters()), None, x, None)
+    >>> explanation.saved, [block.kind for block in explanation.blocks]
+    (['state'], ['map', 'scan', 'scan', 'map', 'sum'])
     """
 
     step: str

@@ -136,8 +136,9 @@ class TrainSegment:
     ) -> SegmentOutput:
         """evaluate : params, state, x[K, ...], y[K, ...] -> SegmentOutput with ``grads=None``
 
-        As the segment itself, in the same compiled form, without gradients; raises the same. Under
-        ``torch.func.vmap``, which returns nothing but tensors, ``grads`` is an empty tuple.
+        As the segment itself, in the same compiled form, without gradients; raises the same. A
+        module runs in the mode that it is in: call ``model.eval()`` before, if it has dropout.
+        Under ``torch.func.vmap``, which returns nothing but tensors, ``grads`` is an empty tuple.
 
         >>> import torch, ftbptt
         >>> cell = torch.nn.GRUCell(3, 5)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .._checks import check_int
+from .._checks import check_int, kind_of
 from .._trees import tree_leaves, tree_map
 from ..contract.layout import Layout
 from ..segment.make_segment import check_made
@@ -32,6 +32,14 @@ class Evaluation:
     - ``steps``: the number of valid steps, summed over rows.
     - ``metrics``: by name, what each metric's ``compute()`` returned.
     - ``state``: the state after the last step.
+
+    >>> import ftbptt
+    >>> def step(params, x_t, total):
+    ...     return params["w"] * (total + x_t), total + x_t
+    >>> train_segment = ftbptt.make_train_segment(step, lambda out, y: out.mean(), backend="eager")
+    >>> params, x = {"w": torch.tensor(2.0)}, torch.ones(4, 1)
+    >>> evaluate_stream(train_segment, params, torch.zeros(1), (x, None))
+    Evaluation(loss=5.0, steps=4, metrics={}, state=tensor([4.]))
     """
 
     loss: float
@@ -70,8 +78,10 @@ def evaluate_stream(
     ``[N, ...]`` and ``target`` is ``y`` as ``[N, ...]``, or what ``metric_inputs(out, y)`` makes of
     the chunk ``[K, B, ...]`` before that. They are not reset.
 
-    Raises TypeError for a ``train_segment`` that this package did not make and for what is no
-    metric, ValueError for data without a step.
+    A module runs in the mode that it is in: call ``model.eval()`` before, if it has dropout.
+
+    Raises TypeError for a ``train_segment`` that this package did not make, for what is no metric,
+    and for ``metric_inputs`` that returns no pair, ValueError for data without a step.
 
     >>> import ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)
@@ -90,10 +100,11 @@ def evaluate_stream(
     if metrics is not None and not hasattr(metrics, "items"):
         raise TypeError(f"metrics: expected a dict of them, found {type(metrics).__name__}.")
     for name, metric in (metrics or {}).items():
-        if not (hasattr(metric, "update") and hasattr(metric, "compute")):
+        is_one = hasattr(metric, "update") and hasattr(metric, "compute")
+        if not is_one or isinstance(metric, type):
             raise TypeError(
                 f"metrics[{name!r}]: expected an object with update(preds, target) and compute(), "
-                f"such as one of torchmetrics, found {type(metric).__name__}."
+                f"such as one of torchmetrics, found {kind_of(metric)}."
             )
     segments = Segments(train_segment)
     source = as_source(data, segments.axes)
@@ -119,7 +130,8 @@ def evaluate_stream(
             valid_steps = valid_steps + segments.valid_steps(chunk, state)
             if metrics:
                 pair = (result.out, chunk.y)
-                pair = pair if metric_inputs is None else metric_inputs(*pair)
+                if metric_inputs is not None:
+                    pair = _checked_pair(metric_inputs(*pair))
                 rows = segments.rows(chunk, state)
                 preds, target = _flatten_valid(pair, chunk, segments.layout(chunk.x), rows)
                 if len(tree_leaves(preds)[0]):  # some metrics fail on an empty batch
@@ -136,6 +148,14 @@ def evaluate_stream(
         {name: metric.compute() for name, metric in (metrics or {}).items()},
         state,
     )
+
+
+def _checked_pair(pair: Any) -> tuple[Tree, Tree]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(
+            f"metric_inputs: expected it to return (preds, target), found {type(pair).__name__}."
+        )
+    return pair[0], pair[1]
 
 
 def _flatten_valid(

@@ -112,6 +112,14 @@ class RandomTruncation:
     """params, state, x[K, ...], y[K, ...] -> SegmentOutput, with unbiased gradients
 
     Made by :func:`random_truncation`. Takes ``reset`` and ``mask`` as :class:`TrainSegment` does.
+
+    >>> import ftbptt
+    >>> train_segment = ftbptt.make_train_segment(
+    ...     torch.nn.GRUCell(3, 5), lambda out, y: out.square().mean(), backend="eager"
+    ... )
+    >>> unbiased = random_truncation(train_segment, mean_length=20, tail=math.inf)
+    >>> unbiased.probability(1), unbiased.probability(7)
+    (0.05, 0.05)
     """
 
     def __init__(

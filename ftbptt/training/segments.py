@@ -58,6 +58,12 @@ class Segments(DataLayout):
                 "time_dim: belongs to the segment. Pass it to "
                 f"make_train_segment(..., time_dim={time_dim})."
             )
+        under_vmap = getattr(train_segment, "__wrapped__", None)
+        if time_dim is None and isinstance(under_vmap, TrainSegment):
+            raise ValueError(
+                "time_dim: train_segment is under vmap, which adds an axis to x and y. Say where "
+                "time is, counting that axis: time_dim=1 for x of [models, K, ...]."
+            )
         # Whether the segment has no context of its own, so that training needs a variant with one.
         self._adds_context = False
         self._consecutive: ConsecutiveCalls | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._checks import check_tensors
 from .._trees import tree_map
 from .._warnings import warn
 from ..distributed.ranks import RankFailed
@@ -85,6 +86,8 @@ class Stream(Iterator[Update]):
         progress: bool,
         rank_sync: RankSync | None,
     ) -> None:
+        if state is not None:
+            check_tensors("state", state, "None is the state that the step starts from.")
         initial = state if state is None else tree_map(Tensor.detach, state)
         self._guard = guard = Guard(limits.on_nonfinite, learner)
         self._monitor = Monitor(meter, events, guard, learner, limits.stop, progress)

@@ -153,7 +153,8 @@ def train_stream(
         The same iterator can also be continued after an error or Ctrl-C: the update in progress is
         made again. Without a checkpoint, the windows that it had accumulated are left out.
     ``time_dim``
-        The axis of time, for a ``train_segment`` that is not this package's own.
+        The axis of time, for a ``train_segment`` that is not this package's own; under
+        ``torch.func.vmap``, which adds an axis, it has to be given.
     ``mesh``, ``reduce_dtype``
         Ranks of ``torch.distributed`` that train together. All pass the same options, the full
         ``data`` and ``state``; each takes its share of the batch, and keeps it. Gradients and

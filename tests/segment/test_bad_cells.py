@@ -71,3 +71,10 @@ def test_the_state_of_layers_is_a_pair() -> None:
     )
     refused(TypeError, words, layers, mse, params=dict(layers.named_parameters()),
             state=torch.zeros(1, B, H))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.RNNCell, nn.GRU, nn.RNN])
+def test_the_state_of_others_is_no_pair(kind: Any) -> None:
+    cell, h = kind(D, H), torch.zeros(1, B, H)
+    words = rf"state: expected the tensor h of {kind.__name__}, found tuple\. An LSTM has a pair"
+    refused(TypeError, words, cell, mse, params=dict(cell.named_parameters()), state=(h, h))

@@ -249,6 +249,12 @@ def test_x_without_a_tensor() -> None:
     refused(TypeError, rf"found none\. {advice}", x={})
 
 
+def test_packed_sequences() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(3, D), torch.zeros(2, D)])
+    advice = r"Pad it \(torch.nn.utils.rnn.pad_packed_sequence\) and give mask="
+    refused(TypeError, rf"x: a PackedSequence has another number of rows.*{advice}", x=packed)
+
+
 def test_no_steps() -> None:
     x, y = torch.zeros(0, B, D), torch.zeros(0, B, H)
     refused(ValueError, r"x: has 0 steps; a segment needs at least one", x=x, y=y)

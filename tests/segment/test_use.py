@@ -196,6 +196,14 @@ def test_a_segment_that_was_called_can_be_pickled() -> None:
     assert_close(copy.deepcopy(segment)(*arguments), expected)
 
 
+@pytest.mark.parametrize("kind", [torch.nn.LSTMCell, torch.nn.GRU])
+def test_a_segment_of_a_cell_of_torch_can_be_pickled(kind: Any) -> None:
+    cell = kind(3, 3)
+    segment = make_train_segment(cell, loss_to_pickle, backend="eager")
+    arguments = dict(cell.named_parameters()), None, torch.randn(4, 2, 3), torch.zeros(4, 2, 3)
+    assert_close(pickle.loads(pickle.dumps(segment))(*arguments), segment(*arguments))
+
+
 def test_under_anomaly_detection(segments: Segments) -> None:
     given = problem("lstm_readout")
     segment = make(given)

@@ -437,6 +437,17 @@ def test_an_average_of_the_loss_itself() -> None:
             "metrics['error']: expected an object with update(preds, target) and compute(), such "
             "as one of torchmetrics, found builtin_function_or_method.",
         ),
+        (
+            {"metrics": {"error": MeanSquaredError}},
+            TypeError,
+            "metrics['error']: expected an object with update(preds, target) and compute(), such "
+            "as one of torchmetrics, found the class MeanSquaredError itself.",
+        ),
+        (
+            {"metrics": {"a": accuracy()}, "metric_inputs": lambda out, y: out},
+            TypeError,
+            "metric_inputs: expected it to return (preds, target), found Tensor.",
+        ),
         ({"data": []}, ValueError, "data: has no steps to evaluate on."),
         ({"data": (torch.zeros(0, 3, 3), None)}, ValueError, "data: has no steps to evaluate on."),
         ({"data": "corpus"}, TypeError, "data: expected a tuple (x, y), an iterable of such tuple"),

@@ -194,7 +194,9 @@ def test_gradients_of_a_segment_under_vmap(functional: bool) -> None:
         r"torch.func.vmap.*average"
     )
     with pytest.raises(ValueError, match=message):
-        next(train_stream(many, params, state, data, optimizer, k1=4, progress=False))
+        next(train_stream(
+            many, params, state, data, optimizer, k1=4, progress=False, time_dim=0
+        ))  # fmt: skip
 
     def averaged(*args: Any) -> SegmentOutput:
         result = many(*args)
@@ -276,6 +278,26 @@ def test_a_functional_optimizer_that_does_not_detach() -> None:
         assert not any(leaf.requires_grad or leaf.grad_fn for leaf in kept)
         assert all(leaf.norm() == pytest.approx(1) for leaf in update.params.values())
     assert run.index == 5
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (lambda params: params, r"its update\(.*\) to return \(params, state\), found dict"),
+        (lambda params: None, r"to return \(params, state\), found NoneType"),
+        (lambda params: ({}, None), r"than params: params\['cell.weight_ih'\] is missing"),
+        (lambda params: ({**params, "w": 0}, None), r"than params: params\['w'\] is new"),
+        (lambda params: (list(params.values()), None), r"params\['cell.weight_ih'\] is missing"),
+    ],
+)
+def test_a_functional_optimizer_that_returns_something_else(result: Any, words: str) -> None:
+    class Odd(Careless):
+        def update(self, grads: Any, state: Any, params: Any) -> Any:
+            return result(params)
+
+    module = tagger()
+    with pytest.raises(TypeError, match=f"optimizer: .*{words}"):
+        next(started(dict(module.named_parameters()), Odd(), module))
 
 
 @pytest.mark.parametrize("ema_decay", [None, 0.5])

@@ -418,6 +418,12 @@ def test_a_writer_of_scalars(optimizer: Any) -> None:
     assert len(run.history) == 6
 
 
+@pytest.mark.parametrize("writer", [3, Writer])
+def test_what_is_no_writer(writer: Any) -> None:
+    with pytest.raises(TypeError, match="writer: expected a SummaryWriter, or an object with"):
+        write_scalars(writer)
+
+
 def reports(count: int, rate: float | None = 0.1, norm: float = 0.5) -> list[Report]:
     return [
         Report(10 * i, 0, i, 1 / (i + 1), norm, rate, 100.0, 200.0, float(i)) for i in range(count)
@@ -467,6 +473,8 @@ def test_plot_of_one_report_and_of_none(figures: list[Figure], tmp_path: Path) -
     assert figures[0].axes[1].get_yscale() == "linear"
     with pytest.raises(ValueError, match="history: expected at least one report, found none"):
         plot_history([], tmp_path / "none.png")
+    with pytest.raises(TypeError, match=r"such as run\.history, found Stream\."):
+        plot_history(train(interval=0), tmp_path / "none.png")  # type: ignore[arg-type]
     assert not (tmp_path / "none.png").exists()
 
 

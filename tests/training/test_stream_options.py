@@ -55,6 +55,11 @@ from .streams import stream, zeros
             "optimizer: LBFGS evaluates the loss many times in a step, but a window of a stream is",
         ),
         ({"optimizer": torch.optim.SGD}, TypeError, "optimizer: expected a torch.optim.Optimizer"),
+        (
+            {"optimizer": FunctionalMomentum},
+            TypeError,
+            r"optimizer: expected .* an object with .* found the class FunctionalMomentum itself\.",
+        ),
         ({"k1": 30, "k2": 30, "context": 25}, ValueError, "data: no window has a step with a loss"),
     ],
 )
@@ -121,6 +126,25 @@ def test_parameters_that_are_no_tree_of_tensors(segment: Segments) -> None:
         train_stream(
             train_segment, (p for p in params.values()), zeros(), stream(9), sgd(params), k1=4
         )
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (np.zeros(3), r"state: expected a tensor, found ndarray\. None is the state that the step"),
+        ((torch.zeros(3, 7), None), r"state\[1\]: expected a tensor, found NoneType\."),
+    ],
+)
+def test_a_state_that_is_no_tree_of_tensors(state: Any, words: str, segment: Segments) -> None:
+    train_segment, params = segment()
+    with pytest.raises(TypeError, match=words):
+        train_stream(train_segment, params, state, stream(9), sgd(params), k1=4)
+
+
+def test_a_vmapped_segment_does_not_know_where_time_is(segment: Segments) -> None:
+    train_segment, params = segment()
+    with pytest.raises(ValueError, match="time_dim: train_segment is under vmap, which adds an ax"):
+        train_stream(torch.func.vmap(train_segment), params, None, stream(9), sgd(params), k1=4)
 
 
 def test_a_leaf_that_is_no_tensor_in_a_functional_optimizer(segment: Segments) -> None:

@@ -127,6 +127,7 @@ class TBPTTModule(LightningModule):
     # -- defined by the user --------------------------------------------------------------------
 
     def forward(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """The model, for a chunk of any length."""
         raise NotImplementedError(
             f"forward: {type(self).__name__} must define forward(self, x, state) -> (out, state)."
         )
@@ -180,6 +181,7 @@ class TBPTTModule(LightningModule):
         return [] if self._run in self._callbacks() else [self._run]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Makes all updates of a batch; returns its mean loss."""
         if self._run not in self._callbacks():
             if self._run.trainer is self.trainer:
                 raise RuntimeError(
@@ -227,9 +229,11 @@ class TBPTTModule(LightningModule):
         return batch_stats.loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Logs ``val_loss`` of a batch."""
         self._evaluate("val", batch, batch_idx, dataloader_idx)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Logs ``test_loss`` of a batch."""
         self._evaluate("test", batch, batch_idx, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tree:

@@ -31,7 +31,15 @@ _MARK = b"ftbptt-sha256:"  # follows torch's own file, and is followed by that f
 
 
 class CheckpointError(ValueError):
-    """A file is damaged, or is not a checkpoint."""
+    """A file is damaged, or is not a checkpoint.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "run.pt").write_text("something else")
+    ...     load_checkpoint(f"{folder}/run.pt")
+    Traceback (most recent call last):
+    ftbptt.training.checkpoints.file.CheckpointError: checkpoint ...run.pt: cut off, or not ...
+    """
 
 
 def previous(path: str | Path) -> Path:
@@ -107,11 +115,12 @@ def as_bytes(content: Any) -> bytes:
     content = tree_map(_plain_number, content)
     if not _is_loadable(tree_map(_without_data, content)):
         leaves = tree_flatten_with_path(content)[0]
-        unloadable = [(at, leaf) for at, leaf in leaves if not _is_loadable(_without_data(leaf))]
+        unloadable = [pair for pair in leaves if not _is_loadable(_without_data(pair[1]))]
         where = "one of its containers"
         if unloadable:
             path, leaf = unloadable[0]
-            where = f"{keystr(path)}, a {type(leaf).__module__}.{type(leaf).__name__},"
+            at = keystr(path) or "its content"
+            where = f"{at}, a {type(leaf).__module__}.{type(leaf).__name__},"
         raise TypeError(
             f"checkpoint: {where} could not be read again with weights_only=True. Keep tensors, "
             "Python's own numbers and strings, dicts, lists and tuples."

@@ -25,11 +25,13 @@ class Source(Protocol):
     >>> class Noise:
     ...     total = 1000
     ...     def begin(self, epoch):
-    ...         self.generator = torch.Generator().manual_seed(epoch)
+    ...         self.epoch = epoch
     ...     def read(self, start, stop):
-    ...         steps = min(stop, self.total) - start
-    ...         x = torch.randn(max(steps, 0), 2, 3, generator=self.generator)
-    ...         return Chunk(x) if steps > 0 else None
+    ...         steps = range(start, min(stop, self.total))
+    ...         return Chunk(torch.stack([self.step(t) for t in steps])) if steps else None
+    ...     def step(self, t):
+    ...         generator = torch.Generator().manual_seed(self.total * self.epoch + t)
+    ...         return torch.randn(2, 3, generator=generator)
     >>> isinstance(Noise(), Source)
     True
     """
@@ -37,7 +39,10 @@ class Source(Protocol):
     total: int | None  # steps per epoch, if known
 
     def begin(self, epoch: int) -> None:
-        """Starts an epoch. A resumed run then continues to read from the step where it stopped."""
+        """Starts an epoch. A resumed run then continues to read from the step where it stopped:
+
+        what is read depends on the epoch and the steps alone.
+        """
 
     def read(self, start: int, stop: int) -> Chunk | None:
         """Steps ``[start, stop)`` of the epoch, fewer at the end of the stream, None after it.

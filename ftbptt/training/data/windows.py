@@ -11,8 +11,12 @@ from ..._checks import check_bool, check_int
 class Window:
     """Window(index, warm, start, end): the steps of one update, counted from the epoch's first.
 
-    Steps ``[warm, start)`` run without a gradient, ``[start, end)`` with one. ``index`` counts the
-    windows of an epoch from 0.
+    Steps ``[warm, start)`` run without a gradient, ``[start, end)`` with one. Where a carried state
+    comes from an earlier step than ``warm``, as with ``k2`` below ``k1``, the steps up to there run
+    without a gradient too. ``index`` counts the windows of an epoch from 0.
+
+    >>> Truncation(k1=4, k2=8, burn_in=2).window(3)
+    Window(index=3, warm=6, start=8, end=16)
     """
 
     index: int
@@ -26,7 +30,8 @@ class Truncation:
     """TBPTT(k1, k2): an update every ``k1`` steps, with gradients over the last ``k2``.
 
     ``states[t]`` is the state before step t, from the last window that ran it; each window leaves
-    the one that the next window starts from. In full::
+    the one that the next window starts from. Steps that are in no window, with ``k2`` below ``k1``,
+    run without a gradient, but for those at the end of the data, which are left out. In full::
 
         for end in range(k1, T + k1, k1):                                 # carried state
             start = max(0, end - k2); warm = max(0, start - burn_in); end = min(end, T)

@@ -24,7 +24,14 @@ Calls = Callable[P, object] | Sequence[Callable[P, object]]
 class SequenceEnd:
     """A sequence ended in ``row`` before step ``position`` of the epoch.
 
-    ``position`` counts steps from 0; ``row`` is None if all rows restart together.
+    ``position`` counts steps from 0; ``row`` is None if all rows restart together, by a ``reset``
+    of ``[T]`` or because the data ends.
+
+    >>> def note(end):
+    ...     print(f"row {end.row} ended before step {end.position}")
+    >>> events = Events(sequence_end=note)                    # for train_stream(..., events=events)
+    >>> note(SequenceEnd(position=7, row=1))
+    row 1 ended before step 7
     """
 
     position: int
@@ -86,7 +93,7 @@ def tell_sequence_ends(events: Events, span: Span, seen: int, layout: Layout) ->
     reset = layout.flags_first(span.chunk.reset.cpu())
     if reset.dim() > 2:  # with in_dims: of a sequence, whichever of its own rows restarts
         reset = reset.flatten(2).any(2)
-    # At step 0 no sequence ends; steps in a gap between windows are not read.
+    # At step 0 no sequence ends; with ``fresh``, steps in a gap between windows are not read.
     skip = max(seen, 1, span.first) - span.first
     for step, *row in reset[skip:].nonzero().tolist():
         end = SequenceEnd(span.first + skip + step, row[0] if row else None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..._checks import kind_of
 from ..updates.update import Update
 from ..updates.window_stats import WindowStats
 
@@ -36,6 +37,13 @@ class Report:
         steps of the stream, and steps of all rows, per second since the last report
     ``seconds``
         how long the run has taken, including the time before it was resumed
+
+    >>> report = Report(
+    ...     index=7, epoch=0, position=800, loss=0.25, grad_norm=1.5, learning_rate=0.01,
+    ...     steps_per_second=100.0, tokens_per_second=3200.0, seconds=9.0,
+    ... )
+    >>> print(f"{report.position} steps, loss {report.loss}")
+    800 steps, loss 0.25
     """
 
     index: int
@@ -198,6 +206,8 @@ def write_scalars(writer: Any, prefix: str = "train/") -> Callable[[Report], Non
     ``writer`` is a ``torch.utils.tensorboard.SummaryWriter``, or any object with its method
     ``add_scalar(tag, value, global_step)``. Tags begin with ``prefix``.
 
+    Raises TypeError for an object without that method, and for a class.
+
     >>> class Writer:
     ...     def add_scalar(self, tag, value, step):
     ...         print(tag, value, step)
@@ -209,6 +219,12 @@ def write_scalars(writer: Any, prefix: str = "train/") -> Callable[[Report], Non
     train/tokens_per_second 3200.0 7
     train/learning_rate 0.01 7
     """
+
+    if isinstance(writer, type) or not callable(getattr(writer, "add_scalar", None)):
+        raise TypeError(
+            "writer: expected a SummaryWriter, or an object with add_scalar(tag, value, step), "
+            f"found {kind_of(writer)}."
+        )
 
     def write(report: Report) -> None:
         names = ["loss", "grad_norm", "steps_per_second", "tokens_per_second"]
@@ -226,7 +242,7 @@ def plot_history(history: Sequence[Report], path: str | Path) -> None:
     Plots loss, gradient norm and, if there is one, learning rate over the updates, as a PNG. Makes
     the file's folder. Needs matplotlib.
 
-    Raises ValueError for an empty history.
+    Raises TypeError for anything but a list of reports, ValueError for an empty one.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -235,6 +251,11 @@ def plot_history(history: Sequence[Report], path: str | Path) -> None:
     ...     Path(folder, "loss.png").exists()
     True
     """
+    if not isinstance(history, Sequence):
+        raise TypeError(
+            "history: expected a list of reports, such as run.history, found "
+            f"{type(history).__name__}."
+        )
     if not history:
         raise ValueError("history: expected at least one report, found none.")
     from matplotlib.figure import Figure

@@ -12,11 +12,11 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from ..._checks import kind_of
 from ..._compat.running import versions_of
 from ..._compat.training import forget_unscaled
 from ..._trees import (
     differentiable,
-    in_order_of,
     keystr,
     tree_flatten,
     tree_flatten_with_path,
@@ -27,7 +27,8 @@ from .optimizers import (
     FunctionalOptimizer,
     Sharded,
     check_in_params,
-    check_tensors,
+    check_params,
+    functional_update,
     load_optimizer,
 )
 from .window_stats import share
@@ -62,8 +63,8 @@ class Learner:
                     "stream is run once. Give another one, or call train_segment in its closure."
                 )
             self._find_trained(optimizer)
-        elif isinstance(optimizer, FunctionalOptimizer):
-            check_tensors(params)
+        elif isinstance(optimizer, FunctionalOptimizer) and not isinstance(optimizer, type):
+            check_params(params)
             leaves = tree_leaves(params)
             self.trained_indices = [i for i, leaf in enumerate(leaves) if differentiable(leaf)]
             with torch.no_grad():
@@ -71,7 +72,7 @@ class Learner:
         else:
             raise TypeError(
                 "optimizer: expected a torch.optim.Optimizer, or an object with init(params) and "
-                f"update(grads, state, params), found {type(optimizer).__name__}."
+                f"update(grads, state, params), found {kind_of(optimizer)}."
             )
         if clip_value is not None and any(p.is_complex() for p in self.trained):
             raise ValueError(
@@ -228,11 +229,9 @@ class Learner:
             all_grads = [torch.zeros_like(leaf) for leaf in leaves]
             for i, grad in zip(self.trained_indices, grads, strict=True):
                 all_grads[i] = grad
-            with torch.no_grad():  # else each update would keep the graph of all before it
-                new_params, self.opt_state = self.optimizer.update(
-                    tree_unflatten(all_grads, spec), self.opt_state, self.params
-                )
-            self.params = in_order_of(self.params, new_params)
+            self.params, self.opt_state = functional_update(
+                self.optimizer, tree_unflatten(all_grads, spec), self.opt_state, self.params
+            )
         elif self.scaler is None:
             self.optimizer.step()
         else:

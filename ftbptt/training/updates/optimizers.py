@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..._trees import keystr, tree_flatten_with_path, tree_leaves
+from ..._checks import check_tensors
+from ..._trees import in_order_of, leaf_names, tree_flatten, tree_leaves
 
 Tree = Any
 
@@ -48,6 +50,34 @@ class Sharded(Protocol):
         """The full state, on the rank that it was gathered on."""
 
 
+def functional_update(
+    optimizer: FunctionalOptimizer, grads: Tree, state: Tree, params: Tree
+) -> tuple[Tree, Tree]:
+    """What its ``update`` returns, with the parameters in the order of those before.
+
+    Raises TypeError for anything but a pair, and for parameters of another structure.
+    """
+    with torch.no_grad():  # else each update would keep the graph of all before it
+        result = optimizer.update(grads, state, params)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise TypeError(
+            "optimizer: expected its update(grads, state, params) to return (params, state), found "
+            f"{type(result).__name__}."
+        )
+    new_params = in_order_of(params, result[0])
+    found, expected = (tree_flatten(tree)[1] for tree in (new_params, params))
+    if found != expected:
+        names, known = leaf_names("params", found), leaf_names("params", expected)
+        missing = [f"{name} is missing" for name in known if name not in names]
+        unknown = [f"{name} is new" for name in names if name not in known]
+        difference = [*missing, *unknown, "its containers are of other types"][0]
+        raise TypeError(
+            "optimizer: its update(grads, state, params) returned parameters of another structure "
+            f"than params: {difference}."
+        )
+    return new_params, result[1]
+
+
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """As ``load_state_dict``, which casts what is kept to the dtype of its parameter."""
     optimizer.load_state_dict(state)
@@ -63,14 +93,10 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
                 own[name] = value.to(own[name].device, copy=True)
 
 
-def check_tensors(params: Tree) -> None:
+def check_params(params: Tree) -> None:
     """Raises TypeError for parameters that are not all tensors."""
-    for path, leaf in tree_flatten_with_path(params)[0]:
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"params{keystr(path)}: expected a tensor, found {type(leaf).__name__}. The "
-                "parameters of a module are dict(module.named_parameters())."
-            )
+    remedy = "The parameters of a module are dict(module.named_parameters())."
+    check_tensors("params", params, remedy)
 
 
 def check_in_params(optimizer: Optimizer, params: Tree) -> None:
@@ -78,7 +104,7 @@ def check_in_params(optimizer: Optimizer, params: Tree) -> None:
 
     Raises TypeError if these are not all tensors.
     """
-    check_tensors(params)
+    check_params(params)
     ids = {id(leaf) for leaf in tree_leaves(params)}
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):

@@ -28,9 +28,21 @@ class Update:
     ``params``
         the parameters after the update
     ``grad_norm``
-        the norm [] of all gradients together, before clipping; computed at the first access
+        the norm [] of the gradients of all that the optimizer has, together, before clipping;
+        computed at the first access
     ``tokens_per_second``
         steps of all rows per second, since the last report
+
+    >>> import ftbptt, torch
+    >>> cell, x = torch.nn.GRUCell(3, 5), torch.randn(20, 2, 3)
+    >>> segment = ftbptt.make_train_segment(cell, lambda out, y: out.mean(), backend="eager")
+    >>> params, sgd = dict(cell.named_parameters()), torch.optim.SGD(cell.parameters())
+    >>> for update in ftbptt.training.train_stream(
+    ...     segment, params, None, (x, None), sgd, k1=10, progress=False
+    ... ):
+    ...     print(update.position, update.steps, update.grad_norm.shape)
+    10 20 torch.Size([])
+    20 20 torch.Size([])
     """
 
     __slots__ = (
