@@ -7,13 +7,15 @@
 For each case: every peer's first call; its result against the loop in float64 on the same device (a
 wrong peer is not timed); then rounds in which the peers take turns, timed by the device's events;
 then the number of kernels that one call launches. Ceilings are measured in the same run. Results
-are written after every case, so that an interrupted run loses only its last one. After seven
-minutes no case begins any more; what is left out is listed, to be run with --cases.
+are written after every case, so that an interrupted run loses only its last one; a case that hangs
+ends the run, with a traceback. After seven minutes no case begins any more; what is left out is
+listed, to be run with --cases.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import os
 import statistics
@@ -66,6 +68,7 @@ OURS = ("fused", "cudagraph")
 # not profiled. All is to be done in 8 minutes.
 _MOST_SECONDS, _FEWEST_ROUNDS, _LONGEST_PROFILED = 4.0, 5, 0.1
 _LAST_START = 7 * 60.0  # seconds after which no case begins
+_LONGEST_CASE = 180.0  # a kernel that waits for another for ever cannot be interrupted
 LSTM = (*OURS, "eager", "library")
 
 
@@ -202,9 +205,13 @@ def run_case(
             call, seconds = calls[name], statistics.median(times[name])
             rows[name].update(
                 ms=1e3 * seconds, round_ms=[1e3 * s for s in times[name]],
-                of_floor=floor / seconds,
-                kernels=_kernels(call, device) if seconds < _LONGEST_PROFILED else None,
+                of_floor=floor / seconds, kernels=None,
             )  # fmt: skip
+            if seconds < _LONGEST_PROFILED:
+                try:
+                    rows[name]["kernels"] = _kernels(call, device)
+                except Exception as reason:  # of the profiler: the times are right without it
+                    rows[name]["not_profiled"] = _one_line(reason)
     return {"title": gpu_case.title, "floor_ms": 1e3 * floor, "peers": rows}
 
 
@@ -357,16 +364,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results["machine"]["gpu"] = torch.cuda.get_device_name(device)
     ceilings = measure_ceilings(device, 256 if options.quick else 8192)
     chosen = [quick(gpu_case) if options.quick else gpu_case for gpu_case in selected]
-    results.update(ceilings=ceilings, targets=[], tables=[], cases={}, failed={}, left_out=[])
+    results.update(ceilings=ceilings, targets=[], tables=[], cases={}, failed={})
+    results["left_out"] = [gpu_case.title for gpu_case in chosen]
+    gpu_report.write(results, folder)
     began = time.perf_counter()
     with tqdm(chosen, unit="case", dynamic_ncols=True) as bar:
         for gpu_case in bar:
             bar.set_description(gpu_case.case.name)
             if time.perf_counter() - began > _LAST_START:
-                results["left_out"].append(gpu_case.title)
-                gpu_report.write(results, folder)
-                continue
+                break
             gc.collect()  # the peers of the case before, which hold memory of the GPU
+            faulthandler.dump_traceback_later(_LONGEST_CASE, exit=True)
             try:
                 result = run_case(gpu_case, device, rounds, ceilings, bar)
                 results["cases"][f"{gpu_case.case.name} {gpu_case.precision}"] = result
@@ -375,6 +383,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     results["targets"].append(forward_latency(gpu_case, device, rounds))
             except Exception as reason:  # in the eager loop, the baseline
                 results["failed"][f"{gpu_case.case.name} {gpu_case.precision}"] = _one_line(reason)
+            faulthandler.cancel_dump_traceback_later()
+            results["left_out"].remove(gpu_case.title)
             gpu_report.write(results, folder)
     print(gpu_report.markdown(results))
     states = [p["status"] for case in results["cases"].values() for p in case["peers"].values()]

@@ -50,7 +50,7 @@ def markdown(results: dict[str, Any]) -> str:
         )
     lines += [f"\nFailed: {title} ({why})." for title, why in results["failed"].items()]
     if results["left_out"]:
-        lines.append(f"\nNot measured, for lack of time: {', '.join(results['left_out'])}.")
+        lines.append(f"\nNot measured: {', '.join(results['left_out'])}.")
     for case in results["cases"].values():
         lines += ["", f"## {case['title']}", "", f"Floor {case['floor_ms']:.3f} ms.", ""]
         lines.append("| | ms | of floor | kernels | first call | error |")

@@ -25,6 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+if torch.cuda.is_available() and jax.default_backend() != "gpu":
+    raise Skip(f"JAX has no GPU here, and runs on the {jax.default_backend()}")
+
 EPSILON = 1e-5  # of torch's LayerNorm
 
 
