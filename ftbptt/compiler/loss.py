@@ -57,6 +57,7 @@ class LossGraphs:
     joint: fx.GraphModule
     steps: Any  # K: a symbol, or a number if the graphs hold for that one only
     trace_value: Callable[[], fx.GraphModule]
+    device: torch.device
     # Tensors that a loss closes over, and the copies of them that programs read instead.
     copied: list[tuple[Tensor, Tensor]]
 
@@ -79,9 +80,8 @@ class LossGraphs:
 
     def _made(self, graph: fx.GraphModule) -> LossProgram:
         """With what it closes over as inputs: a compiler takes small constants for numbers."""
-        device = value_of(graph.graph.find_nodes(op="placeholder")[0]).device
         lifted, originals = with_tensors_as_inputs(graph)
-        captured = [materialized(tensor, device) for tensor in originals]
+        captured = [materialized(tensor, self.device) for tensor in originals]
         pairs = zip(originals, captured, strict=True)
         self.copied += [(tensor, copy) for tensor, copy in pairs if tensor is not copy]
         return LossProgram(lifted, captured)
@@ -314,6 +314,7 @@ class LossTracer:
             self._over_axes(joint if with_grad else value, len(with_grad), traced),
             traced.steps,
             partial(self._over_axes, value, 0, traced),
+            self.signature.x[0].device,
             self.copied,
         )
 

@@ -31,9 +31,9 @@ def as_step(
     - torch's ``nn.RNNCell``, ``nn.GRUCell``, ``nn.LSTMCell`` (``out_t`` is the new ``h``) and
       ``nn.RNN``, ``nn.GRU``, ``nn.LSTM``, with the state they use in torch;
     - with ``sequence=True``, a module that takes a chunk, ``module(x[K, ...], state) ->
-      (out[K, ...], state)``: it is called on chunks of one step, so a layer in it that mixes steps,
-      such as a convolution over time, would see one at a time, and noise is drawn anew for each
-      step: a mask of variational dropout is for the state to carry.
+      (out[K, ...], state)``: it is called on chunks of one step, so no layer in it may mix steps,
+      as a convolution over time does (a segment's first call sees that), and noise is drawn anew
+      for each step: a mask of variational dropout is for the state to carry.
 
     ``batch_first`` says that the chunk is ``[B, K, ...]`` (default: what the recurrent modules
     inside say); ``state_batch_dim`` is the axis of the rows in a state leaf, which ``reset`` and
@@ -98,9 +98,13 @@ def as_step(
     if isinstance(step, nn.RNNBase):
         _refuse(options, f"{type(step).__name__}", but=["sequence", "batch_first"])
         zero_state = partial(_zero_layer_state, step)
-        return Step(None, step, partial(_call_chunk, batch_first), batch_first, None, zero_state)
+        call_layer = partial(_call_one_step, batch_first)
+        return Step(None, step, call_layer, batch_first, None, zero_state)
     if sequence:
-        return Step(None, step, partial(_call_chunk, batch_first), batch_first, state_batch_dim)
+        return Step(
+            None, step, partial(_call_one_step, batch_first), batch_first, state_batch_dim,
+            call_chunk=partial(_call_chunk, batch_first),
+        )  # fmt: skip
     _refuse(options, "a module that takes one step", but=["state_batch_dim"])
     return Step(None, step, state_batch_dim=state_batch_dim)
 
@@ -130,7 +134,10 @@ def _check_is_tensor(module: nn.Module, state: Tree) -> None:
         )
 
 
-def _call_chunk(batch_first: bool, module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+def _call_one_step(
+    batch_first: bool, module: nn.Module, x_t: Tree, state: Tree
+) -> tuple[Tree, Tree]:
+    """Calls a module that takes chunks on a chunk of one step."""
     if isinstance(module, nn.LSTM) and isinstance(state, Tensor):
         raise TypeError(
             f"state: expected the pair (h, c) of an LSTM, found a tensor {list(state.shape)}. "
@@ -139,9 +146,8 @@ def _call_chunk(batch_first: bool, module: nn.Module, x_t: Tree, state: Tree) ->
     if isinstance(module, (nn.GRU, nn.RNN)):
         _check_is_tensor(module, state)
 
-    # An unbatched chunk is [K, D] whatever batch_first says, as in torch.
     def axis(leaf: Tensor) -> int:
-        return 1 if batch_first and leaf.dim() >= 1 and _is_batched(module, leaf) else 0
+        return _time_axis(batch_first, module, leaf.dim())
 
     result = module(tree_map(lambda leaf: leaf.unsqueeze(axis(leaf)), x_t), state)
     if isinstance(result, Tensor):  # which would be taken apart along its first axis
@@ -154,13 +160,28 @@ def _call_chunk(batch_first: bool, module: nn.Module, x_t: Tree, state: Tree) ->
     return tree_map(lambda leaf: leaf.squeeze(out_axis), out), state
 
 
+def _call_chunk(batch_first: bool, module: nn.Module, x: Tree, state: Tree) -> tuple[Tree, Tree]:
+    """Calls a module that takes chunks; here time is axis 0, wherever the module has it."""
+
+    def axis(leaf: Tensor) -> int:
+        return _time_axis(batch_first, module, leaf.dim() - 1)
+
+    out, state = module(tree_map(lambda leaf: leaf.movedim(0, axis(leaf)), x), state)
+    out_axis = max(axis(leaf) for leaf in _tensors(x))
+    return tree_map(lambda leaf: leaf.movedim(out_axis, 0), out), state
+
+
+def _time_axis(batch_first: bool, module: nn.Module, dims: int) -> int:
+    """The axis of time in a chunk, of steps with ``dims`` axes.
+
+    An unbatched chunk of torch's own layers is [K, D] whatever ``batch_first`` says.
+    """
+    least = 2 if isinstance(module, nn.RNNBase) else 1
+    return 1 if batch_first and dims >= least else 0
+
+
 def _tensors(tree: Tree) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _is_batched(module: nn.Module, x_t: Tensor) -> bool:
-    """Whether one step of the data has rows: torch's own layers also take [D] and then [K, D]."""
-    return x_t.dim() >= 2 or not isinstance(module, nn.RNNBase)
 
 
 def _zero_cell_state(cell: nn.RNNCellBase, x_t: Tensor) -> Tree:

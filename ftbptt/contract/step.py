@@ -45,6 +45,9 @@ class Step:
     state_batch_dim: int | None = None  # the axis of the rows in the state leaves, if it is given
     zero_state: Callable[[Tree], Tree] | None = None
     has_gradient_factors: bool = False  # x is (x, factor), see with_gradient_factors
+    # Of a caller's module that takes chunks: (module, x[K, ...], state) -> (out[K, ...], state).
+    call_chunk: Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]] | None = None
+    wrapped: Step | None = None  # the step that this one calls, if it was made of another
 
     @property
     def root(self) -> Any:
@@ -183,7 +186,7 @@ class Step:
         def call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
             return around(dict(module.named_parameters()), partial(call, module), x_t, state)
 
-        return replace(self, call_module=call_module)
+        return replace(self, call_module=call_module, wrapped=self.wrapped or self)
 
     def misfit(self, params: dict[str, Tensor]) -> str | None:
         """What to say of the first parameter that has another shape than the module's own."""

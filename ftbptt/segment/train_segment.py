@@ -20,6 +20,7 @@ from .argument_checks import check_no_gradient_is_lost
 from .arguments import lay_out
 from .call import Call, InDims, Results, layout_of, settings_of
 from .call_cache import CallCache, CheckedCall, FlatArguments, like
+from .chunk_check import check_steps_are_alone
 from .executables import Executables
 from .explain import Explanation, explain
 from .probes import find_taps, taps_of, with_probes
@@ -78,6 +79,7 @@ class TrainSegment:
         self._executables = Executables(recipe, backend, reuse_output=reuse_output)
         self._taps: dict[Any, dict[str, Tensor]] = {}
         self._call_cache = CallCache()
+        self._is_seen_to_step = False  # see check_steps_are_alone
 
     def __getstate__(self) -> dict[str, Any]:
         """What is compiled is neither copied nor pickled, but made again."""
@@ -284,6 +286,10 @@ class TrainSegment:
         if with_grad:
             check_no_gradient_is_lost(params, () if self.tapped else x, y)
         call, tensors, layout = self._laid_out(params, state, x, y, reset, mask)
+        if not (mapped or self._is_seen_to_step or self._in_dims is not None):
+            start = tree_unflatten(call.groups(tensors)["state"], call.specs.state)
+            x_first = layout.time_first(x)
+            self._is_seen_to_step = check_steps_are_alone(self.recipe.step, params, start, x_first)
         info = CallInfo()
         if mapped:
             if inside_derivative():

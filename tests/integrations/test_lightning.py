@@ -367,6 +367,15 @@ def test_what_a_user_may_forget(monkeypatch: pytest.MonkeyPatch) -> None:
         fit(own, [batch])
 
 
+def test_a_layer_that_mixes_steps() -> None:
+    class Smoothing(Tagger):
+        def forward(self, x: Tensor, state: Any) -> Any:
+            return super().forward(x - x.mean(0), state)
+
+    with pytest.raises(ValueError, match="step: Smoothing gives other numbers for 4 steps at once"):
+        fit(Smoothing(), [stream(8)])
+
+
 def test_a_loss_that_reads_parameters() -> None:
     class Weighted(Tagger):
         def loss(self, out: Tensor, y: Tensor) -> Tensor:

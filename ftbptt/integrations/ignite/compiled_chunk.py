@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,8 +47,10 @@ class CompiledChunk:
         self.params = dict(model.named_parameters())
         self._scaler = scaler
         try:
+            step = as_step(model, sequence=True, batch_first=dim == 1)
             segment = make_train_segment(
-                as_step(model, sequence=True, batch_first=dim == 1),
+                # Whether it mixes steps is found out by comparing gradients and losses as well.
+                replace(step, call_chunk=None),
                 loss,
                 # "auto" would fall back to an eager segment; the model itself is faster.
                 backend="fused" if backend == "auto" else backend,

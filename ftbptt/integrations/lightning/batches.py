@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,14 @@ class OneStep(nn.Module):
         return leaf.squeeze(self.time_dim)
 
 
+def _call_chunk(one_step: nn.Module, x: Tree, state: Tree) -> tuple[Tree, Tree]:
+    """The module's own ``forward``; here time is axis 0."""
+    module: Any = one_step.module
+    time_dim: Any = one_step.time_dim
+    out, state = module(_moved(x, 0, time_dim), state)
+    return _moved(out, time_dim, 0), state
+
+
 class Batches:
     """The segments of a module and a loss, and the conversion of batches to their layout.
 
@@ -69,8 +78,8 @@ class Batches:
         self._step: nn.Module = step_class(module, time_dim)
         self._flags_time_dim = 0 if time_dim == 0 else 1  # of reset, mask and losses per row
         self.train_segment = make_train_segment(
-            as_step(self._step), self._time_first_loss(loss), backend=backend, time_dim=0,
-            recompute=recompute,
+            replace(as_step(self._step), call_chunk=_call_chunk), self._time_first_loss(loss),
+            backend=backend, time_dim=0, recompute=recompute,
         )  # fmt: skip
         self._parameter_names = [name for name, _ in self._step.named_parameters()]
         self._modules = list(self._step.modules())

@@ -1,0 +1,91 @@
+"""Whether a module that takes chunks computes each step by itself, as a segment calls it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._trees import tree_leaves, tree_map
+from ..contract.step import Step
+
+Tree = Any
+_MOST_STEPS = 16
+# What torch replaces tensors in while a module runs with others.
+_OF_A_MODULE = {"_parameters", "_buffers", "_modules", "_flat_weights"}
+
+
+def check_steps_are_alone(step: Step, params: Tree, state: Tree, x: Tree) -> bool:
+    """Whether that was seen; it is not in a single step. ``x`` is ``[K, ...]``.
+
+    Runs the first few steps at once and one after the other, on a copy of the module in eval mode.
+    Of a module that fails, or draws random numbers even so, nothing can be said here.
+
+    Raises ValueError if that gives other numbers.
+    """
+    if step.has_gradient_factors:
+        x, _ = x
+    step = step.wrapped or step
+    if step.module is None or step.call_chunk is None:
+        return True
+    x = tree_map(lambda leaf: leaf.detach()[:_MOST_STEPS], x)
+    steps = tree_leaves(x)[0].shape[0]
+    if steps < 2:
+        return False
+    devices = {leaf.device for leaf in tree_leaves(x) if leaf.device.type == "cuda"}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            copied = replace(step, module=_copy_of(step.module).eval())
+            at_once, again = (_at_once(copied, params, state, x) for _ in range(2))
+            one_by_one = _one_by_one(copied, params, state, x, steps)
+            is_random, off = _off(again, at_once) > 0, _off(at_once, one_by_one)
+    except Exception:
+        return True
+    if off > 1 and not is_random:
+        raise ValueError(
+            f"step: {step.name} gives other numbers for {steps} steps at once than for one after "
+            "the other, so a layer of it mixes steps (a convolution or attention over time, a "
+            "norm over the chunk). A segment calls it with one step at a time. Take that layer out "
+            "of it, and apply it to the data before or to the outputs in the loss."
+        )
+    return True
+
+
+def _copy_of(root: nn.Module) -> nn.Module:
+    """The module and its submodules anew, with the same tensors and whatever else they hold."""
+    held: list[Any] = [*root.parameters(), *root.buffers()]
+    for module in root.modules():
+        held += [value for name, value in vars(module).items() if name not in _OF_A_MODULE]
+    # A forward may append to a list: to a list of the copy.
+    containers = (list, dict, set)
+    memo = {id(v): copy.copy(v) if isinstance(v, containers) else v for v in held}
+    return copy.deepcopy(root, memo)
+
+
+def _at_once(step: Step, params: Tree, state: Tree, x: Tree) -> list[Tensor]:
+    call, module, state = step.call_chunk, step.module, tree_map(torch.clone, state)
+    assert call is not None
+    assert module is not None
+    return tree_leaves(step.holding(params, step.buffers(), lambda: call(module, x, state)))
+
+
+def _one_by_one(step: Step, params: Tree, state: Tree, x: Tree, steps: int) -> list[Tensor]:
+    outs, state = [], tree_map(torch.clone, state)
+    for t in range(steps):
+        x_t = tree_map(lambda leaf, t=t: leaf[t], x)
+        out, state = step.apply(params, step.buffers(), x_t, state)
+        outs.append(out)
+    return tree_leaves((tree_map(lambda *leaves: torch.stack(leaves), *outs), state))
+
+
+def _off(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference, where 1 is more than rounding explains."""
+    worst = 0.0
+    for a, b in zip(found, expected, strict=True):
+        if b.is_floating_point() and b.numel():
+            allowed = torch.finfo(b.dtype).eps ** 0.5 * (1 + b.abs().max())
+            worst = max(worst, float((a - b).abs().max() / allowed))
+    return worst

@@ -1,0 +1,99 @@
+"""Modules that take chunks: those whose layers mix steps are refused, at the first call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ftbptt import as_step, make_train_segment
+from ftbptt.training import train_stream
+
+from ..cells.problems import mse
+
+B, D, H = 3, 4, 5
+WORDS = re.escape(
+    "step: Chunks gives other numbers for 6 steps at once than for one after the other, so a layer "
+    "of it mixes steps (a convolution or attention over time, a norm over the chunk). A segment "
+    "calls it with one step at a time. Take that layer out of it, and apply it to the data before "
+    "or to the outputs in the loss."
+)
+
+
+class Chunks(nn.Module):
+    """``before`` sees the whole chunk [K, B, D]."""
+
+    def __init__(self, before: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.before, self.dropout = before, nn.Dropout(0.5)
+        self.lstm = nn.LSTM(D, H, num_layers=2, dropout=0.5)
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        out, state = self.lstm(self.before(x), state)
+        return self.dropout(out), state
+
+
+def given(module: nn.Module, steps: int = 6) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    state = torch.zeros(2, B, H), torch.zeros(2, B, H)
+    params = dict(module.named_parameters())
+    return params, state, torch.randn(steps, B, D), torch.zeros(steps, B, H)
+
+
+def make(module: nn.Module, **options: Any) -> Any:
+    return make_train_segment(as_step(module, sequence=True), mse, backend="eager", **options)
+
+
+MIXING = [
+    lambda x: F.avg_pool1d(x.permute(1, 2, 0), 3, 1, 1).permute(2, 0, 1),
+    lambda x: x - x.mean(0),
+    lambda x: torch.cat([torch.zeros_like(x[:1]), x[:-1]]),  # causal
+]
+
+
+@pytest.mark.parametrize("mix", MIXING)
+def test_layers_that_mix_steps(mix: Any) -> None:
+    module = Chunks(mix)
+    arguments = given(module)
+    for call in (make(module), make(module).evaluate, make(module, window=3)):
+        with pytest.raises(ValueError, match=WORDS):
+            call(*arguments)
+    segment = make(module)
+    segment(*given(module, steps=1))  # of a single step it cannot be seen
+    with pytest.raises(ValueError, match=WORDS):
+        segment(*arguments)
+
+
+def test_windows_that_overlap() -> None:
+    module = Chunks(MIXING[1])
+    params, state, *data = given(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    run = train_stream(make(module), params, state, tuple(data), optimizer, k1=3, k2=6)
+    with pytest.raises(ValueError, match="step: Chunks gives other numbers for 3 steps at once"):
+        next(run)
+
+
+@pytest.mark.parametrize("before", [lambda x: x, lambda x: x + torch.randn_like(x)])
+def test_others_are_left_as_they_are(before: Any) -> None:
+    """In train mode, with its dropout; noise in the module itself cannot be told from a mixing."""
+    module = Chunks(before)
+    module.unsaved, module.seen = object(), []  # type: ignore[assignment]
+    params, *rest = given(module)
+    torch.manual_seed(1)
+    expected = make_train_segment(
+        lambda p, x_t, h: module_on_one_step(module, p, x_t, h), mse, backend="eager"
+    )(params, *rest)
+    torch.manual_seed(1)
+    found = make(module)(params, *rest)
+    assert torch.equal(found.loss, expected.loss), "the check draws no random numbers"
+    assert all(m.training for m in module.modules())
+
+
+def module_on_one_step(module: nn.Module, params: Any, x_t: Tensor, state: Any) -> Any:
+    out, state = torch.func.functional_call(module, params, (x_t.unsqueeze(0), state))
+    return out.squeeze(0), state
