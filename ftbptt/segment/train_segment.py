@@ -286,10 +286,6 @@ class TrainSegment:
         if with_grad:
             check_no_gradient_is_lost(params, () if self.tapped else x, y)
         call, tensors, layout = self._laid_out(params, state, x, y, reset, mask)
-        if not (mapped or self._is_seen_to_step or self._in_dims is not None):
-            start = tree_unflatten(call.groups(tensors)["state"], call.specs.state)
-            x_first = layout.time_first(x)
-            self._is_seen_to_step = check_steps_are_alone(self.recipe.step, params, start, x_first)
         info = CallInfo()
         if mapped:
             if inside_derivative():
@@ -300,6 +296,11 @@ class TrainSegment:
             flat = SegmentFunction.apply(self._executables, call, with_grad, info, *tensors)
         else:
             flat = tuple(self._executables.run(call, with_grad, info, tensors, early=early))
+            if not self._is_seen_to_step and self._in_dims is None:
+                start = tree_unflatten(call.groups(tensors)["state"], call.specs.state)
+                self._is_seen_to_step = check_steps_are_alone(
+                    self.recipe.step, params, start, layout.time_first(x)
+                )
             if key is not None and layout.time_dim == 0:
                 initial = call.groups(tensors)["initial_state"]
                 executable = self._executables.of(call, tensors)

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 SEVERAL_VECTORS = "GPU kernels do not support products of several vectors of a row"
 REFUSED = NOT_FUSED | {
     "slot_attention": [("forward", SEVERAL_VECTORS), ("reverse", SEVERAL_VECTORS)],
+    "slstm": [("forward", SEVERAL_VECTORS), ("reverse", SEVERAL_VECTORS)],
     "lru_complex": [("forward", "GPU kernels do not support torch.complex128"),
                     ("reverse", "GPU kernels do not support torch.complex128")],
 }  # fmt: skip
