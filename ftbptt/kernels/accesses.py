@@ -144,6 +144,10 @@ class RowView:
         stop = self.axis(math.prod(sizes[: last + 1]), node)
         return RowPattern((start, stop), unit)
 
+    def last(self, axes: int) -> tuple[int, ...]:
+        """The sizes of so many of the last row axes."""
+        return self.dims[len(self.dims) - axes :]
+
     def axis(self, rows: int, node: Node) -> int:
         """The row axis before which the sizes of the row axes multiply to ``rows``."""
         for axis in range(len(self.dims) + 1):

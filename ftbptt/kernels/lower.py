@@ -31,21 +31,22 @@ _REDUCTIONS = {
 }  # fmt: skip
 
 
-def make_row_loop(block: ScanBlock, *, least_features: int = 1) -> RowLoop:
+def make_row_loop(block: ScanBlock, *, narrow: bool = False) -> RowLoop:
     """make_row_loop : ScanBlock -> RowLoop
 
-    As many leading axes of the carries as possible become rows, but not the last
-    ``least_features``. Raises Unsupported, which names the node, if no kernel can be generated.
+    As many leading axes of the carries as possible become rows, but not the last one. ``narrow``:
+    also that one, and an axis of heads, each of which has a weight of its own. Raises Unsupported,
+    which names the node, if no kernel can be generated.
     """
     shapes = [tuple(value_of(node).shape) for node in block.carries]
     shared = 0
     while all(len(s) > shared and s[shared] == shapes[0][shared] for s in shapes):
         shared += 1
-    most = max(min(shared, max(map(len, shapes)) - least_features), 0)
+    most = max(min(shared, max(map(len, shapes)) - (not narrow)), 0)
     error: Unsupported | None = None
     for rank in range(most, -1, -1):
         try:
-            return _Builder(block, RowView(shapes[0][:rank])).build()
+            return _Builder(block, RowView(shapes[0][:rank]), narrow).build()
         except Unsupported as reason:
             # The reason to report is that of the smallest rank above 0: rank 0, all of the batch
             # as one row, is refused for other reasons.
@@ -57,9 +58,9 @@ def make_row_loop(block: ScanBlock, *, least_features: int = 1) -> RowLoop:
 class _Builder:
     """Builds the loop in one pass over the graph, given which axes are the rows."""
 
-    def __init__(self, block: ScanBlock, rows: RowView) -> None:
+    def __init__(self, block: ScanBlock, rows: RowView, narrow: bool) -> None:
         self.block, self.rows = block, rows
-        normal = normalize(block, rows)
+        normal = normalize(block, rows, heads_are_rows=narrow)
         self.graph = normal.graph
         self.values: dict[Node, Value] = {}  # of the nodes
         self.all_values: list[Value] = []  # also copies, pieces of a cat, ...
@@ -221,13 +222,14 @@ class _Builder:
         if rank == len(shape):
             raise refuse(node, "a product over the rows of the batch")
         vectors, k, n = math.prod(shape[rank:-1]), shape[-1], value.shape[-1]
-        # A batch of weights is one for each of the leading row axes, or for each vector of a row,
-        # or for each of both.
+        # A batch of weights is one for each of the leading row axes, or for each vector of a row
+        # or each of the last row axes, or for each of both.
         is_batch = node.target is aten.bmm.default and value_of(weight).stride(0) != 0
         by_vector = is_batch and node.meta.get("by_vector", rank == 0)
-        grouped = 0
+        grouped, trailing = 0, node.meta.get("trailing", 0) if is_batch else 0
         if is_batch:
-            groups, rest = divmod(value_of(weight).shape[0], max(vectors, 1) if by_vector else 1)
+            others = max(vectors, 1) if by_vector else math.prod(self.rows.last(trailing))
+            groups, rest = divmod(value_of(weight).shape[0], others)
             if rest:
                 raise refuse(node, "several vectors of a row share each weight of a batch")
             grouped = self.rows.axis(groups, node)
@@ -237,8 +239,9 @@ class _Builder:
             read = self._copied(a, shape, rank)
         index = self.invariants[weight]
         self.loop.weight_dtypes[index] = value_of(weight).dtype
-        product = Product(self._value(node), read, index, vectors, k, n, grouped, by_vector)
-        self.operations.append(product)
+        self.operations.append(
+            Product(self._value(node), read, index, vectors, k, n, grouped, by_vector, trailing)
+        )
 
     def _copied(self, node: Node, shape: list[int], rank: int) -> Read:
         """The node copied to a contiguous value."""

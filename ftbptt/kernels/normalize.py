@@ -41,8 +41,11 @@ class NormalForm(NamedTuple):
     emit_orders: list[list[int] | None]
 
 
-def normalize(block: ScanBlock, rows: RowView) -> NormalForm:
-    """normalize : a block x its rows -> NormalForm, of a copy of the block's graph"""
+def normalize(block: ScanBlock, rows: RowView, *, heads_are_rows: bool = False) -> NormalForm:
+    """normalize : a block x its rows -> NormalForm, of a copy of the block's graph
+
+    ``heads_are_rows``: whether a weight may vary along the last row axes.
+    """
     graph = copy.deepcopy(block.module.graph)
     for node in list(graph.nodes):
         if node.target in _REPLACEMENTS:
@@ -56,7 +59,8 @@ def normalize(block: ScanBlock, rows: RowView) -> NormalForm:
     for node in list(graph.nodes):
         with graph.inserting_before(node):
             if node.target in _PRODUCTS and node.args[1] in weights:
-                _put_rows_first(node, order.rows)
+                if not (heads_are_rows and _put_heads_last(node, order.rows)):
+                    _put_rows_first(node, order.rows)
             elif node.target in _PRODUCTS:
                 _replace_product(node, rows)
             elif node.op == "call_function" and node not in totals:
@@ -221,15 +225,56 @@ def _put_rows_first(node: Node, rows: RowView) -> None:
         groups, _, of_group, _ = value_of(by_vector).shape
         result = new_node(graph, aten.view.default, product, [groups, of_group, vectors, n])
         result = new_node(graph, *_swapped(result))
+    _replace_reshaped(node, result)
+
+
+def _replace_reshaped(node: Node, result: Node) -> None:
+    """Replaces a product by a result of another shape."""
     for user in list(node.users):  # they may split what the product had joined
         if user.target is aten.reshape.default:
-            shape_of_user = list(value_of(user).shape)
-            user.replace_all_uses_with(new_node(graph, user.target, result, shape_of_user))
-    node.replace_all_uses_with(new_node(graph, aten.reshape.default, result, [*shape[:-1], n]))
+            shape = list(value_of(user).shape)
+            user.replace_all_uses_with(new_node(node.graph, user.target, result, shape))
+    shape = list(value_of(node).shape)
+    node.replace_all_uses_with(new_node(node.graph, aten.reshape.default, result, shape))
 
 
 def _swapped(node: Node) -> tuple[Any, ...]:
     return aten.permute.default, node, [0, 2, 1, 3]
+
+
+def _put_heads_last(node: Node, rows: RowView) -> bool:
+    """A product with a weight for each of the last row axes, such as heads: ``[rows, k]``.
+
+    It was ``[groups * heads, rows of a group and head, k]``. Whether it was one.
+    """
+    graph, (a, weight) = node.graph, node.args
+    if node.target is not aten.bmm.default:
+        return False
+    source = a.args[0] if a.target is aten.reshape.default else a
+    batch, of_group, k = value_of(a).shape
+    for trailing in range(1, len(rows.dims) + 1):
+        heads = math.prod(rows.last(trailing))
+        groups, rest = divmod(batch, heads)
+        if rest or batch * of_group != rows.total:
+            continue
+        split = new_node(graph, aten.reshape.default, source, [groups, heads, of_group, k])
+        try:
+            strides = rows.strided(split).strides
+        except Unsupported:
+            continue
+        # Shapes do not tell, for as many heads as rows.
+        if strides[2] != heads * strides[1] or (groups > 1 and strides[0] != of_group * strides[2]):
+            continue
+        first = new_node(graph, *_swapped(split))
+        first = new_node(graph, aten.reshape.default, first, [rows.total, k])
+        product = graph.call_function(node.target, (first, weight))
+        n = value_of(node).shape[-1]
+        product.meta["val"] = value_of(node).new_empty(rows.total, n, device="meta")
+        product.meta["trailing"] = trailing
+        result = new_node(graph, aten.view.default, product, [groups, of_group, heads, n])
+        _replace_reshaped(node, new_node(graph, *_swapped(result)))
+        return True
+    return False
 
 
 def _split_by_vector(a: Node, vectors: int, rows: RowView) -> Node | None:

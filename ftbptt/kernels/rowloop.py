@@ -91,8 +91,8 @@ class Product:
     """``value[v, n] = row[v, k] @ weight[k, n]``: ``row`` is contiguous.
 
     ``weight``: index of an invariant of the block. ``vectors``: the size of the axis v.
-    ``by_vector``: whether each vector has a weight of its own. ``grouped``: the number of leading
-    row axes along which the weight varies.
+    ``by_vector``: whether each vector has a weight of its own. ``grouped``, ``trailing``: the
+    numbers of the first and of the last row axes along which the weight varies.
     """
 
     value: Value
@@ -103,6 +103,7 @@ class Product:
     n: int
     grouped: int
     by_vector: bool
+    trailing: int = 0
 
 
 Operation = Map | Reduce | Product
@@ -128,6 +129,20 @@ class RowLoop:
     emit_orders: list[list[int] | None]
     totals: list[Memory] = field(default_factory=list)
     weight_dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+
+    @property
+    def products(self) -> list[Product]:
+        return [op for op in self.operations if isinstance(op, Product)]
+
+    @property
+    def grouped(self) -> int:
+        """How many of the first row axes some weight varies along."""
+        return max((op.grouped for op in self.products), default=0)
+
+    @property
+    def trailing(self) -> int:
+        """How many of the last row axes some weight varies along."""
+        return max((op.trailing for op in self.products), default=0)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

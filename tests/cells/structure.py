@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .problems import OUT, B, D, Draw, H, Problem, cell, mse, per_row, per_step
+from .problems import HEADS, OUT, UNITS, B, D, Draw, H, Problem, cell, mse, per_row, per_step
 
 Tree = Any
 
@@ -141,6 +141,20 @@ def exchanged_state(draw: Draw) -> Problem:
     params = {"w": draw(D, H), "u": draw(H, H)}
     state = {"a": draw(B, H), "b": draw(B, H), "fixed": draw(B, H), "last": draw(B, 1)}
     return Problem(step, params, state, draw.sequence(B, D), draw.sequence(B, H), per_row)
+
+
+@cell
+def elman_by_head(draw: Draw) -> Problem:
+    """Each head mixes its own units: a product with a block-diagonal matrix."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        drive = (x_t @ params["w"]).unflatten(-1, (HEADS, UNITS))
+        h = torch.tanh(drive + torch.einsum("bhd,hde->bhe", h, params["r"]))
+        return h.flatten(1), h
+
+    params = {"w": draw(D, HEADS * UNITS), "r": draw(HEADS, UNITS, UNITS)}
+    state, y = draw(B, HEADS, UNITS), draw.sequence(B, HEADS * UNITS)
+    return Problem(step, params, state, draw.sequence(B, D), y, per_row)
 
 
 @cell

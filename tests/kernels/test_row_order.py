@@ -91,15 +91,12 @@ def test_what_mixes_as_many_rows_as_units() -> None:
     Scan(step, [], [random(4, 3, 3, seed=1)], [random(3, 3, seed=2)]).check()
 
 
-@pytest.mark.parametrize(
-    ("models", "rows", "heads"),
-    [(2, 5, 3), (3, 2, 4), (1, 3, 2), (3, 1, 2), (2, 3, 1), (2, 4, 2), (4, 2, 4), (2, 2, 2)],
-)
-def test_heads_of_several_models(
-    models: int, rows: int, heads: int, threads: Callable[[int], None]
-) -> None:
+# models, rows, heads
+MODELS = [(2, 5, 3), (3, 2, 4), (1, 3, 2), (3, 1, 2), (2, 3, 1), (2, 4, 2), (4, 2, 4), (2, 2, 2)]
+
+
+def heads_of_models(models: int, rows: int, heads: int, units: int = 3) -> Scan:
     """A weight for each head of each model, as vmap makes of a product by head."""
-    units = 3
 
     def mixed(h: Tensor, weight: Tensor) -> Tensor:
         by_head = h.transpose(1, 2).reshape(models * heads, rows, units)
@@ -114,7 +111,14 @@ def test_heads_of_several_models(
 
     weights = [random(models * heads, units, n, seed=n) / units for n in (2 * units, units)]
     shape = models, rows, heads
-    scan = Scan(step, weights, [random(4, *shape, 2 * units)], [random(*shape, units, seed=1)])
+    return Scan(step, weights, [random(4, *shape, 2 * units)], [random(*shape, units, seed=1)])
+
+
+@pytest.mark.parametrize(("models", "rows", "heads"), MODELS)
+def test_heads_of_several_models(
+    models: int, rows: int, heads: int, threads: Callable[[int], None]
+) -> None:
+    scan = heads_of_models(models, rows, heads)
     for count in (1, 3):
         threads(count)
         scan.check()

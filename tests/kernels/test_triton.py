@@ -24,14 +24,19 @@ from . import test_fused_operations as operations
 from .scans import Scan, assert_same, random
 from .test_fused import NOT_FUSED, make, not_fused, start_from_params
 from .test_fused_shapes import data_for, gated
+from .test_row_order import MODELS, heads_of_models
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 # Triton has no complex numbers, and no slices of what is in registers.
 SEVERAL_VECTORS = "GPU kernels do not support products of several vectors of a row"
+HEADS_WITHOUT_AXIS = (
+    f"{SEVERAL_VECTORS}, but those of heads, if the state has an axis for them, [rows, heads, "
+    "units], and the recurrence does not mix them"
+)
 REFUSED = NOT_FUSED | {
     "slot_attention": [("forward", SEVERAL_VECTORS), ("reverse", SEVERAL_VECTORS)],
-    "slstm": [("forward", SEVERAL_VECTORS), ("reverse", SEVERAL_VECTORS)],
+    "slstm": [("forward", HEADS_WITHOUT_AXIS), ("reverse", HEADS_WITHOUT_AXIS)],
     "lru_complex": [("forward", "GPU kernels do not support torch.complex128"),
                     ("reverse", "GPU kernels do not support torch.complex128")],
 }  # fmt: skip
@@ -95,7 +100,7 @@ def test_models_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
             return lambda *memory, **options: None
 
     module = SimpleNamespace(
-        AXES=2, GROUPED=1, PARTS=1, WORKSPACE=[], ROW_BYTES=64, EXACT=False, run=Function()
+        AXES=2, GROUPED=[0], PARTS=1, WORKSPACE=[], ROW_BYTES=64, EXACT=False, run=Function()
     )
     monkeypatch.setattr(triton_module, "load", lambda path: module)
     triton_module.launch("", [], [torch.empty(0)], [1, 70_000, 65])
@@ -110,6 +115,35 @@ def test_weights_of_each_group(rows: int) -> None:
         return [torch.tanh(x[0] + torch.bmm(carried[0], given[0]))], []
 
     Scan(step, [random(3, 5, 5)], [random(4, 3, rows, 5, seed=1)], [random(3, rows, 5)]).check()
+
+
+@pytest.mark.parametrize(("models", "rows", "heads"), [*MODELS, (2, 17, 3)])
+def test_heads_are_rows(models: int, rows: int, heads: int) -> None:
+    """A program has the rows of one head of one model."""
+    heads_of_models(models, rows, heads).check()
+
+
+def test_one_weight_for_all_heads_and_one_for_each() -> None:
+    """Beside each other in a step."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        h = torch.bmm(carried[0].transpose(0, 1), given[0]).transpose(0, 1)
+        h = (torch.sin(h).flatten(0, 1) @ given[1]).view(x[0].shape) + x[0]
+        return [torch.tanh(h)], [h]
+
+    for rows, heads, units in [(3, 2, 5), (4, 4, 4), (17, 3, 1)]:
+        weights = [random(heads, units, units, seed=1), random(units, units, seed=2)]
+        carry = random(rows, heads, units)
+        Scan(step, weights, [random(4, *carry.shape, seed=3)], [carry]).check()
+
+
+def test_heads_that_a_step_mixes() -> None:
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        h = torch.bmm(carried[0].transpose(0, 1), given[0]).transpose(0, 1)
+        return [torch.tanh(h + h.mean(1, keepdim=True) + x[0])], []
+
+    scan = Scan(step, [random(2, 5, 5)], [random(4, 3, 2, 5, seed=1)], [random(3, 2, 5)])
+    assert HEADS_WITHOUT_AXIS in FUSED.describe(scan.block)
 
 
 @pytest.mark.parametrize("table", ["REDUCTIONS", "JOINS", "VIEWS"])

@@ -32,7 +32,7 @@ def test_they_fit() -> None:
     found = compiled()
     assert len(found) == 26
     # With resets a product's operand comes from a mask, from which Triton took its layout.
-    found |= compiled("min_gru", "elman:float64:resets")
+    found |= compiled("min_gru", "elman:float64:resets", "elman_by_head:float64:resets")
     assert sum(name.endswith("run_composed") for name in found) == 2
     for name, kernel in found.items():
         assert kernel["shared"] <= SHARED, (name, kernel)

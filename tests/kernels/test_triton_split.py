@@ -22,8 +22,9 @@ from . import test_fused_operations as operations
 from .scans import Scan, random
 from .test_fused import make
 from .test_fused_shapes import data_for, gated
+from .test_row_order import heads_of_models
 
-QUICK = ["lstm_readout", "layer_norm_lstm", "counter_and_flag"]
+QUICK = ["lstm_readout", "counter_and_flag"]
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +89,12 @@ def test_rows_of_several_axes_and_weights_of_each_group() -> None:
         return [torch.tanh(x[0] + torch.bmm(carried[0], given[0]))], []
 
     scan = Scan(step, [random(3, 8, 8)], [random(4, 3, 17, 8, seed=1)], [random(3, 17, 8)])
+    assert parts(scan) == 4
+    scan.check()
+
+
+def test_heads_of_several_models() -> None:
+    scan = heads_of_models(2, 17, 3, units=8)
     assert parts(scan) == 4
     scan.check()
 

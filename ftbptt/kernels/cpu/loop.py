@@ -50,7 +50,7 @@ class _Printer:
         self.products = {
             op.weight: op for op in loop.operations if isinstance(op, Product)
         }  # one per weight: all products with a weight have the same k and n
-        self.groups = max((op.grouped for op in self.products.values()), default=0)
+        self.groups = loop.grouped
 
     def lines(self) -> Iterator[str]:
         yield '#include "rows.h"'

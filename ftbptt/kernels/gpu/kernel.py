@@ -27,8 +27,8 @@ def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
 
     - ``WORKSPACE``: the tensors to allocate for a launch, as (dtype, elements per row, whether it
       has K + 1 slots, as a history).
-    - ``AXES``: the number of row axes. ``GROUPED``: the leading ones along which a weight varies; a
-      program has rows of one group only.
+    - ``AXES``: the number of row axes. ``GROUPED``: those along which a weight varies; a program
+      has rows of one group only.
     - ``ROW_BYTES``: size of a row of the widest tile.
     - ``EXACT``: whether, without TF32, some products cannot use a matrix unit.
     - ``PARTS``: the programs that share a tile of rows. If there are several, the kernel has an

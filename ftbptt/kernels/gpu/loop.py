@@ -43,9 +43,14 @@ class LoopPrinter(TilePrinter):
         super().__init__(loop, history, reverse, parts)
         for dtype in _dtypes(loop):
             type_of(dtype)  # raises Unsupported
-        if any(op.vectors > 1 for op in self.products.values()):
-            raise Unsupported("GPU kernels do not support products of several vectors of a row")
-        self.grouped = max((op.grouped for op in self.products.values()), default=0)
+        if any(op.vectors > 1 for op in loop.products):
+            reason = "GPU kernels do not support products of several vectors of a row"
+            if any(op.by_vector for op in loop.products):
+                reason += (
+                    ", but those of heads, if the state has an axis for them, [rows, heads, "
+                    "units], and the recurrence does not mix them"
+                )
+            raise Unsupported(reason)
         self.weights: dict[Any, str] = {}
         self.inputs: dict[str, str] = {}  # variables, loaded for a step
 
@@ -62,7 +67,8 @@ class LoopPrinter(TilePrinter):
         lines = [
             self.head,
             f"WORKSPACE = {self._workspace()!r}",
-            f"AXES, GROUPED, ROW_BYTES = {len(self.loop.rows.dims)}, {self.grouped}, {row_bytes}",
+            f"GROUPED, ROW_BYTES = {self._grouped()}, {row_bytes}",
+            f"AXES = {len(self.loop.rows.dims)}",
             f"EXACT = {any(t.itemsize > 2 for t in self.loop.weight_dtypes.values())}",
             *self._constants(),
             "",
@@ -99,7 +105,7 @@ class LoopPrinter(TilePrinter):
 
     def _rows(self) -> Iterator[str]:
         axes = self._axis_names()
-        groups = " * ".join(axes[: self.grouped]) or "1"
+        groups = " * ".join(axes[i] for i in self._grouped()) or "1"
         yield from self._program()
         yield "last = tl.cast(steps, tl.int64)  # 64 bits, like all offsets computed from it"
         yield f"total = {' * '.join(axes) or '1'}"
@@ -109,7 +115,22 @@ class LoopPrinter(TilePrinter):
         yield "tile = (program % tiles).to(tl.int64)"
         yield "row_in_group = tile * ROWS + tl.arange(0, ROWS)[:, None]"
         yield "inside = row_in_group < rows"
-        yield "row = group * rows + row_in_group"
+        if not self.loop.trailing:
+            yield "row = group * rows + row_in_group"
+            return
+        heads = self._last_axes(self.loop.trailing)
+        yield f"head = group % ({heads})"
+        yield f"group = group // ({heads})"
+        yield f"row = (group * rows + row_in_group) * ({heads}) + head"
+
+    def _grouped(self) -> list[int]:
+        """The row axes along which a weight varies: the first ones, and the last ones."""
+        count = len(self.loop.rows.dims)
+        return [*range(self.loop.grouped), *range(count - self.loop.trailing, count)]
+
+    def _last_axes(self, count: int) -> str:
+        names = self._axis_names()
+        return " * ".join(names[len(names) - count :])
 
     def _program(self) -> Iterator[str]:
         """Which tile the program has."""
@@ -300,12 +321,23 @@ class LoopPrinter(TilePrinter):
             rows = f"tl.arange(0, {columns(k)})[:, None]"
             offset += f" + ({k_first} + {rows}) * k_stride{w}"
             masks += [f"({rows} < {k})"] if columns(k) != k else []
-        if op.grouped:  # ``group`` counts the groups of the weight with the most grouped axes
-            after = " * ".join(self._axis_names()[op.grouped : self.grouped]) or "1"
-            offset += f" + group // ({after}) * group_stride{w}"
+        if op.grouped or op.trailing:
+            offset += f" + ({self._batch_index(op)}) * group_stride{w}"
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
         self.prologue.append(f"{name} = tl.load(weight{w} + {offset}{mask})")
         return name
+
+    def _batch_index(self, op: Product) -> str:
+        """Which of the weights of a batch the program has.
+
+        ``group`` and ``head`` count along all axes along which some weight varies.
+        """
+        after = " * ".join(self._axis_names()[op.grouped : self.loop.grouped]) or "1"
+        index = f"group // ({after})" if op.grouped else "0"
+        if op.trailing:
+            heads = self._last_axes(op.trailing)
+            index = f"{index} * ({heads}) + head % ({heads})"
+        return index
 
 
 def _dtypes(loop: RowLoop) -> Iterator[torch.dtype]:

@@ -67,7 +67,7 @@ def launch(
     """launch : path of a module x its tensors and numbers -> None; fills the outputs"""
     module, device = load(path), outputs[0].device
     steps, axes = numbers[0], numbers[1 : 1 + module.AXES]
-    total, groups = math.prod(axes), math.prod(axes[: module.GROUPED])
+    total, groups = math.prod(axes), math.prod(axes[axis] for axis in module.GROUPED)
     if not total:
         return
     workspace = [

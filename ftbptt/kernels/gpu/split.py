@@ -55,9 +55,9 @@ def choose_parts(loop: RowLoop, history: list[bool], processors: int, shared_byt
     shared memory. Of the numbers for which all programs run at once, the one with the least work
     for a program. Raises Unsupported if there is none.
     """
-    products = [op for op in loop.operations if isinstance(op, Product)]
-    grouped = max((op.grouped for op in products), default=0)
-    groups, rows = math.prod(loop.rows.dims[:grouped]), math.prod(loop.rows.dims[grouped:])
+    products, rows = loop.products, loop.rows
+    groups = math.prod((*rows.dims[: loop.grouped], *rows.last(loop.trailing)))
+    rows_of_group = rows.total // max(groups, 1)
     candidates: list[tuple[int, int]] = []
     for parts in _PARTS:
         tiles = make_tiles(loop, history, parts)
@@ -66,11 +66,11 @@ def choose_parts(loop: RowLoop, history: list[bool], processors: int, shared_byt
         # Triton adds the parts of a product that the warps computed in shared memory.
         used = weight_bytes(loop, tiles) + 4 * _WARPS * _ROWS * widest + _OTHER_SHARED_BYTES
         is_held = used <= shared_bytes and max(map(sum, widths)) <= _MOST_RESULTS
-        if is_held and groups * -(-rows // _ROWS) * parts <= processors:
+        if is_held and groups * -(-rows_of_group // _ROWS) * parts <= processors:
             candidates.append((sum(weight_elements(tiles, op) for op in products), parts))
     if not candidates:
         raise Unsupported(
-            f"split, with {rows * groups} rows, they do not fit on {processors} multiprocessors"
+            f"split, with {rows.total} rows, they do not fit on {processors} multiprocessors"
         )
     return min(candidates)[1]
 
@@ -88,9 +88,8 @@ def weight_elements(tiles: Tiles, op: Product) -> int:
 
 def weight_bytes(loop: RowLoop, tiles: Tiles) -> int:
     """The bytes of all weights that a program holds."""
-    products = [op for op in loop.operations if isinstance(op, Product)]
     return sum(
-        weight_elements(tiles, op) * loop.weight_dtypes[op.weight].itemsize for op in products
+        weight_elements(tiles, op) * loop.weight_dtypes[op.weight].itemsize for op in loop.products
     )
 
 
