@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -55,11 +56,18 @@ def check_time_dim(time_dim: Any) -> None:
 
 
 def check_initial_state(initial_state: Any) -> None:
-    """Raises ValueError for a state that asks for a gradient, which only a function of it gets."""
-    if callable(initial_state):
+    """Raises TypeError for a state that is not made of tensors.
+
+    Raises ValueError for one that asks for a gradient, which only a function of params gets.
+    """
+    if initial_state is None or callable(initial_state):
         return
+    check_tensors(
+        "initial_state", initial_state,
+        "Leave initial_state= out to start from zeros; else give tensors, or a function of params.",
+    )  # fmt: skip
     for path, leaf in tree_flatten_with_path(initial_state)[0]:
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
+        if leaf.requires_grad:
             raise ValueError(
                 f"initial_state{keystr(path)}: requires a gradient, but a state given as tensors "
                 "gets none. To learn it, give a function of the parameters, such as "
@@ -71,6 +79,12 @@ def check_bool(name: str, value: Any) -> None:
     """Raises TypeError for what is neither True nor False, such as the text "no"."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, found {value!r}.")
+
+
+def check_one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises ValueError for what is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, found {value!r}.")
 
 
 def check_number(name: str, value: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .._checks import check_bool, check_initial_state, check_int, check_time_dim
+from .._checks import check_bool, check_initial_state, check_int, check_one_of, check_time_dim
 from ..backends import NAMES
 from ..compiler.signature import Recipe
 from ..contract.as_step import as_step
@@ -110,8 +110,7 @@ def make_train_segment(
     >>> grads["u"].shape, h.shape, loss.shape, out.shape
     (torch.Size([5, 5]), torch.Size([2, 5]), torch.Size([]), torch.Size([7, 2, 5]))
     """
-    if backend not in NAMES:
-        raise ValueError(f"backend: expected one of {', '.join(NAMES)}, found {backend!r}.")
+    check_one_of("backend", backend, NAMES)
     if not callable(loss):
         raise TypeError(f"loss: expected a function loss(out, y), found {type(loss).__name__}.")
     if isinstance(loss, type):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -14,7 +13,7 @@ from torch.amp import GradScaler
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
-from .._checks import check_bool, check_int, check_number, check_positive, check_time_dim
+from .._checks import check_bool, check_int, check_time_dim
 from .._trees import tree_map
 from ..contract.output import SegmentOutput
 from ..distributed.ranks import Ranks
@@ -27,6 +26,7 @@ from .data.cursor import Cursor
 from .data.prefetch import Mover
 from .data.source import Shareable, Source, as_source
 from .data.windows import Truncation
+from .option_checks import check_scheduler, check_types, check_values
 from .reports.events import Events
 from .reports.report import Meter
 from .segments import Segments
@@ -38,7 +38,6 @@ from .updates.rank_sync import RankSync
 from .updates.same_on_ranks import check_same
 
 Tree = Any
-ON_NONFINITE = ("stop", "skip", "raise")
 
 
 def train_stream(
@@ -197,12 +196,12 @@ def train_stream(
     )
     checkpoint_every = check_int("checkpoint_every", checkpoint_every, 1)
     check_time_dim(time_dim)
-    _check_types(
+    check_types(
         events=events, autocast=autocast, scaler=scaler, reduce_dtype=reduce_dtype,
         checkpoint=checkpoint, stop=stop, prepare=prepare,
     )  # fmt: skip
-    _check_scheduler(scheduler, is_saved=checkpoint is not None)
-    _check_values(clip_norm, clip_value, interval, ema_decay, on_nonfinite, reduce_dtype)
+    check_scheduler(scheduler, is_saved=checkpoint is not None)
+    check_values(clip_norm, clip_value, interval, ema_decay, on_nonfinite, autocast, reduce_dtype)
     if resume is not None:
         check_bool("resume", resume)
     if resume and checkpoint is None:
@@ -263,67 +262,6 @@ def _context(train_segment: Any, context: int | None) -> int:
             "both."
         )
     return context
-
-
-def _check_types(
-    *, events: Any, autocast: Any, scaler: Any, reduce_dtype: Any, checkpoint: Any, stop: Any,
-    prepare: Any,
-) -> None:  # fmt: skip
-    """Raises TypeError for an option of another type; all may be None."""
-    for name, option, kind, expected in (
-        ("events", events, Events, "ftbptt.training.Events(...)"),
-        ("autocast", autocast, torch.dtype, "a dtype such as torch.bfloat16"),
-        ("scaler", scaler, GradScaler, "a torch.amp.GradScaler"),
-        ("reduce_dtype", reduce_dtype, torch.dtype, "a dtype such as torch.bfloat16"),
-        ("checkpoint", checkpoint, (str, os.PathLike), "the name of a file"),
-    ):
-        if option is not None and not isinstance(option, kind):
-            raise TypeError(f"{name}: expected {expected}, found {option!r}.")
-    for name, function in (("stop", stop), ("prepare", prepare)):
-        if function is not None and (isinstance(function, type) or not callable(function)):
-            raise TypeError(f"{name}: expected a function, found {function!r}.")
-
-
-def _check_scheduler(scheduler: Any, *, is_saved: bool) -> None:
-    """Raises TypeError for a scheduler without a method that the run will call."""
-    names = ["step", "state_dict", "load_state_dict"] if is_saved else ["step"]
-    if scheduler is None:
-        return
-    if isinstance(scheduler, type) or not all(callable(getattr(scheduler, n, None)) for n in names):
-        raise TypeError(
-            "scheduler: expected one of torch.optim.lr_scheduler, or an object with "
-            f"{', '.join(names)}, found {scheduler!r}."
-        )
-
-
-def _check_values(
-    clip_norm: float | None,
-    clip_value: float | None,
-    interval: float,
-    ema_decay: float | None,
-    on_nonfinite: str,
-    reduce_dtype: torch.dtype | None,
-) -> None:
-    """Raises ValueError for an option out of its range, TypeError for a bound that is no number."""
-    for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if bound is not None:
-            check_positive(name, bound)
-    check_number("interval", interval)
-    if not interval >= 0:
-        raise ValueError(f"interval: expected at least 0 seconds, found {interval}.")
-    if ema_decay is not None:
-        check_number("ema_decay", ema_decay)
-        if not 0 <= ema_decay < 1:
-            raise ValueError(f"ema_decay: expected a number from 0 to below 1, found {ema_decay}.")
-    if on_nonfinite not in ON_NONFINITE:
-        raise ValueError(
-            f"on_nonfinite: expected one of {', '.join(ON_NONFINITE)}, found {on_nonfinite!r}."
-        )
-    if reduce_dtype is torch.float16:
-        raise ValueError(
-            "reduce_dtype: sums over the steps of all ranks would overflow in float16. Use "
-            "torch.bfloat16, which takes as many bytes."
-        )
 
 
 # -- parts of the run -----------------------------------------------------------------------------

@@ -23,7 +23,9 @@ def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     return h, h
 
 
-@pytest.mark.parametrize("most_uncut", [1 << 20, 0], ids=["one program", "chunks"])
+@pytest.mark.parametrize(
+    "most_uncut", [1 << 20, pytest.param(0, marks=pytest.mark.slow)], ids=["one program", "chunks"]
+)
 def test_a_loss_reads_what_they_are_now(most_uncut: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler takes those of a few elements for numbers, if they are not inputs."""
     monkeypatch.setattr(execute, "_UNCUT_BYTES", most_uncut)

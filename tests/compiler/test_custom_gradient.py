@@ -13,6 +13,7 @@ from torch.func import vmap
 
 from ftbptt import make_train_segment
 
+from ..cells import slow_but
 from ..cells.problems import B, H, Problem, mse
 from ..oracle import assert_close, check
 from ..sequences import looped, stacked
@@ -194,7 +195,7 @@ def test_vmapped(name: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("backend", ["compile", "fused"])
+@pytest.mark.parametrize("backend", slow_but(["fused"], ["compile", "fused"]))
 def test_compiled(backend: str) -> None:
     """Spikes, and a weight whose gradient is not a sum over the steps that the engine knows."""
 

@@ -16,6 +16,7 @@ from torch.func import vmap
 
 from ftbptt import make_train_segment, reference_segment
 
+from ..cells import slow_but
 from ..cells.problems import B, Draw, H, Problem, mse
 from ..oracle import assert_close, check, reference
 from ..sequences import looped, stacked
@@ -149,7 +150,7 @@ def test_shrinking() -> None:
     checked(problem(step), "fused")
 
 
-@pytest.mark.parametrize("backend", ["eager", "fused"])
+@pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "fused"]))
 def test_complex_numbers_of_two_real_ones(backend: str) -> None:
     """Outside the recurrence, for any K."""
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ftbptt import make_train_segment, reference_segment
 
-from ..cells import CELLS, problem
+from ..cells import CELLS, problem, slow_but
 from ..cells.problems import B, Draw, H, Problem, mse
 from ..oracle import assert_close, check
 
@@ -409,6 +409,7 @@ def test_readouts() -> None:
     check(make_train_segment(made.step, made.loss, backend="eager"), made, 4)
 
 
+@pytest.mark.slow
 def test_readouts_run_compiled_for_every_length() -> None:
     made = with_readouts(READOUTS)
     segment = make_train_segment(made.step, made.loss, backend="fused")
@@ -418,7 +419,7 @@ def test_readouts_run_compiled_for_every_length() -> None:
     assert segment.compile_count == compiled
 
 
-@pytest.mark.parametrize("backend", ["eager", "compile"])
+@pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "compile"]))
 def test_gradient_of_a_maximum(backend: str) -> None:
     """Inductor computed what is compared with its maximum in another way than the maximum."""
 
@@ -430,6 +431,7 @@ def test_gradient_of_a_maximum(backend: str) -> None:
     check(make_train_segment(made.step, made.loss, backend=backend), made, 40)
 
 
+@pytest.mark.slow
 def test_weighted_keys_and_values() -> None:
     """RWKV. Inductor let what reads the result of a loop run before the loop, fused with others."""
 

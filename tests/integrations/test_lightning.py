@@ -275,6 +275,9 @@ def test_nothing_imports_lightning_unasked() -> None:
         ({"k1": 4, "time_dim": None}, TypeError, "time_dim: expected a whole number, found None"),
         ({"k1": 4, "k_eval": 0}, ValueError, "k_eval: expected at least 1, found 0"),
         ({"k1": 4, "context": 4}, ValueError, "context: 4 of the k2=4 steps"),
+        ({"k1": 4, "carry": "yes"}, TypeError, "carry: expected True or False, found 'yes'"),
+        ({"k1": 4, "backend": "jit"}, ValueError, "backend: expected one of auto, eager, compile"),
+        ({"k1": 4, "recompute": 1}, TypeError, "recompute: expected True or False, found 1"),
     ],
 )
 def test_bad_options(options: Any, kind: type[Exception], words: str) -> None:

@@ -187,6 +187,14 @@ def test_initial_state_that_returns_another_shape() -> None:
 
 
 @pytest.mark.parametrize("of", [make_train_segment, reference_segment])
+def test_initial_state_that_is_no_tensor(of: Any) -> None:
+    given = () if of is make_train_segment else arguments().values()
+    words = r"initial_state\['h'\]: expected a tensor, found float. Leave initial_state= out to st"
+    with pytest.raises(TypeError, match=words):
+        of(dict_step, per_row, *given, initial_state={"h": 0.0})
+
+
+@pytest.mark.parametrize("of", [make_train_segment, reference_segment])
 def test_initial_state_that_asks_for_a_gradient(of: Any) -> None:
     words = r"initial_state\['h'\]: requires a gradient, but .* give a function of the parameters"
     given = () if of is make_train_segment else arguments().values()

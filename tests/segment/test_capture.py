@@ -126,6 +126,7 @@ def test_output_that_may_be_overwritten(captures: Captures) -> None:
     assert tree_leaves(again.out)[0].data_ptr() == tree_leaves(found.out)[0].data_ptr()
 
 
+@pytest.mark.slow
 def test_resets_that_change(captures: Captures) -> None:
     given = problem("lstm_readout")
     segment = make(given, recompute=True)

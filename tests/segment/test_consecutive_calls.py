@@ -15,7 +15,7 @@ from ftbptt.backends import EAGER
 from ftbptt.segment.consecutive_calls import ConsecutiveCalls
 from ftbptt.segment.execute import Executable
 
-from ..cells import CELLS, problem
+from ..cells import CELLS, REPRESENTATIVE, problem, slow_but
 from ..oracle import assert_close
 
 Tree = Any
@@ -193,7 +193,7 @@ def test_a_backend_that_fails_is_left_at_once(both: Both, monkeypatch: pytest.Mo
     assert len(failed) == 1
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, CELLS))
 def test_every_cell(name: str) -> None:
     given = problem(name)
     options = {"backend": "eager", "time_dim": given.time_dim or None}

@@ -15,7 +15,7 @@ from ftbptt.backends import EAGER
 from ftbptt.contract.output import EarlyGradients
 from ftbptt.segment import execute
 
-from ..cells import CELLS, problem, slow_but
+from ..cells import CELLS, REPRESENTATIVE, problem, slow_but
 from ..cells.problems import Problem
 from ..oracle import assert_close, reference
 
@@ -63,7 +63,7 @@ def test_eager(name: str, short_chunks: None) -> None:
     check_parts(problem(name), "eager")
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, CELLS))
 def test_of_a_small_cell(name: str) -> None:
     check_parts(problem(name), "eager")
 

@@ -25,7 +25,7 @@ STEPS = (7, 1, 2, 3, 63)  # 7 first: what is compiled for it must do for the oth
 Segments = Callable[..., Any]
 
 # Compiling takes many seconds: the others are marked slow.
-COMPILED = ["lstm_readout", "nested_everything", "lru_complex"]
+COMPILED = ["lstm_readout", "nested_everything"]
 
 
 def flags(*shape: int, seed: int = 0, true: float = 0.3) -> Tensor:
@@ -76,7 +76,7 @@ def test_compile(name: str, segments: Segments) -> None:
     assert segment.compile_count > 0
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, CELLS))
 def test_chunks_and_one_step_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long segment in chunks of 16 steps; the plan made by a call of one step."""
     monkeypatch.setattr("ftbptt.segment.execute._CHUNK_BYTES", 1)
@@ -174,7 +174,7 @@ def test_learned_initial_state(backend: str, segments: Segments) -> None:
     assert_close(found, reference(given, 7, reset=first, initial_state=start_from_params))
 
 
-@pytest.mark.parametrize("backend", ["eager", "compile"])
+@pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "compile"]))
 def test_state_and_parameters_of_no_elements(backend: str) -> None:
     """They are no part of a loop, of which Inductor could not make one."""
 

@@ -34,6 +34,7 @@ def test_float32(name: str, segments: Segments) -> None:
         check_low_precision(segments(name, "eager", torch.float32), given, steps)
 
 
+@pytest.mark.slow
 def test_two_biases_of_equal_gradients_compiled() -> None:
     """Inductor named two roundings of one sum alike, which no compiler takes."""
     given = Draw(0)

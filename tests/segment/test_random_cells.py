@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from ftbptt import make_train_segment
 
+from ..cells import slow_but
 from ..cells.problems import B, Problem
 from ..oracle import assert_close, check
 from ..sequences import looped, stacked
@@ -134,7 +135,7 @@ def test_a_learned_start_with_a_count() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["eager", "compile"])
+@pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "compile"]))
 def test_features_in_another_order_behind_a_start_that_is_learned(backend: str) -> None:
     """Inductor wrote the gradients of all steps' ``a[:, ORDER]`` to the memory of one."""
     recipe = Recipe(
@@ -173,7 +174,7 @@ def test_a_loop_is_given_weights_and_no_views_that_change_nothing() -> None:
     assert_close(vmap(segment)(*batch), looped(made, calls))
 
 
-@pytest.mark.parametrize("backend", ["compile", "fused"])
+@pytest.mark.parametrize("backend", slow_but(["compile"], ["compile", "fused"]))
 def test_what_is_added_to_a_tensor_is_a_part_of_it(backend: str) -> None:
     """Inductor added in place, and read the part after it had been added to."""
     recipe = Recipe(

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ftbptt
 from ftbptt import make_train_segment
 
-from ..cells import problem
+from ..cells import problem, slow_but
 from ..cells.problems import Draw, Problem
 from ..oracle import assert_close, check, reference
 
@@ -211,7 +211,7 @@ def test_under_anomaly_detection(segments: Segments) -> None:
         check(segment, given, 3)
 
 
-@pytest.mark.parametrize("backend", ["fused", "compile"])
+@pytest.mark.parametrize("backend", slow_but(["fused"], ["fused", "compile"]))
 def test_a_first_call_while_operations_are_counted(backend: str) -> None:
     """What is traced and compiled once is no part of what a segment does at every call."""
     given = problem("lstm_readout")

@@ -29,6 +29,11 @@ from .streams import stream, zeros
         ({"clip_value": "1"}, TypeError, "clip_value: expected a number, found '1'"),
         ({"events": {}}, TypeError, r"events: expected ftbptt.training.Events\(...\), found {}"),
         ({"autocast": "bf16"}, TypeError, "autocast: expected a dtype such as torch.bfloat16"),
+        (
+            {"autocast": torch.int64},
+            ValueError,
+            "autocast: expected torch.bfloat16 or torch.float1",
+        ),
         ({"scaler": True}, TypeError, "scaler: expected a torch.amp.GradScaler, found True"),
         (
             {"scheduler": lambda index: 0.1},

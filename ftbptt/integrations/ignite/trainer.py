@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
-from ..._checks import check_int, check_positive
+from ..._checks import check_int, check_one_of, check_positive
 from ..._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ...backends import NAMES
 from ...training.data.chunk import Chunk
@@ -154,12 +154,8 @@ def create_supervised_tbptt_trainer(
         _check_callable(name, function)
     if reset is not None:
         _check_callable("reset", reset)
-    for name, value, choices in (
-        ("loss_mean", loss_mean, LOSS_MEANS),
-        ("backend", backend, NAMES),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name}: expected one of {', '.join(choices)}, found {value!r}.")
+    check_one_of("loss_mean", loss_mean, LOSS_MEANS)
+    check_one_of("backend", backend, NAMES)
     for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         if bound is not None:
             check_positive(name, bound)

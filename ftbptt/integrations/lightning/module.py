@@ -10,9 +10,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor
 
-from ..._checks import check_int
+from ..._checks import check_bool, check_int, check_one_of
 from ..._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ..._warnings import warn
+from ...backends import NAMES
 from ...training.data.chunk import Chunk
 from ...training.data.windows import Truncation
 from ...training.updates.window_stats import WindowStats
@@ -114,6 +115,9 @@ class TBPTTModule(LightningModule):
         self._truncation = Truncation.of(k1, k2, burn_in, context, fresh=False)
         self.time_dim = check_int("time_dim", time_dim, None)
         self.k_eval = check_int("k_eval", k_eval, 1)
+        check_bool("carry", carry)
+        check_one_of("backend", backend, NAMES)
+        check_bool("recompute", recompute)
         self.carry = carry
         self._options: dict[str, Any] = {
             "time_dim": self.time_dim,
