@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from bench.cells import LayerNormLSTM
 from ftbptt import make_train_segment
 from ftbptt.compiler.blocks import ScanBlock
 from ftbptt.compiler.distribute import distribute
@@ -56,12 +57,21 @@ CASES = {
     "lstm-512-bf16-128-rows": (512, torch.bfloat16, "ieee", 128),
     "lstm-128-tf32-512-rows": (128, torch.float32, "tf32", 512),
     "lstm-256-bf16-250-rows": (256, torch.bfloat16, "ieee", 250),
+    # Whose programs reduce over 1,024 columns as well.
+    "norm-256-tf32": (256, torch.float32, "tf32", 64),
+    "norm-256-bf16": (256, torch.bfloat16, "ieee", 64),
 }
 
 
-def of_lstm(hidden: int, dtype: torch.dtype, rows: int) -> list[tuple[str, ScanBlock]]:
+class NormLSTM(LayerNormLSTM):
+    def forward(self, x_t: Tensor, state: Any) -> Any:
+        h, c = super().forward(x_t, state)
+        return h, (h, c)
+
+
+def of_lstm(kind: Any, hidden: int, dtype: torch.dtype, rows: int) -> list[tuple[str, ScanBlock]]:
     """The loops of a segment, forward and reverse."""
-    cell = nn.LSTMCell(24, hidden, dtype=dtype)
+    cell = kind(24, hidden).to(dtype)
     state = (torch.zeros(rows, hidden, dtype=dtype),) * 2
     x, y = torch.zeros(3, rows, 24, dtype=dtype), torch.zeros(3, rows, hidden, dtype=dtype)
     segment = make_train_segment(cell, lambda out, y: (out - y).square().mean(), backend="eager")
@@ -174,16 +184,17 @@ def usage(ptx: str) -> dict[str, int]:
 
 
 def main(names: list[str]) -> None:
-    """Of these cells of the table, their weights split or not; without any, of the LSTMs."""
+    """Of these cells of the table, their weights split or not; without any, of the cases."""
     found = {}
     for name in names or CASES:
         if name in CASES:
             hidden, dtype, precision, rows = CASES[name]
-            own = of_lstm(hidden, dtype, rows)
+            kind = NormLSTM if name.startswith("norm") else nn.LSTMCell
+            own = of_lstm(kind, hidden, dtype, rows)
         else:
             cell, *options = name.split(":")
-            (kind,) = {"float64", "bfloat16"} & {*options} or ["float32"]
-            precision, dtype = "tf32", getattr(torch, kind)
+            (numbers,) = {"float64", "bfloat16"} & {*options} or ["float32"]
+            precision, dtype = "tf32", getattr(torch, numbers)
             own = of_cell(cell, dtype, "resets" in options)
             # That no weights fit into one program, though they would.
             held = triton_kernel._SHARED_BYTES if "split" in options else HELD

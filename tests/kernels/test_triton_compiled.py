@@ -30,7 +30,7 @@ def compiled(*names: str) -> dict[str, Any]:
 
 def test_they_fit() -> None:
     found = compiled()
-    assert len(found) == 26
+    assert len(found) == 30
     # With resets a product's operand comes from a mask, from which Triton took its layout.
     found |= compiled("min_gru", "elman:float64:resets", "elman_by_head:float64:resets")
     assert sum(name.endswith("run_composed") for name in found) == 2

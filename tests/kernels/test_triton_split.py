@@ -33,6 +33,7 @@ def split(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernel, "_SHARED_BYTES_OF_ROWS", triton_kernel._SHARED_BYTES)
     monkeypatch.setattr(placement, "_LEAST_COLUMNS", 2)
     monkeypatch.setattr(placement, "_MOST_COLUMNS", 16)
+    monkeypatch.setattr(placement, "_MOST_REDUCED", 16)
     monkeypatch.setattr(triton_split, "_LEAST_OF_A_WARP", 1)
     monkeypatch.setattr(triton_split, "_PARTS", (2, 4))
     monkeypatch.setattr(triton_kernel, "_MOST_MEETINGS", 1000)
@@ -81,6 +82,54 @@ def test_what_others_still_read_is_not_written() -> None:
     source = _source_for(scan.block, False)[2]
     assert source.count("= meet(") == 1
     assert "scratch0" in source
+    scan.check()
+
+
+@pytest.mark.usefixtures("order")
+def test_deviations_from_a_mean_are_not_exchanged() -> None:
+    """Each program computes those of all columns, of what it has read for the mean."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        a = carried[0] @ given[0]
+        b, c = torch.nn.functional.layer_norm(a, (32,)).chunk(2, -1)
+        return [torch.tanh(x[0] + b * c)], [a]
+
+    scan = Scan(step, [random(16, 32)], [random(4, 17, 16, seed=1)], [random(17, 16)])
+    source = _source_for(scan.block, False)[2]
+    assert source.count("= meet(") == 2  # before the product, and before the mean
+    assert source.count("tl.dot(") == 2  # its halves, from which it is stored as well
+    scan.check()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # NumPy's, in the interpreter
+def test_reductions_of_several_ranges_of_columns() -> None:
+    """The last one is of one; where one range is NaN, so is the largest number of all."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        h = torch.tanh(carried[0] @ given[0] + x[0])
+        kinds = [h.sum(-1), h.prod(-1), h.amax(-1), h.amin(-1), (h.sin() * x[1]).sum(-1)]
+        return [h], [torch.stack(kinds, -1)]
+
+    inputs = [random(4, 3, 33, seed=1), random(4, 33, seed=2)]
+    for broken in (None, 2, 20, 32):
+        if broken is not None:
+            inputs[0][1, 1, broken] = float("nan")
+        Scan(step, [random(33, 33)], inputs, [random(3, 33)]).check()
+
+
+@pytest.mark.parametrize(("operations", "meetings"), [(5, 2), (9, 3)])
+def test_what_a_reduction_computes_itself_is_little(operations: int, meetings: int) -> None:
+    """It is exchanged if there is more to do for all columns."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        a = carried[0] @ given[0]
+        b = a - a.amax(-1, keepdim=True)
+        for _ in range(operations):
+            b = torch.sin(b)
+        return [torch.tanh(x[0] + a * (b - b.mean(-1, keepdim=True)))], []
+
+    scan = Scan(step, [random(16, 16)], [random(4, 3, 16, seed=1)], [random(3, 16)])
+    assert _source_for(scan.block, False)[2].count("= meet(") == meetings
     scan.check()
 
 

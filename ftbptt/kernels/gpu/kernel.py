@@ -7,6 +7,7 @@ import torch
 from ..expressions import Unsupported
 from ..rowloop import RowLoop
 from .affine import affine_next
+from .exchanges import with_fewer_exchanges
 from .loop import LoopPrinter
 from .placement import make_tiles
 from .scan import print_scan
@@ -37,7 +38,7 @@ def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
 
     If the steps compose there is also ``run_composed``. Raises Unsupported.
     """
-    parts = _parts_of(loop, history)
+    loop, parts = _split(loop, history)
     if parts > 1:
         printer = SplitPrinter(loop, history, reverse, parts)
         text = printer.text()
@@ -53,19 +54,20 @@ def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
 
 def describe_triton(loop: RowLoop, history: list[bool]) -> str:
     """describe_triton : RowLoop x which carries have a history -> what its kernel is"""
-    parts, kernel = _parts_of(loop, history), "one generated Triton kernel for all steps"
+    (_, parts), kernel = _split(loop, history), "one generated Triton kernel for all steps"
     return kernel if parts == 1 else f"{kernel}, its weights split over {parts} programs"
 
 
-def _parts_of(loop: RowLoop, history: list[bool]) -> int:
-    """The programs that share a tile of rows; 1 if one can hold all weights."""
+def _split(loop: RowLoop, history: list[bool]) -> tuple[RowLoop, int]:
+    """The loop to print, and the programs that share a tile of rows; 1 if one holds all weights."""
     processors, shared_bytes = _sizes()
     needed = weight_bytes(loop, make_tiles(loop, history, 1))
     available = shared_bytes - _SHARED_BYTES_OF_ROWS
     if needed <= available:
-        return 1
+        return loop, 1
+    loop = with_fewer_exchanges(loop, history)
     try:
-        return choose_parts(loop, history, processors, shared_bytes)
+        return loop, choose_parts(loop, history, processors, shared_bytes)
     except Unsupported as reason:
         raise Unsupported(
             f"its weights need {needed >> 10} KB of a multiprocessor's shared memory, which has "

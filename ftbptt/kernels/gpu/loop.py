@@ -13,13 +13,20 @@ from typing import Any
 
 import torch
 
-from ..expressions import Unsupported
+from ..accesses import contiguous
+from ..expressions import Expression, Unsupported
 from ..rowloop import Memory, Product, Reduce, RowLoop, Value, compute_dtype
 from .expressions import TYPES, literal, type_of
-from .placement import columns, flat
+from .placement import Space, columns, flat
 from .printer import TilePrinter, name_of, with_zeros
 
 _NEUTRAL = {"sum": 0.0, "product": 1.0, "maximum": -math.inf, "minimum": math.inf}
+# Of two ranges of columns; NaN if one of them is.
+_COMBINED = {
+    "sum": "{0} + {1}", "product": "{0} * {1}",
+    "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
+    "minimum": "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
+}  # fmt: skip
 
 _HEAD = """\
 import triton
@@ -204,16 +211,20 @@ class LoopPrinter(TilePrinter):
             *(f"{name} = next_{name}" for name in self.inputs),
         ]
 
-    def _define_loaded(self, source: Memory, name: str, loaded: str) -> None:
-        if source.kind == "sequence":
+    def _is_loaded_ahead(self, source: Memory, space: Space) -> bool:
+        """Whether it is loaded a step ahead; registers have room for it until then."""
+        return source.kind == "sequence"
+
+    def _define_loaded(self, source: Memory, space: Space, name: str, loaded: str) -> None:
+        if self._is_loaded_ahead(source, space):
             self.inputs[name] = loaded
         else:
-            super()._define_loaded(source, name, loaded)
+            super()._define_loaded(source, space, name, loaded)
 
-    def _step_pointer(self, memory: Memory) -> str:
-        if memory.kind == "sequence":
-            return f"sequence{memory.index} + ahead * step{memory.index}"
-        return super()._step_pointer(memory)
+    def _loaded_pointer(self, source: Memory, space: Space) -> str:
+        if self._is_loaded_ahead(source, space):
+            return f"sequence{source.index} + ahead * step{source.index}"
+        return super()._loaded_pointer(source, space)
 
     def _store_finals(self) -> list[str]:
         lines: list[str] = []
@@ -235,12 +246,20 @@ class LoopPrinter(TilePrinter):
     # -- operations -------------------------------------------------------------------------------
 
     def _reduce(self, op: Reduce) -> None:
-        space = self.tiles.space_of(op)
+        name = name_of(op.value)
+        for i, (expression, space) in enumerate(self.tiles.ranges_of(op)):
+            part = f"{name}_{i}" if i else name
+            self._reduce_range(part, op, expression, space)
+            if i:
+                self.body.append(f"{name} = {_COMBINED[op.kind].format(name, part)}")
+        self._store(op.value)
+
+    def _reduce_range(self, name: str, op: Reduce, expression: Expression, space: Space) -> None:
         neutral = literal(_NEUTRAL[op.kind], compute_dtype(op.value.dtype))
-        x = self._tile(self._operand(op, space), space)
+        x = self._tile(self._operand(expression, op.value.dtype, space), space)
         if space.is_padded:
             x = f"tl.where({self._space(space)}_in, {x}, {neutral})"
-        axis, name = "1", name_of(op.value)
+        axis = "1"
         if space.outer:
             shape = f"(ROWS, {columns(space.outer_size)}, {columns(space.inner_size)})"
             axis, x = "2", f"tl.reshape({x}, {shape})"
@@ -255,7 +274,6 @@ class LoopPrinter(TilePrinter):
             nans = f"tl.sum(({name} != {name}).to(tl.int32), {axis})"
             result = f"tl.where({nans} > 0, float('nan'), {result})"
         self.body.append(f"{name} = {result}" + ("" if space.outer else "[:, None]"))
-        self._store(op.value)
 
     # -- products ---------------------------------------------------------------------------------
 
@@ -275,9 +293,16 @@ class LoopPrinter(TilePrinter):
                     a = f"tl.where({self._space(flat(k))}_in, {a}, 0)"
                 weight = self._weight(op, k_first, k, offset, length)
                 self.body.append(f"{name} = {self._dot(op, a, k, length, weight, name, i == 0)}")
-        if self.tiles.is_stored(op.value):
+        if not self.tiles.is_stored(op.value):
+            return
+        if (0, op.n) in self.tiles.pieces[op.value]:
             self.body.append(f"{name_of(op.value)} = {name_of(op.value, 0, op.n)}")
             self._store(op.value)
+            return
+        for offset, length in self.tiles.stored_pieces(op.value):
+            space = self.tiles.flat(length)
+            index = self._index(space, op.value.offset + offset, contiguous(space.shape))
+            self._store_at(op.value, space, index, name_of(op.value, offset, length))
 
     def _all_columns(self, value: Value) -> str:
         return name_of(value, 0, value.size) if value in self.tiles.pieces else name_of(value)

@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ..accesses import RowPattern, contiguous
+from ..expressions import Apply, Expression
 from ..rowloop import Map, Memory, Operation, Product, Read, Reduce, RowLoop, Value, reads
 
 # The fewest columns that a matrix unit (tensor core) takes.
 _LEAST_COLUMNS = 16
-# The most columns of a row that a product reads from memory at once.
-_MOST_COLUMNS = 256
+# The most columns of a row that a product reads from memory at once, and a reduction, whose tile
+# is in registers.
+_MOST_COLUMNS, _MOST_REDUCED = 256, 128
 
 
 def columns(count: int) -> int:
@@ -111,6 +113,16 @@ class Tiles:
             found.append((replace(op.row, offset=offset, strides=strides), space, first))
         return found
 
+    def ranges_of(self, op: Reduce) -> list[tuple[Expression, Space]]:
+        """What a reduction reads, in ranges of its columns, each with its indices."""
+        if self.parts == 1 or len(op.shape) > 1 or op.shape[0] <= _MOST_REDUCED:
+            return [(op.expression, self.space_of(op))]
+        ranges = [
+            (first, flat(min(_MOST_REDUCED, op.shape[0] - first)))
+            for first in range(0, op.shape[0], _MOST_REDUCED)
+        ]
+        return [(_from(op.expression, first, space), space) for first, space in ranges]
+
     def in_register(self, read: Read, space: Space) -> bool:
         """Whether the columns of ``read`` over ``space`` are those of a tile in registers."""
         source, size = read.source, math.prod(space.shape)
@@ -136,6 +148,17 @@ class Tiles:
         """Has all columns computed as one piece, if the value is a product."""
         if value in self.pieces:
             self.pieces[value][0, value.size] = None
+
+    def stored_pieces(self, value: Value) -> list[tuple[int, int]]:
+        """The pieces that a product is stored in, each element once; empty if they do not do."""
+        if (0, value.size) in self.pieces[value]:
+            return [(0, value.size)]
+        ordered, end = sorted(self.pieces[value]), 0
+        for offset, length in ordered:
+            if offset != end:
+                return []
+            end += length
+        return ordered if end == value.size and value.strides == contiguous(value.shape) else []
 
     def is_stored(self, value: Value) -> bool:
         """Whether the value must be written to its memory, because something reads it there."""
@@ -198,10 +221,11 @@ def make_tiles(loop: RowLoop, history: list[bool], parts: int) -> Tiles:
         if isinstance(op, Product):
             for value, _ in tiles.row_pieces(op) or ():
                 tiles.add_full_piece(value)
-            if tiles.is_stored(op.value):
-                tiles.add_full_piece(op.value)
     for value in tiles.next_carries.values():
         tiles.add_full_piece(value)
+    for value in tiles.pieces:
+        if tiles.is_stored(value) and not tiles.stored_pieces(value):
+            tiles.add_full_piece(value)
     return tiles
 
 
@@ -213,12 +237,26 @@ def flat(size: int) -> Space:
 def _reads(loop: RowLoop, tiles: Tiles) -> Iterator[tuple[Read, Space]]:
     """All reads, except of rows of products that are computed from their pieces."""
     for op in loop.operations:
-        if not isinstance(op, Product):
+        if isinstance(op, Reduce):
+            for expression, space in tiles.ranges_of(op):
+                for read in reads(expression):
+                    yield read, space
+        elif isinstance(op, Map):
             for read in reads(op.expression):
                 yield read, tiles.space_of(op)
         elif tiles.row_pieces(op) is None:
             for read, space, _ in tiles.rows_of(op):
                 yield read, space
+
+
+def _from(expr: Expression, first: int, space: Space) -> Expression:
+    """The expression over one axis, from one of its indices on."""
+    if isinstance(expr, Read):
+        offset, strides = expr.offset + first * expr.strides[0], expr.strides[: len(space.shape)]
+        return replace(expr, offset=offset, strides=strides)
+    if isinstance(expr, Apply):
+        return replace(expr, args=tuple(_from(arg, first, space) for arg in expr.args))
+    return expr
 
 
 def _put_in_memory(tiles: Tiles, source: Value | Memory) -> None:

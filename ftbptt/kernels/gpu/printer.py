@@ -15,7 +15,7 @@ import torch
 
 from ..accesses import RowPattern, contiguous
 from ..expressions import Expression, Literal
-from ..rowloop import Map, Memory, Product, Read, Reduce, RowLoop, Value, compute_dtype
+from ..rowloop import Map, Memory, Product, Read, RowLoop, Value, compute_dtype
 from .expressions import TYPES, apply, literal, type_of
 from .placement import Space, make_tiles
 
@@ -148,11 +148,15 @@ class TilePrinter:
             by_row, by_step = "inside", ""
         mask = with_zeros(self._mask(space, by_row if row else by_step))
         option = "" if is_input else self.load_option
-        loaded = f"tl.load({self._step_pointer(source)} + {row}{index}{mask}{option})"
-        self._define_loaded(source, name, self._converted(loaded, source.dtype))
+        loaded = f"tl.load({self._loaded_pointer(source, space)} + {row}{index}{mask}{option})"
+        self._define_loaded(source, space, name, self._converted(loaded, source.dtype))
         return name
 
-    def _define_loaded(self, source: Memory, name: str, loaded: str) -> None:
+    def _loaded_pointer(self, source: Memory, space: Space) -> str:
+        """Where the rows of what is loaded start."""
+        return self._step_pointer(source)
+
+    def _define_loaded(self, source: Memory, space: Space, name: str, loaded: str) -> None:
         lines = self.prologue if source.kind == "invariant" else self.body
         lines.append(f"{name} = {loaded}")
 
@@ -171,8 +175,14 @@ class TilePrinter:
         memory = value.memory
         if memory is None or not self.tiles.is_stored(value):
             return
-        space, name = self.tiles.space_of_value(value), name_of(value)
-        index = self._index(space, value.offset, value.strides)
+        space = self.tiles.space_of_value(value)
+        self._store_at(
+            value, space, self._index(space, value.offset, value.strides), name_of(value)
+        )
+
+    def _store_at(self, value: Value, space: Space, index: str, name: str) -> None:
+        memory = value.memory
+        assert memory is not None
         self.body.append(
             f"tl.store({self._step_pointer(memory)} + row * {memory.size} + {index}, "
             f"{name}{self._mask(space, self.element_mask)})"
@@ -181,10 +191,9 @@ class TilePrinter:
 
     # -- operations -------------------------------------------------------------------------------
 
-    def _operand(self, op: Map | Reduce, space: Space) -> str:
-        """The operation's expression at each index of the space, in the dtype of its value."""
-        value = self._expression(op.expression, space)
-        return self._cast(value, op.expression.dtype, op.value.dtype)
+    def _operand(self, expression: Expression, dtype: torch.dtype, space: Space) -> str:
+        """The expression at each index of the space, in the dtype of its operation's value."""
+        return self._cast(self._expression(expression, space), expression.dtype, dtype)
 
     def _tile(self, value: str, space: Space) -> str:
         """All rows of what may be the same for all, and so is one row."""
@@ -192,7 +201,7 @@ class TilePrinter:
 
     def _map(self, op: Map) -> None:
         space = self.tiles.space_of(op)
-        value = self._tile(self._operand(op, space), space)
+        value = self._tile(self._operand(op.expression, op.value.dtype, space), space)
         self.body.append(f"{name_of(op.value)} = {value}")
         self._store(op.value)
 

@@ -19,7 +19,7 @@ from ..expressions import Unsupported
 from ..rowloop import Memory, Product, RowLoop, compute_dtype
 from .expressions import TYPES, type_of
 from .loop import LoopPrinter
-from .placement import Tiles, columns, make_tiles
+from .placement import Space, Tiles, columns, make_tiles
 
 _WARPS = 8
 # Integers of a counter at which the programs of a tile meet: a line of the cache for each.
@@ -30,6 +30,8 @@ _PARTS, _ROWS = (2, 4, 8, 16, 32, 64), 16
 _LEAST_OF_A_WARP = 16
 # Results of a product for each row. Each warp holds its part of all of them, in registers.
 _MOST_RESULTS = 128
+# Columns of an input that are loaded a step ahead, and wait in registers.
+_MOST_LOADED_AHEAD = 64
 # Shared memory besides weights and products: rows as operands, reductions.
 _OTHER_SHARED_BYTES = 35 << 10
 
@@ -124,6 +126,10 @@ class SplitPrinter(LoopPrinter):
         lines.append(f"expected = meet(arrivals, expected, {self.parts})")
         self.meetings += 1
         self.dirty.clear()
+
+    def _is_loaded_ahead(self, source: Memory, space: Space) -> bool:
+        # Not what a reduction reads, all columns of a row.
+        return super()._is_loaded_ahead(source, space) and space.width <= _MOST_LOADED_AHEAD
 
     def _step_pointer(self, memory: Memory) -> str:
         if memory.kind == "scratch":
