@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ftbptt import make_train_segment, reference_segment
 
-from ..cells import CELLS, problem, slow_but
+from ..cells import CELLS, REPRESENTATIVE, problem, slow_but
 from ..cells.problems import B, Draw, H, Problem, mse
 from ..oracle import assert_close, check
 
@@ -241,15 +241,17 @@ def test_in_the_loss(name: str) -> None:
     check_both(problem_with(plain, loss=LOSSES[name]))
 
 
-@pytest.mark.parametrize("in_dims", [None, (None, 0, 1, 1)], ids=["vmap", "in_dims"])
+@pytest.mark.parametrize(
+    "in_dims", slow_but([None], [None, (None, 0, 1, 1)]), ids=["vmap", "in_dims"]
+)
 @pytest.mark.parametrize("name", LOSS_NAMES)
 def test_in_the_loss_of_many_sequences(name: str, in_dims: Any) -> None:
     made = problem_with(plain, loss=LOSSES[name])
     params, *rest = made.data(4)
     given = [torch.stack([leaf, -leaf]) for leaf in rest]
     segment = make_train_segment(made.step, made.loss, backend="eager", in_dims=in_dims)
-    own = [make_train_segment(made.step, made.loss, backend="eager")(params, *pair)
-           for pair in zip(*given, strict=True)]  # fmt: skip
+    alone = make_train_segment(made.step, made.loss, backend="eager")
+    own = [alone(params, *pair) for pair in zip(*given, strict=True)]
     if in_dims is None:
         found = torch.func.vmap(segment, in_dims=(None, 0, 0, 0))(params, *given)
         assert_close(found.loss, torch.stack([one.loss for one in own]))
@@ -326,7 +328,7 @@ def test_a_loss_that_looks_whether_there_is_one_step(name: str, context: int, ma
         assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, CELLS))
 def test_a_single_step_has_the_graphs_of_more_where_they_are_the_same(name: str) -> None:
     made = problem(name)
     segment = make_train_segment(

@@ -58,7 +58,7 @@ def check_parts(given: Problem, backend: str) -> Any:
     return segment
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, CELLS))
 def test_eager(name: str, short_chunks: None) -> None:
     check_parts(problem(name), "eager")
 

@@ -92,7 +92,7 @@ def test_chunks_and_one_step_first(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("steps", [1, 7])
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, CELLS))
 def test_reset_of_all_rows(name: str, steps: int, segments: Segments) -> None:
     check(segments(name, "eager"), problem(name), steps, reset=flags(steps))
     check(segments(name, "eager"), problem(name), steps, reset=torch.ones(steps).bool())
@@ -236,7 +236,7 @@ def make(given: Problem, **options: Any) -> Any:
     return make_train_segment(given.step, given.loss, **options)
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, CELLS))
 def test_recompute(name: str, segments: Segments) -> None:
     segment = segments(name, "eager", recompute=True)
     for steps in (7, 1):

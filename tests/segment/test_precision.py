@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ftbptt import make_train_segment
 
-from ..cells import CELLS, NOT_BFLOAT16, REPRESENTATIVE, problem
+from ..cells import CELLS, NOT_BFLOAT16, REPRESENTATIVE, problem, slow_but
 from ..cells.problems import D, Draw, H, mse
 from ..oracle import check_low_precision
 
 Segments = Callable[..., Any]
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, CELLS))
 def test_bfloat16(name: str, segments: Segments) -> None:
     if name in NOT_BFLOAT16:
         pytest.skip("torch has no such complex dtype")

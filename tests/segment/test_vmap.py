@@ -12,7 +12,7 @@ from torch.func import stack_module_state, vmap
 
 from ftbptt import SegmentOutput, make_train_segment, reference_segment
 
-from ..cells import CELLS, problem, slow_but
+from ..cells import CELLS, REPRESENTATIVE, problem, slow_but
 from ..cells.problems import B, D, Draw, H, mse
 from ..oracle import assert_close, unchanged
 from ..sequences import N, looped, sequences, stacked
@@ -33,7 +33,7 @@ COMPILED = slow_but(
 # -- the whole table ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, CELLS))
 def test_shared_parameters(name: str, segments: Segments) -> None:
     check_shared(segments(name, "eager"), name, steps=3)
 
