@@ -14,6 +14,7 @@ from torch.nn.functional import gumbel_softmax
 
 from ftbptt import make_train_segment
 
+from ..cells import slow_but
 from ..cells.problems import mse
 
 Tree = Any
@@ -58,7 +59,7 @@ def problem() -> tuple[Tree, Tensor, Tensor, Tensor]:
     return {"w": torch.randn(H, H)}, torch.zeros(B, H), torch.randn(K, B, H), torch.zeros(K, B, H)
 
 
-@pytest.mark.parametrize("backend", ["eager", "compile"])
+@pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "compile"]))
 def test_noise_is_drawn_at_each_step(backend: str) -> None:
     segment = make_train_segment(step, loss, backend=backend)
     data = problem()

@@ -127,6 +127,7 @@ def test_windows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         check(given, given.data(steps), segment, 5, 2)
 
 
+@pytest.mark.slow
 def test_a_loop_called_from_python() -> None:
     """The operator of the loop finds its block again in every call."""
     given = problem("gru_cell")
