@@ -9,7 +9,7 @@ THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 run: $(VENV)/ready
 	$(PY) -m bench.charlm $(ARGS)
 
-# Two workers, whose threads sleep while they wait for each other: spinning, they took a third more.
+# Two workers with two threads each: threads that wait sleep, and leave the cores to the others.
 test: lint
 	$(THREADS) $(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
