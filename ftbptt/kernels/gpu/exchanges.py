@@ -23,7 +23,7 @@ def with_fewer_exchanges(loop: RowLoop, history: list[bool]) -> RowLoop:
 
     What its reductions read is computed in them, where that saves an exchange.
     """
-    tiles = make_tiles(loop, history, 2)  # which columns a program lacks does not depend on how few
+    tiles = make_tiles(loop, history, 2)  # what each of two programs has whole, each of more has
     maps = {op.value: op for op in loop.operations if isinstance(op, Map)}
     exchanged = _exchanged(loop, tiles)
     operations: list[Operation] = []
