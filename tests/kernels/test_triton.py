@@ -137,6 +137,22 @@ def test_one_weight_for_all_heads_and_one_for_each() -> None:
         Scan(step, weights, [random(4, *carry.shape, seed=3)], [carry]).check()
 
 
+def test_a_weight_for_each_head_beside_one_for_each_head_of_each_row() -> None:
+    """As of attention to what each row keeps: no program has rows of one weight of either kind."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        h = torch.bmm(carried[0].transpose(0, 1), given[0]).transpose(0, 1) + x[0]
+        own = torch.bmm(torch.sin(h).reshape(-1, 1, 4), given[1])
+        return [torch.tanh(h + own.view(h.shape))], []
+
+    weights = [random(3, 4, 4, seed=1), random(6, 4, 4, seed=2)]
+    scan = Scan(step, weights, [random(4, 2, 3, 4, seed=3)], [random(2, 3, 4)])
+    assert "a weight for each head beside one for each head of each row" in FUSED.describe(
+        scan.block
+    )
+    assert_same(scan.run(FUSED), scan.run(EAGER), 1e-12)
+
+
 def test_heads_that_a_step_mixes() -> None:
     def step(given: Any, x: Any, carried: Any) -> Any:
         h = torch.bmm(carried[0].transpose(0, 1), given[0]).transpose(0, 1)

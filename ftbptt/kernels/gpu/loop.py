@@ -58,6 +58,11 @@ class LoopPrinter(TilePrinter):
                     "units], and the recurrence does not mix them"
                 )
             raise Unsupported(reason)
+        if loop.grouped + loop.trailing > len(loop.rows.dims):
+            raise Unsupported(
+                "GPU kernels do not support a weight for each head beside one for each head of "
+                "each row"
+            )
         self.weights: dict[Any, str] = {}
         self.inputs: dict[str, str] = {}  # variables, loaded for a step
 
