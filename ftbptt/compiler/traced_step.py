@@ -15,7 +15,7 @@ from ..contract.step import Step
 from .graphs import VIEWS, Node, aten
 from .rewrites.empty import without_empty_values
 from .rewrites.reset_mask import with_reset_and_mask
-from .rewrites.split_matmul import split_products
+from .rewrites.split_products import split_products
 from .rewrites.split_state import Packing, split_stacked_state
 from .signature import Leaf, Recipe, Signature, vmapped, with_level_axes
 from .tracing.captures import lift_captures, materialized

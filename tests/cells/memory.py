@@ -172,17 +172,20 @@ def schedule_scalar(draw: Draw) -> Problem:
 
 
 @cell
-def conv_field(draw: Draw) -> Problem:
-    """A one-dimensional field [B, C, W] under conv1d."""
+def conv_lstm(draw: Draw) -> Problem:
+    """A convolutional LSTM on a one-dimensional field [B, C, W], of joined channels."""
 
-    def step(params: Tree, x_t: Tensor, field: Tensor) -> tuple[Tensor, Tensor]:
-        new = F.conv1d(field, params["u"], params["b"], padding=1)
-        new = torch.tanh(new + F.conv1d(x_t, params["w"], padding=1))
-        return new.mean(-1), new
+    def step(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        h, c = state
+        gates = F.conv1d(torch.cat([x_t, h], 1), params["w"], params["b"], padding=1)
+        i, f, g, o = gates.chunk(4, 1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(c)
+        return h.mean(-1), (h, c)
 
-    params = {"u": draw(M, M, 3), "w": draw(M, 2, 3), "b": draw(M)}
+    params = {"w": draw(4 * M, 2 + M, 3), "b": draw(4 * M)}
     x, y = draw.sequence(B, 2, W), draw.sequence(B, M)
-    return Problem(step, params, draw(B, M, W), x, y, per_row)
+    return Problem(step, params, (draw(B, M, W), draw(B, M, W)), x, y, per_row)
 
 
 class LeakyUnits(nn.Module):

@@ -49,7 +49,7 @@ PER_STEP = {
     "sequence_model": 4,
     "reads_time_twice": 4,
     "fast_weights": 0,  # linear in its carry: no product in the loop
-    "conv_field": 2,  # the gradient of the field, not that of the kernel
+    "conv_lstm": 2,  # of h: forward, and its gradient
     "ema": 0,
     "min_gru": 0,
     "lru_complex": 0,
@@ -66,7 +66,7 @@ ONCE = {
     "stacked_lstm_cells": 11,  # 3 inputs; 6 weights; d of the inputs of layers 2 and 3
     "gru_3_layers": 11,
     "memoryless": 2,
-    "conv_field": 3,
+    "conv_lstm": 3,  # of x; d of both parts of the kernel
 }
 
 

@@ -46,6 +46,10 @@ def written_into(z: Tensor) -> Tensor:
     return written
 
 
+def joined_channels(x: Tensor, h: Tensor) -> Tensor:
+    return torch.cat([x[:, None], h[:, None], x[:, None]], 1)
+
+
 def floored(x: Tensor) -> Tensor:
     x = x.clone()
     x[x < 0] = 0.1
@@ -137,6 +141,12 @@ STEPS = {
         F.conv1d(h[:, None], w[:2, None, :3], w[:2, 3], padding=1).sum(1)
         + F.conv_transpose1d(x[:, None], w[None, :2, :3], padding=1).sum(1)
     ),
+    "convolutions of joined channels": lambda w, x, h: torch.tanh(  # x, h, x: three parts
+        F.conv1d(joined_channels(x, h), w[:4, :3, None], w[0, :4]).sum(1)
+        + F.conv_transpose1d(joined_channels(x, h), w[:3, None, :3], padding=1).sum(1)
+        + F.conv1d(joined_channels(x, h), w[:3, :1, None], groups=3).sum(1)
+        + F.conv1d(joined_channels(x, h), w[:1, :3, None], h[0, :1]).sum(1)
+    ),
     "convolutions by changing kernels": lambda w, x, h: torch.tanh(
         F.conv1d(h[None], (w[:B, :3] * x[:, :3])[:, None], groups=B, padding=1)[0]
         + F.conv1d(x[None], (w[:B, :3] * x[:, :3])[:, None], w[0, :B], groups=B, padding=1)[0]
@@ -174,6 +184,7 @@ def test_in_the_step(name: str) -> None:
         "index_add",
         "attention",
         "convolutions",
+        "convolutions of joined channels",
         "prod and cumsum",
         "cat and linear",
         "diagonals",

@@ -26,7 +26,7 @@ Segments = Callable[..., Any]
 
 # (phase, the operation that stopped it) of each scan block that no kernel is made of.
 NOT_FUSED = {
-    "conv_field": [("forward", "convolution.default"), ("reverse", "input_gradient")],
+    "conv_lstm": [("forward", "convolution.default"), ("reverse", "input_gradient")],
     "competing_units": [("forward", "cumsum.default"), ("reverse", "flip.default")],
 }
 # Building takes seconds: the others are marked slow. Each of these is of another kind.
