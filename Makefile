@@ -16,7 +16,8 @@ test: lint
 test-all: lint
 	$(THREADS) $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
-# On a machine with a GPU, whose torch, Triton and pytest are used as they are.
+# On a machine with a GPU, whose torch, Triton and pytest are used as they are. Most of the time is
+# compilation: with pytest-xdist, ARGS="-n 8" shares it between processes.
 test-gpu:
 	$(PYTHON) -m pytest tests/gpu/test_gpu.py $(ARGS)
 

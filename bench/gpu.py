@@ -22,7 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class GpuCase:
     @property
     def title(self) -> str:
         ending = f", {self.reset:.0%} resets" if self.reset else ""
+        if "vmap" in self.peers:
+            ending += ", the mean gradient of its sequences"
         return f"{self.case.title} {self.precision}{ending}"
 
 
@@ -89,8 +91,7 @@ def cases() -> list[GpuCase]:
                 reset=0.01),
         GpuCase(Case("layer-norm", "lnlstm", 64, 64, 256, 256), "tf32",
                 (*OURS, "eager", "scan", "jax"), (("scan", 10), ("jax", 2))),
-        GpuCase(lstm("vmap", 32, 4096, 128, per_sequence=False), "tf32", (*OURS, "vmap"),
-                (("vmap", 15),)),
+        GpuCase(lstm("vmap", 32, 4096, 128), "tf32", (*OURS, "vmap"), (("vmap", 15),)),
         GpuCase(Case("ensemble", "lstm", 32, 8, 64, 64, models=256), "tf32", (*OURS, "library"),
                 (("library", 50),)),
         GpuCase(lstm("latency", 1024, 16, 128), "tf32", LSTM),
@@ -105,17 +106,11 @@ def cases() -> list[GpuCase]:
 
 def quick(gpu_case: GpuCase) -> GpuCase:
     """The same case at sizes that any device runs in seconds."""
-    c = gpu_case.case
-    small = Case(c.name, c.kind, 5, min(c.batch, 6), 8, 8, per_sequence=c.per_sequence,
-                 models=min(c.models, 3))  # fmt: skip
-    return GpuCase(
-        small,
-        gpu_case.precision,
-        gpu_case.peers,
-        gpu_case.targets,
-        gpu_case.of_floor,
-        gpu_case.reset,
+    case = gpu_case.case
+    small = replace(
+        case, steps=5, batch=min(case.batch, 6), inputs=8, hidden=8, models=min(case.models, 3)
     )
+    return replace(gpu_case, case=small)
 
 
 class Clock:

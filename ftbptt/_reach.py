@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
-from functools import cache, partial
+from collections.abc import Iterable, Iterator
+from functools import cache, cached_property, partial
 from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -23,14 +23,18 @@ def reached_by(root: Any) -> Iterator[Any]:
     Itself and what it reads, each once. A function reads what it closes over, its defaults, and
     what it names as globals, if these are modules, containers, or the caller's own, that is, of
     the same file (classes too); a method what it is bound to, a ``partial`` what it binds, an
-    object of the caller's what it holds, and a module its submodules, such objects, and what its
-    own ``forward`` reads.
+    object of the caller's what it holds, and a module its submodules and such objects. Of the
+    classes of all these it reads the methods that a function reached names, and those that Python
+    and torch call; none of torch's own.
     """
     seen: dict[int, Any] = {}  # kept alive, so that no other object gets their ids
     owners: dict[int, Any] = {}  # of methods
     files = set[str]()  # those of the functions and modules so far
+    classes: dict[type, None] = {}  # in order
+    names = {"forward", "backward", "setup_context"}  # that torch calls; then those in code
     waiting = [root]
-    while waiting:
+    # Methods come last: what names one may be reached after its class.
+    while waiting := waiting or [m for m in _methods_of(classes, names) if id(m) not in seen]:
         value = waiting.pop()
         if id(value) in seen:
             continue
@@ -38,7 +42,8 @@ def reached_by(root: Any) -> Iterator[Any]:
         if isinstance(value, nn.Module):
             yield value
             files.add(type(value).__module__)
-            waiting += [*value.children(), *_methods_of(value)]
+            classes |= dict.fromkeys(own_classes(type(value)))
+            waiting += value.children()
             waiting += [part for part in vars(value).values() if _is_own(part, files)]
         elif isinstance(value, MethodType):
             waiting.append(value.__func__)
@@ -49,6 +54,7 @@ def reached_by(root: Any) -> Iterator[Any]:
         elif isinstance(value, FunctionType):
             yield value
             files.add(value.__module__)
+            names.update(names_in(value.__code__))
             waiting += [cell.cell_contents for cell in value.__closure__ or () if is_bound(cell)]
             waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
             waiting += _globals_of(value)
@@ -57,14 +63,15 @@ def reached_by(root: Any) -> Iterator[Any]:
         elif isinstance(value, dict):
             waiting += islice(value.values(), _MOST_ITEMS)
         elif isinstance(value, type):
-            if value.__module__ in files:
+            if value.__module__ in files or id(value) in owners:
                 yield value
-        elif not hasattr(value, "__dict__"):
-            continue
-        elif callable(value) or id(value) in owners or _is_own(value, files):
+                classes |= dict.fromkeys(own_classes(value))
+        elif hasattr(value, "__dict__") and (
+            callable(value) or id(value) in owners or _is_own(value, files)
+        ):
             yield value
+            classes |= dict.fromkeys(own_classes(type(value)))
             waiting += vars(value).values()
-            waiting += [type(value).__call__] if callable(value) else []
 
 
 def modules_read_by(function: Any) -> list[nn.Module]:
@@ -127,16 +134,16 @@ def _is_own(value: Any, files: set[str]) -> bool:
     return type(value).__module__ in files or isinstance(value, (SimpleNamespace, Namespace))
 
 
-def _methods_of(module: nn.Module) -> list[Any]:
-    """A module's own ``forward``, the methods that this names, and so on; none of torch's."""
-    methods: list[Any] = []
-    names = ["forward"]
-    while names:
-        method = getattr(type(module), names.pop(), None)
-        method = method.fget if isinstance(method, property) else method
-        if not isinstance(method, (FunctionType, _CACHE)) or method in methods:
-            continue
-        if not method.__module__.startswith("torch."):
-            methods.append(method)
-            names += names_in(method.__code__) if isinstance(method, FunctionType) else ()
-    return methods
+def _methods_of(classes: Iterable[type], names: set[str]) -> Iterator[Any]:
+    """The classes' methods, not their bases', of these names, and those that Python calls."""
+    members = (member for kind in classes for member in vars(kind).items())
+    for name, method in members:
+        if name in names or (name.startswith("__") and name != "__init__"):
+            if isinstance(method, (classmethod, staticmethod)):
+                method = method.__func__
+            elif isinstance(method, property):
+                method = method.fget
+            elif isinstance(method, cached_property):
+                method = method.func
+            if isinstance(method, (FunctionType, _CACHE)):
+                yield method

@@ -80,6 +80,7 @@ def inductor_compile(
     from torch._guards import TracingContext, tracing
     from torch._inductor import config, cpu_vec_isa
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.exc import CppCompileError
 
     in_cpp = not calls_python and all(e.device.type == "cpu" for e in examples)
     options = {"cpp_wrapper": in_cpp, **_INDUCTOR_OPTIONS}
@@ -101,7 +102,9 @@ def inductor_compile(
 
     try:
         compiled = compiled_with(options)
-    except Exception:
+    except Exception as error:
+        if not isinstance(getattr(error, "inner_exception", error), CppCompileError):
+            raise  # whose message is clearer than that of a second attempt
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
         compiled = compiled_with({**options, "cpp.vec_isa_ok": None})
 

@@ -127,8 +127,6 @@ def most_indexed(steps: Any, example: int) -> float:
 
 def not_traced() -> Any:
     """A context in which tensor operations are none of the trace's that is being made."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     return _disable_current_modes()
 
 
@@ -165,7 +163,7 @@ def unvalidated_distributions() -> Iterator[None]:
 
 @contextmanager
 def unseen_by_tools() -> Iterator[None]:
-    """Within it, modes and torch's hooks for all modules, as ``FlopCounterMode`` has both, rest.
+    """Within it, modes and torch's own hooks for all modules rest; ``FlopCounterMode`` has both.
 
     They would count what is traced and compiled, and fail at a ``while_loop``, or at a tensor that
     has no history. Hooks of the caller are part of what a step computes, and stay.

@@ -21,6 +21,7 @@ from .._compat.tracing import FakeTensorMode, not_traced
 from ..compiler.blocks import ScanBlock
 from ..compiler.graphs import value_of
 from ..compiler.program import ScanResult
+from ..compiler.tracing.trace import TRACING
 from .base import Backend, Function, histories_by_carry
 from .compile import build
 
@@ -96,25 +97,31 @@ def _run(inputs: Sequence[Tensor], number: int, steps: int, reverse: bool) -> li
 def _compiled_step(block: ScanBlock) -> Function:
     """``step(*inputs, *targets)``, which writes its results to ``targets``. Compiled once."""
     if block not in _compiled_steps:
-        module = block.module
-        inputs = [value_of(node) for node in module.graph.find_nodes(op="placeholder")]
-        results = [value_of(node) for node in module.graph.output_node().args[0]]
-
-        def step(*args: Tensor) -> list[Tensor]:
-            targets = args[len(inputs) :]
-            for target, value in zip(targets, module(*args[: len(inputs)]), strict=True):
-                target.copy_(value)
-            return list(targets)
-
-        with not_traced():
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
-            with mode:
-                examples = [
-                    torch.empty(value.shape, dtype=value.dtype, device=value.device)
-                    for value in (*inputs, *results)
-                ]
-            _compiled_steps[block] = build(step, examples, mode)
+        with TRACING:  # a program may be running in several threads
+            if block not in _compiled_steps:
+                _compiled_steps[block] = _compile_step(block)
     return _compiled_steps[block]
+
+
+def _compile_step(block: ScanBlock) -> Function:
+    module = block.module
+    inputs = [value_of(node) for node in module.graph.find_nodes(op="placeholder")]
+    results = [value_of(node) for node in module.graph.output_node().args[0]]
+
+    def step(*args: Tensor) -> list[Tensor]:
+        targets = args[len(inputs) :]
+        for target, value in zip(targets, module(*args[: len(inputs)]), strict=True):
+            target.copy_(value)
+        return list(targets)
+
+    with not_traced():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode:
+            examples = [
+                torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                for value in (*inputs, *results)
+            ]
+        return build(step, examples, mode)
 
 
 for _device in ("CPU", "CUDA"):

@@ -23,10 +23,11 @@ from .._warnings import warn
 from ..contract.layout import Layout
 from ..contract.loss import segment_loss
 from .graphs import Node, aten, has_same_code, is_same_graph, reachable_from, value_of, vjp_by
-from .signature import Leaf, Level, Recipe, Signature, under, vmapped
+from .signature import Leaf, Level, Recipe, Signature, vmapped, with_autocast
 from .time_axis.batching import for_any_length
 from .tracing.captures import materialized, with_tensors_as_inputs
 from .tracing.constants import Constants
+from .tracing.custom_gradient import CustomGradient
 from .tracing.effects import without_effects
 from .tracing.errors import explain_trace_errors
 from .tracing.function_overrides import FunctionOverrides
@@ -158,13 +159,22 @@ class LossTracer:
             traced = self._trace_loss(steps)
         self.traced = traced.graph
         self.with_grad = self._outs_with_grad(traced.graph)
-        # Of no output that there is does the loss have a gradient.
+        # The loss has a gradient with respect to none of the outputs.
         self.is_constant = bool(self.outs) and not any(self.with_grad)
 
     def computes_as(self, other: LossTracer) -> bool:
-        """Whether it is the same for all K. What was traced for one K is not compared."""
+        """Whether it is the same for all K. What was traced for one K is not compared.
+
+        Nor is a gradient that someone wrote, which may be another one.
+        """
         keys = {keyed.key for keyed in (*self._graphs.values(), *other._graphs.values())}
-        return keys <= {ANY_STEPS} and has_same_code(self.traced, other.traced)
+        graph = self.traced.graph
+        has_own_gradient = any(isinstance(node.target, CustomGradient) for node in graph.nodes)
+        return (
+            keys <= {ANY_STEPS}
+            and not has_own_gradient
+            and has_same_code(graph, other.traced.graph)
+        )
 
     def graphs_for(self, steps: int) -> KeyedGraphs:
         """The loss of K steps."""
@@ -246,7 +256,7 @@ class LossTracer:
             if mask is not None and mask.dim() >= 2:
                 mask = time_back(mask)
             recipe = self.recipe
-            with under(s.autocast):
+            with with_autocast(s.autocast):
                 loss = segment_loss(
                     recipe.loss, time_back(out), y, mask, s.time_dim, recipe.context
                 )

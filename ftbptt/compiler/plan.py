@@ -21,9 +21,9 @@ from .loss import LossTracer
 from .rewrites.hoist_parameters import Preparation, make_preparation, split_invariants
 from .rewrites.split_state import Packing
 from .signature import Leaf, Recipe, Signature
+from .sliding_window import Sliding
 from .traced_step import TracedStep, trace_segment_step
 from .tracing.constants import Constants
-from .windows import Sliding
 
 
 @dataclass
@@ -91,7 +91,9 @@ class Plan:
         return (
             same_captures
             and self.out_spec == other.out_spec
-            and has_same_code(self.step, other.step)
+            and has_same_code(self.step.graph, other.step.graph)
+            # The backward of an autograd.Function is traced there only.
+            and has_same_code(self.loops.reverse.graph, other.loops.reverse.graph)
             and self.loss.computes_as(other.loss)
         )
 

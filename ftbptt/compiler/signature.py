@@ -30,12 +30,12 @@ class Level:
 Autocast = tuple[str, torch.dtype]  # the arguments of torch.autocast: device type and dtype
 
 
-def under(autocast: Autocast | None) -> AbstractContextManager[Any]:
+def with_autocast(autocast: Autocast | None) -> AbstractContextManager[Any]:
     """The caller's autocast, for around the caller's functions."""
     return nullcontext() if autocast is None else torch.autocast(*autocast)
 
 
-def as_traced(autocast: Autocast | None) -> AbstractContextManager[Any]:
+def without_autocast(autocast: Autocast | None) -> AbstractContextManager[Any]:
     """No autocast, for around everything else: the graphs already contain the casts."""
     return nullcontext() if autocast is None else torch.autocast(autocast[0], enabled=False)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._trees import tree_leaves, tree_map
@@ -151,20 +152,14 @@ class SharedLayout(Layout):
         return leaf if self.state_dim is None else leaf.movedim(0, self.state_dim)
 
 
-def broadcast_rows(
-    where: Callable[[Tensor, Tensor, Tensor], Tensor],
-    rows: Tensor,
-    yes: Tree,
-    no: Tree,
-    row_axis: Callable[[Tensor], int],
-) -> Tree:
-    """``where(rows, yes, no)`` for each leaf, ``rows`` being a scalar or one bool per row."""
+def where_rows(rows: Tensor, yes: Tree, no: Tree, row_axis: Callable[[Tensor], int]) -> Tree:
+    """``torch.where(rows, yes, no)`` for each leaf; ``rows`` is a scalar or one bool per row."""
 
     def choose(a: Tensor, b: Tensor) -> Tensor:
         flags = rows
         if rows.dim():
             axis = row_axis(b)
             flags = rows.reshape([-1 if d == axis else 1 for d in range(b.dim())])
-        return where(flags, a, b)
+        return torch.where(flags, a, b)
 
     return tree_map(choose, yes, no)

@@ -23,7 +23,7 @@ from .._trees import (
     tree_unflatten,
 )
 from .as_step import as_step
-from .layout import Layout, broadcast_rows
+from .layout import Layout, where_rows
 from .loss import Loss, segment_loss
 from .output import SegmentOutput
 from .step import Step, StepFunction, start_of
@@ -89,11 +89,11 @@ def reference_segment(
         if reset_t is not None:
             start = initial if initial is not None else tree_map(torch.zeros_like, state)
             start = in_order_of(state, start)
-            state = broadcast_rows(torch.where, reset_t[t], start, state, step.row_axis)
+            state = where_rows(reset_t[t], start, state, step.row_axis)
         out_t, after = step.apply(params, buffers, x_t, state)
         after = in_order_of(state, after)
         if mask_t is not None:
-            after = broadcast_rows(torch.where, mask_t[t], after, state, step.row_axis)
+            after = where_rows(mask_t[t], after, state, step.row_axis)
         outs.append(out_t)
         state = after
 

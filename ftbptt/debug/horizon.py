@@ -13,7 +13,7 @@ from torch import Tensor
 from .._checks import check_int, check_number, check_positive
 from .._trees import differentiable
 from ..compiler.plan import Plan
-from ..compiler.signature import as_traced
+from ..compiler.signature import without_autocast
 from ..segment.make_segment import check_made
 from ..segment.train_segment import TrainSegment
 from ..training.data.chunk import Chunk
@@ -241,7 +241,7 @@ def gradient_horizon(
         first_loss = max(max_lag, train_segment.context)
         row_axes = _row_axes(data, chunk, plan)
         reaches = _powers_of_two(max_lag + 1)
-        with as_traced(plan.signature.autocast):
+        with without_autocast(plan.signature.autocast):
             norms = norms_by_lag(plan, groups, first_loss, max_lag, row_axes)
             gradients = gradients_by_reach(plan, groups, reaches)
     full_norm = _norm(gradients[-1])

@@ -18,7 +18,7 @@ from ..compiler.distribute import distribute
 from ..compiler.graphs import nbytes, value_of
 from ..compiler.plan import Plan
 from ..compiler.program import run_loop
-from ..compiler.windows import Sliding, on_windows
+from ..compiler.sliding_window import Sliding, on_windows
 from ..segment.execute import Executable
 
 Groups = dict[str, list[Tensor]]

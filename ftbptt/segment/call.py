@@ -106,8 +106,9 @@ class Call:
     def key(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """What a plan is cached by; as the signature, but quick to make."""
         kinds = tuple((t.dtype, t.device) for t in tensors)
-        return (self.specs, self.counts, self.shapes, kinds, self.shared, self.shared_flags,
-                self.time_dim, self.settings, self.levels, self.batched)  # fmt: skip
+        return (self.specs, self.counts, self.buffer_names, self.shapes, kinds, self.shared,
+                self.shared_flags, self.time_dim, self.settings, self.levels,
+                self.batched)  # fmt: skip
 
     def signature(self, tensors: Sequence[Tensor]) -> Signature:
         batched = self.batched or ((),) * len(tensors)

@@ -124,8 +124,7 @@ class CapturedExecutable(Executable):
         if len(self.graphs) > _MOST_GRAPHS:
             evicted, graph = self.graphs.popitem(last=False)
             self.evicted.append(evicted)
-            if graph is not None:
-                graph.keep_until_replayed()
+            _let_go_of(graph)
 
     def _captured(self, groups: Groups, with_grad: bool) -> SegmentGraph | None:
         run = super().run
@@ -138,6 +137,8 @@ class CapturedExecutable(Executable):
                 )
         except RuntimeError as error:  # out of memory too: a graph needs more of it
             self.failed = True
+            for graph in self.graphs.values():
+                _let_go_of(graph)
             self.graphs.clear()
             warn(
                 f"ftbptt: a segment could not be captured as a CUDA graph ({error}). Its kernels "
@@ -179,6 +180,11 @@ class SegmentGraph:
         copy_all(self.inputs, [tensor for group in groups.values() for tensor in group])
         self.replay()
         return list(self.outputs)
+
+
+def _let_go_of(graph: SegmentGraph | None) -> None:
+    if graph is not None:
+        graph.keep_until_replayed()
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:

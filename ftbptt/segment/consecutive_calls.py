@@ -77,12 +77,12 @@ class ConsecutiveCalls:
     def _looks_of(self, params: dict[str, Any], x: Tensor, y: Tensor) -> tuple[Any, ...]:
         """The key of a call whose parameters are the same tensors.
 
-        Their names, shapes and dtypes may have changed since.
+        Their names, shapes, dtypes and device may have changed since.
         """
         device = x.device
         return (
             *(*params, x.shape, y.shape, x.dtype, y.dtype, device, y.device),
-            *[(p.shape, p.dtype) for p in self._params],
+            *[(p.shape, p.dtype, p.device) for p in self._params],
             *self.segment.surroundings(device.type),
         )
 

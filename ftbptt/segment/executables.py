@@ -12,7 +12,7 @@ from torch import Tensor
 from .._warnings import warn
 from ..backends import Backend, choose
 from ..compiler.plan import Plan, make_plan
-from ..compiler.signature import Recipe, as_traced
+from ..compiler.signature import Recipe, without_autocast
 from ..compiler.tracing.constants import Change
 from ..compiler.tracing.trace import TRACING
 from ..contract.output import EarlyGradients
@@ -78,7 +78,7 @@ class Executables:
             leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf
             for leaf in tensors
         ]
-        with torch.no_grad(), as_traced(call.settings.autocast):
+        with torch.no_grad(), without_autocast(call.settings.autocast):
             if executable is None:
                 executable = self.of(call, tensors)
             known = executable
@@ -122,7 +122,7 @@ class Executables:
         key = call.key(tensors)
         if key in self._by_key:
             return self._by_key[key]
-        with TRACING, as_traced(call.settings.autocast), without_inference_mode():
+        with TRACING, without_autocast(call.settings.autocast), without_inference_mode():
             if key not in self._by_key:  # another thread may have been first
                 self.trace_count += 1
                 use_a_folder_that_works()

@@ -203,7 +203,7 @@ def _sums(loop: DistributedLoop, steps: int, phase: str) -> list[BlockReport]:
             a, b = value_of(term.a).shape, value_of(term.b).shape
             flops += steps * gemm_flops(term.node)
             gemms.append(_gemm_text(a, b, f"contracted over {steps} steps and rows at once"))
-        elif not isinstance(term, LoopTotal):  # a loop has done it
+        elif not isinstance(term, LoopTotal):  # one of those was summed inside its loop
             sums += 1
     if not gemms and not sums:
         return []

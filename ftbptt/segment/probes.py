@@ -33,7 +33,6 @@ def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Te
     def run() -> dict[str, Tensor]:
         validated = unvalidated_distributions()
         with (
-            TRACING,
             unseen_by_tools(),
             mode,
             validated,
@@ -48,7 +47,8 @@ def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Te
             )
         return tapped
 
-    return without_step_effects(step, run)
+    with TRACING:
+        return without_step_effects(step, run)
 
 
 def with_probes(

@@ -30,8 +30,8 @@ from ..compiler.blocks import DistributedLoop
 from ..compiler.distribute import distribute
 from ..compiler.plan import Plan
 from ..compiler.program import run_loop
+from ..compiler.sliding_window import WindowedLoop, split_windows
 from ..compiler.tracing.trace import TRACING
-from ..compiler.windows import WindowedLoop, split_windows
 from .compile_cache import built_somewhere
 
 

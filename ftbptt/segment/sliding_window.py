@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..compiler.program import run_loop
-from ..compiler.windows import Sliding, on_windows
+from ..compiler.sliding_window import Sliding, on_windows
 from .programs import Programs
 
 

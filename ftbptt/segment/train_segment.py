@@ -13,6 +13,7 @@ from .._compat.running import inside_derivative, inside_functorch
 from .._trees import tree_unflatten
 from ..compiler.plan import Plan
 from ..compiler.signature import Recipe
+from ..compiler.tracing.constants import Constants
 from ..contract.layout import Layout, SharedLayout
 from ..contract.loss import Loss, of_first
 from ..contract.output import EarlyGradients, SegmentOutput, TappedOutput
@@ -77,7 +78,8 @@ class TrainSegment:
         self.reuses_output = reuse_output
         self._time_dim, self._in_dims = time_dim, in_dims
         self._executables = Executables(recipe, backend, reuse_output=reuse_output)
-        self._taps: dict[Any, dict[str, Tensor]] = {}
+        # By the key of a call: what its step taps, and what it has for constants.
+        self._taps: dict[Any, tuple[Constants, dict[str, Tensor]]] = {}
         self._call_cache = CallCache()
         self._is_seen_to_step = False  # see check_steps_are_alone
 
@@ -340,9 +342,10 @@ class TrainSegment:
         )
         if self.tapped:
             key = call.key(tensors)
-            if key not in self._taps:
-                self._taps[key] = find_taps(self.recipe.step, call, tensors)
-            call, tensors = with_probes(call, tensors, self._taps[key])
+            if key not in self._taps or self._taps[key][0].change() is not None:
+                constants = Constants([self.recipe.step.root])
+                self._taps[key] = constants, find_taps(self.recipe.step, call, tensors)
+            call, tensors = with_probes(call, tensors, self._taps[key][1])
         return call, tensors, layout
 
     def surroundings(self, device_type: str) -> tuple[Any, ...]:

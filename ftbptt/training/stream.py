@@ -152,7 +152,7 @@ class Stream(Iterator[Update]):
             while (update := next(self, None)) is not None:
                 yield update
         except BaseException as error:
-            if self._phase is not Phase.LEFT:
+            if self._phase is Phase.RUNNING:
                 self._leave(error)
             raise
 

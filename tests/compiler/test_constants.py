@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import pytest
@@ -268,6 +268,79 @@ def test_captured_and_global_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         check(segment, made, 4)
 
 
+class Factors:
+    """A number that is read in a method of each kind."""
+
+    def plain(self) -> float:
+        return gain
+
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.static()
+
+    @staticmethod
+    def static() -> float:
+        return gain
+
+    @property
+    def prop(self) -> float:
+        return self.plain()
+
+    @cached_property
+    def nothing(self) -> None: ...
+
+    def __float__(self) -> float:
+        return gain
+
+    def step(self, params: Any, x_t: Tensor, h: Tensor) -> Any:
+        h = torch.tanh(x_t @ params["w"] * self.prop + h)
+        return h, h
+
+    def __call__(self, out: Tensor, y: Tensor) -> Tensor:
+        return mse(out, y) * self.plain()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.linear(x) * gain + h)
+        return h, h
+
+
+class Derived(Layer):
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x, h)
+
+
+factors = Factors()
+gain = 2.0
+IN_METHODS: dict[str, Callable[[Tensor], Tensor]] = {
+    "method": lambda h: h * factors.plain(),
+    "class method": lambda h: h * Factors.of_class(),
+    "static method": lambda h: h * Factors.static(),
+    "property": lambda h: h * factors.prop,
+    "conversion": lambda h: h * float(factors),
+}
+
+
+@pytest.mark.parametrize("where", [*IN_METHODS, "step", "loss", "base class"])
+def test_in_methods(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = made_with(IN_METHODS.get(where, lambda h: h), factors if where == "loss" else mse)
+    if where == "step":
+        made = replace(made, step=factors.step)
+    if where == "base class":
+        module = Draw(1).module(Derived)
+        made = replace(made, step=module, params=named(module))
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    check(segment, made, 4)
+    monkeypatch.setitem(globals(), "gain", 3.0)
+    with pytest.warns(RuntimeWarning, match="the global variable 'gain' has changed"):
+        check(segment, made, 4)
+
+
 class Settings:
     rate = 2.0
 
@@ -327,6 +400,32 @@ def test_a_submodule_that_is_replaced() -> None:
     module.slope = nn.Tanh()
     with pytest.raises(RuntimeError, match=r"the submodule 'slope' of Scaled was replaced .* new"):
         segment(*given)
+
+
+def test_buffers_that_take_turns() -> None:
+    """Of the same shape, but under another name."""
+
+    class Shifted(nn.Module):
+        up: Tensor | None
+        down: Tensor | None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(H, H)
+            self.register_buffer("up", None)
+            self.register_buffer("down", None)
+
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(self.linear(x) + h)
+            return (h + 2 * self.up if self.down is None else h - self.down), h
+
+    draw = Draw(1)
+    module = draw.module(Shifted)
+    x, y = draw.sequence(B, H), draw.sequence(B, H)
+    segment = make_train_segment(module, mse, backend="eager")
+    for up, down in ((draw(H), None), (None, draw(H)), (draw(H), None)):
+        module.up, module.down = up, down
+        check(segment, Problem(module, named(module), draw(B, H), x, y, mse), 4)
 
 
 def test_a_buffer_that_is_removed() -> None:

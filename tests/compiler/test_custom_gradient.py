@@ -360,3 +360,42 @@ def test_full_backward_hooks() -> None:
     found = refusal(Problem(module, params, given.state, given.x, given.y, mse))
     assert "full backward hook" in found
     assert "soft + (hard - soft).detach()" in found
+
+
+# -- a gradient that changes ---------------------------------------------------------------------
+
+sharpness = 2.0
+
+
+class GlobalSpike(NewSpike):
+    """The slope of its gradient is a global variable, which the forward does not read."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * sharpness
+
+
+SHARPENED: dict[str, Callable[[Tensor], Tensor]] = {
+    "in backward": GlobalSpike.apply,
+    "an argument": lambda h: Spike.apply(h, sharpness),
+}
+
+
+@pytest.mark.parametrize("place", ["step", "loss"])
+@pytest.mark.parametrize("how", SHARPENED)
+def test_a_slope_that_is_annealed(how: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward is the same operations as before."""
+
+    def spikes(h: Tensor) -> Tensor:
+        return SHARPENED[how](h)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return mse(spikes(out), y)
+
+    after = (lambda w, x, h: spikes(h @ w + x)) if place == "step" else (lambda w, x, h: h @ w + x)
+    made = problem_with(after, loss=loss if place == "loss" else mse)
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    check(segment, made, 4)
+    monkeypatch.setitem(globals(), "sharpness", 25.0)
+    with pytest.warns(RuntimeWarning, match="compiled again: .* 'sharpness' has changed"):
+        check(segment, made, 4)

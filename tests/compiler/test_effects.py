@@ -197,6 +197,34 @@ class Cell(nn.Module):
         return h * self.scale
 
 
+class Tally:
+    """Its methods keep what they see in a global list."""
+
+    def note(self, h: Tensor) -> Tensor:
+        seen_by_all.append(h)
+        return h
+
+    @classmethod
+    def note_too(cls, h: Tensor) -> Tensor:
+        return counting_helper(h)
+
+
+tally = Tally()
+
+
+def noted(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    return tally.note(h) * params["w"], h + x_t
+
+
+def noted_by_class(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    return Tally.note_too(h) * params["w"], h + x_t
+
+
+class DerivedCell(Cell):
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x_t, h)
+
+
 def counting_helper(h: Tensor) -> Tensor:
     seen_by_all.append(h)
     return h
@@ -219,6 +247,9 @@ def test_what_a_step_reaches() -> None:
     refused(Cell(), "step Cell changes the global variable 'calls_of_all'")
     refused(helped, "step helped changes the global variable 'seen_by_all'")
     refused(partial(helped), "changes the global variable 'seen_by_all'")
+    refused(noted, "step noted changes the global variable 'seen_by_all'")
+    refused(noted_by_class, "changes the global variable 'seen_by_all'")
+    refused(DerivedCell(), "step DerivedCell changes the global variable 'calls_of_all'")
     model = Model()
     refused(model.step, "step step changes its attribute 'calls'")
     assert (calls_of_all, seen_by_all, model.calls) == (0, [], 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -210,6 +211,28 @@ def test_a_mark_costs_nothing_unless_asked_for() -> None:
         for step in (marked, unmarked)
     ]
     assert plans[0] == plans[1]
+
+
+def test_a_tap_that_comes_and_goes() -> None:
+    is_tapped = False
+
+    def step(params: Any, x_t: Any, h: Any) -> Any:
+        h = ftbptt.tap("h", torch.tanh(x_t @ params["w"] + h @ params["u"]))
+        return (ftbptt.tap("out", 2 * h) if is_tapped else 2 * h), h
+
+    draw = Draw(8)
+    params = {"w": draw(D, H), "u": draw(H, H)}
+    arguments = params, draw(B, H), draw(K, B, D), draw(K, B, H)
+    segment = make_train_segment(step, mse, backend="eager", taps=True)
+    for is_tapped in (False, True, False):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="ftbptt. step is compiled again")
+            found: Any = segment(*arguments)
+        assert list(found.taps) == ["h", "out"][: 1 + is_tapped]
+        expected = 2 * found.taps["h"].value
+        torch.testing.assert_close(found.out, expected)
+        if is_tapped:
+            torch.testing.assert_close(found.taps["out"].value, expected)
 
 
 def test_chunks_of_a_long_segment(monkeypatch: pytest.MonkeyPatch) -> None:

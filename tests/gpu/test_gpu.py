@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -35,9 +35,8 @@ def on_gpu(name: str, dtype: torch.dtype = torch.float64) -> Problem:
     return problem(name, dtype).on("cuda")
 
 
-def large_lstm(rows: int, dtype: torch.dtype) -> Problem:
-    """One whose weights no multiprocessor can hold."""
-    draw, units = Draw(0), 200
+def lstm(rows: int, units: int, dtype: torch.dtype) -> Problem:
+    draw = Draw(0)
     module = draw.module(lambda: torch.nn.LSTMCell(D, units))
     state = draw(rows, units), draw(rows, units)
     x, y = draw.sequence(rows, D), draw.sequence(rows, units)
@@ -75,11 +74,32 @@ def test_low_precision(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [5, 37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_split_weights(dtype: torch.dtype, rows: int) -> None:
-    """Programs that wait for each other: many times, in turns with others, and replayed."""
-    given = large_lstm(rows, dtype)
+    """Programs that wait for each other: many times, in turns with others, and replayed.
+
+    No multiprocessor can hold the weights.
+    """
+    given = lstm(rows, 200, dtype)
     segment = make(given, "fused")
     assert "its weights split over" in str(segment.explain(*given.data(63)))
     for steps in (63, 63, 63, 1, 200, 63):
+        check_low_precision(segment, given, steps)
+
+
+@pytest.fixture(params=["float32", "tf32", "bfloat16"])
+def low_precision(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """The dtype; ``tf32`` is float32 with products of that precision."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = request.param == "tf32"
+    yield torch.bfloat16 if request.param == "bfloat16" else torch.float32
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize(("rows", "units"), [(4001, 7), (9001, 7), (9001, 32), (3001, 64)])
+def test_many_rows(low_precision: torch.dtype, rows: int, units: int) -> None:
+    """Tiles of 32 and 64 rows, whose products are those of a group of warps."""
+    given = lstm(rows, units, low_precision)
+    segment = make(given, "fused")
+    for steps in (7, 7, 7, 1):
         check_low_precision(segment, given, steps)
 
 
@@ -192,7 +212,7 @@ def test_sanitizer() -> None:
         },
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:]
     assert "0 errors" in done.stdout

@@ -46,7 +46,9 @@ def at_once(calls: list[Callable[[], SegmentOutput]]) -> list[SegmentOutput]:
         return list(pool.map(run, calls))
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(b, marks=pytest.mark.slow) for b in ("auto", "cudagraph"))]
+)
 def test_one_segment_per_thread(backend: str) -> None:
     """Each thread traces, compiles and runs another segment."""
     made = problems()

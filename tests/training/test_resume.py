@@ -128,7 +128,10 @@ def test_an_early_stop_is_not_forgotten(tmp_path: Path) -> None:
         return True
 
     Run("plain", 0, tmp_path / "other.pt", stop=lambda: once).go()
-    assert not Run("plain", 7, tmp_path / "other.pt", resume=True, stop=lambda: once).go().seen
+    for _ in range(2):  # nor where it is saved again
+        again = Run("plain", 7, tmp_path / "other.pt", resume=True, stop=lambda: once).go()
+        assert not again.seen
+        again.updates.save()
     assert len(Run("plain", 7, tmp_path / "other.pt", resume=True).go().seen) == 5
 
 
@@ -176,6 +179,17 @@ def test_by_next_alone(tmp_path: Path) -> None:
     run.see(next(run.updates))
     run.see(next(run.updates))
     run.updates.finish()
+    assert next(run.updates, None) is None
+    check("plain", run, tmp_path / "run.pt", 2)
+
+
+def test_finished_within_a_loop(tmp_path: Path) -> None:
+    run = Run("plain", 0, tmp_path / "run.pt")
+    for update in run.updates:
+        run.see(update)
+        if update.index == 1:
+            run.updates.finish()
+            break
     assert next(run.updates, None) is None
     check("plain", run, tmp_path / "run.pt", 2)
 

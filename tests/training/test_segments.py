@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 
 from ftbptt import make_train_segment
 from ftbptt.training import Chunk, Evaluation, evaluate_stream, train_stream
+from ftbptt.training.data.layout import DataLayout
 
 IN_DIMS = (None, 0, 1, 1)
 
@@ -72,6 +73,38 @@ def test_micro_batches_do_not_change_an_update(in_dims: Any, axes: int) -> None:
     for micro_batches in (2, 3, 4):
         actual = one_update(masked_data(axes), in_dims, micro_batches=micro_batches)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def test_a_part_of_y_without_rows() -> None:
+    """A weight for each step, beside targets of each row: it goes with all rows."""
+
+    def weighted(out: Tensor, y: Any) -> Tensor:
+        return (square_error(out, y["target"]) * y["weight"].unsqueeze(-1)).mean()
+
+    segment = make_train_segment(step, weighted, backend="eager")
+    x, y, *_ = masked_data(2)
+    found = []
+    for micro_batches in (1, 3):
+        params = parameters()
+        data = x, {"target": y, "weight": torch.arange(24).double()}
+        optimizer = torch.optim.SGD(params.values(), lr=1.0)
+        run = train_stream(
+            segment, params, torch.zeros(4, 5).double(), data, optimizer, k1=24,
+            micro_batches=micro_batches, progress=False,
+        )  # fmt: skip
+        found.append((next(run).loss, [leaf.detach() for leaf in params.values()]))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("counted_first", [False, True])
+def test_rows_that_only_the_mask_shows(counted_first: bool) -> None:
+    segment = make_train_segment(step, square_error, backend="eager")
+    layout = DataLayout(segment, None)
+    chunk = Chunk(torch.zeros(6, 3), torch.zeros(6), None, torch.ones(6, 3, dtype=torch.bool))
+    if counted_first:
+        assert layout.count(chunk, torch.zeros(3), 6, 0).tokens == 18
+    assert layout.rows(chunk, torch.zeros(3)) == 3
+    assert layout.count(chunk, torch.zeros(3), 6, 0).tokens == 18
 
 
 def evaluate(data: Chunk, in_dims: Any, k: int) -> Evaluation:

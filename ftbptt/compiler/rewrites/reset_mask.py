@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from ..._trees import differentiable, in_order_of, tree_flatten, tree_unflatten
-from ...contract.layout import broadcast_rows
-from ..signature import Recipe, Signature, under
+from ...contract.layout import where_rows
+from ..signature import Recipe, Signature, with_autocast
 from ..straight_through import with_gradient_of
 from .split_state import Packing
 
@@ -57,7 +57,7 @@ def with_reset_and_mask(
 
     def choose(flags: Tensor, yes: list[Tensor], no: list[Tensor]) -> list[Tensor]:
         return [
-            broadcast_rows(torch.where, flags, a, b, _always(axis))
+            where_rows(flags, a, b, _always(axis))
             for a, b, axis in zip(yes, no, part_axes, strict=True)
         ]
 
@@ -92,7 +92,7 @@ def _initial_parts(
 ) -> list[Tensor]:
     """The parts of the state that a reset starts from; zeros ``like`` those of the state."""
     if callable(recipe.initial_state):
-        with under(s.autocast):
+        with with_autocast(s.autocast):
             tree = recipe.initial_state(tree_unflatten(list(params), s.specs.params))
         initial = _leaves_like_state(tree, s)
     elif not initial:

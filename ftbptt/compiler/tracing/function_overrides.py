@@ -194,12 +194,26 @@ def _setitem(x: Tensor, index: Any, value: Any) -> Any:
     return x
 
 
+def _grid_sample(
+    x: Tensor,
+    grid: Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> Any:
+    """Not by cuDNN, whose operation has no rule for a batch; torch would choose it on a GPU."""
+    if (x.dim(), mode, padding_mode, align_corners) != (4, "bilinear", "zeros", True):
+        return NotImplemented
+    return torch.ops.aten.grid_sampler_2d(x, grid, 0, 0, align_corners)
+
+
 _COMPOSED: dict[Any, Callable[..., Any]] = {
     **RECURRENT,
     F.embedding_bag: _embedding_bag,
     F.batch_norm: _batch_norm,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.multilabel_margin_loss: _multilabel_margin_loss,
+    F.grid_sample: _grid_sample,
     F.hardshrink: _hardshrink,
     torch.hardshrink: _hardshrink,
     Tensor.hardshrink: _hardshrink,

@@ -31,7 +31,7 @@ from ..._interrupt import uninterrupted
 from ..._trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from ...contract.step import Step
 from ..graphs import aten
-from ..signature import Autocast, under
+from ..signature import Autocast, with_autocast
 from .captures import lift_captures
 from .constants import Constants, noting_tensors_read
 from .custom_gradient import custom_gradients_as_nodes
@@ -220,7 +220,7 @@ def trace_step(
         for size, spec in zip(sizes, specs, strict=True):
             trees.append(tree_unflatten(list(leaves[start : start + size]), spec))
             start += size
-        with FunctionOverrides("step"), under(autocast):
+        with FunctionOverrides("step"), with_autocast(autocast):
             result = step.apply(*trees)
         x_only = floating_dtypes(x_t) - floating_dtypes(params)
         out, state_after = checked_pair(result, state, x_only)

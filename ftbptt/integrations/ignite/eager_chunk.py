@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..._trees import tree_leaves, tree_map
 from ...contract.as_step import as_step
-from ...contract.layout import Layout, broadcast_rows
+from ...contract.layout import Layout, where_rows
 from ...contract.step import Step
 from ...training.data.chunk import Chunk, TimeAxes
 
@@ -97,7 +97,7 @@ class EagerChunk:
             return state
         flags = part.reset if part.reset.dim() < 2 else part.reset.movedim(self.dim, 0)
         start = tree_map(torch.zeros_like, state) if self.initial is None else self.initial
-        return broadcast_rows(torch.where, flags[0], start, state, self._row_axis)
+        return where_rows(flags[0], start, state, self._row_axis)
 
     def _row_axis(self, leaf: Tensor) -> int:
         return 0 if self._step is None else self._step.row_axis(leaf)

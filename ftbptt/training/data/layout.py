@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._trees import in_order_of, tree_leaves, tree_map
-from ...contract.layout import Layout, SharedLayout, broadcast_rows
+from ...contract.layout import Layout, SharedLayout, where_rows
 from ...distributed.shares import share_of
 from ...segment.train_segment import TrainSegment
 from .chunk import Chunk, TimeAxes, check_leaves, error_prefix
@@ -92,7 +92,13 @@ class DataLayout:
 
     def rows(self, chunk: Chunk, state: Tree) -> int | None:
         """The number of rows in the batch; None for data without rows."""
-        return self.count(chunk._replace(mask=None), state, 0, 0).rows
+        layout = self._layout or self.layout(chunk.x)
+        x = chunk.x if isinstance(chunk.x, Tensor) else tree_leaves(chunk.x)[0]
+        size = x.shape[layout.x_rows] if x.dim() > layout.x_rows else 0
+        if size not in self._rows:
+            batched_axes = 2 if self.inner is None else self.inner.batched_axes
+            self._rows[size] = count_rows(chunk, state, layout, self.row_axis, batched_axes)
+        return self._rows[size]
 
     def weigh(self, chunk: Chunk, state: Tree, context: int) -> tuple[int | Tensor, int]:
         """The weight and the tokens of :meth:`count`."""
@@ -107,13 +113,7 @@ class DataLayout:
         mean over sequences, however many valid steps each has. There the weight is the number of
         all steps after ``context``, so that parts of a batch weigh as many as their sequences.
         """
-        layout = self._layout or self.layout(chunk.x)
-        x = chunk.x if isinstance(chunk.x, Tensor) else tree_leaves(chunk.x)[0]
-        size = x.shape[layout.x_rows] if x.dim() > layout.x_rows else 0
-        if size not in self._rows:
-            batched_axes = 2 if self.inner is None else self.inner.batched_axes
-            self._rows[size] = count_rows(chunk, state, layout, self.row_axis, batched_axes)
-        rows = self._rows[size]
+        rows, layout = self.rows(chunk, state), self.layout(chunk.x)
         all_rows = rows or 1
         if chunk.mask is None or isinstance(layout, SharedLayout):
             return Counts(rows, (steps - context) * all_rows, steps * all_rows)
@@ -175,7 +175,7 @@ class DataLayout:
         for leaf in leaves:
             axis = self.row_axis(leaf)
             is_bad = ~torch.isfinite(leaf.movedim(axis, 0).reshape(leaf.shape[axis], -1)).all(1)
-            state = broadcast_rows(torch.where, is_bad, initial, state, self.row_axis)
+            state = where_rows(is_bad, initial, state, self.row_axis)
         return state
 
     def _with_row_axis(self, initial: Tensor, leaf: Tensor) -> Tensor:

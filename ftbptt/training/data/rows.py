@@ -53,7 +53,10 @@ def valid_steps(mask: Tensor, steps: int, rows: int, context: int, layout: Layou
 def split_rows(
     chunk: Chunk, state: Tree, parts: int, layout: Layout, row_axis: Callable[[Tensor], int]
 ) -> list[tuple[Chunk, Tree]]:
-    """The chunk and the state in at most ``parts`` nearly equal parts of their rows, none empty."""
+    """The chunk and the state in at most ``parts`` nearly equal parts of their rows, none empty.
+
+    A leaf without an axis of rows, such as a weight of each step in ``y``, belongs to all of them.
+    """
     parts = min(parts, tree_leaves(chunk.x)[0].shape[layout.x_rows])
 
     def split(tree: Tree, axis_of: Callable[[Tensor], int | None]) -> list[Tree]:
@@ -62,7 +65,9 @@ def split_rows(
 
         def part(leaf: Tensor, i: int) -> Tensor:
             axis = axis_of(leaf)
-            return leaf if axis is None else torch.tensor_split(leaf, parts, axis)[i]
+            if axis is None or leaf.dim() <= axis:
+                return leaf
+            return torch.tensor_split(leaf, parts, axis)[i]
 
         return [tree_map(lambda leaf, i=i: part(leaf, i), tree) for i in range(parts)]
 

@@ -39,9 +39,10 @@ class Source(Protocol):
     total: int | None  # steps per epoch, if known
 
     def begin(self, epoch: int) -> None:
-        """Starts an epoch. A resumed run then continues to read from the step where it stopped:
+        """Starts an epoch.
 
-        what is read depends on the epoch and the steps alone.
+        What is read depends on the epoch and the steps alone: a resumed run goes on reading from
+        the step where it stopped.
         """
 
     def read(self, start: int, stop: int) -> Chunk | None:

@@ -99,4 +99,4 @@ class Monitor:
         if state["stop"] is not None and hasattr(stop, "load_state_dict"):
             stop.load_state_dict(state["stop"])
         if stop is not None:
-            self.ended = bool(getattr(stop, "reached", state["stopped"]))
+            self.ended = self._stopped = bool(getattr(stop, "reached", state["stopped"]))
