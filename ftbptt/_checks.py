@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._trees import keystr, tree_flatten_with_path
@@ -44,6 +45,21 @@ def check_tensors(name: str, tree: Any, remedy: str) -> None:
             raise TypeError(
                 f"{name}{keystr(path)}: expected a tensor, found {type(leaf).__name__}. {remedy}"
             )
+
+
+def check_device(device: Any) -> torch.device | None:
+    """The device of that name, or None. Raises ValueError for a name that torch does not know.
+
+    TypeError for what is no device.
+    """
+    if device is None:
+        return None
+    if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):
+        raise TypeError(f"device: expected a name such as 'cuda', found {device!r}.")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected a name such as 'cuda', found {device!r}.") from error
 
 
 def check_time_dim(time_dim: Any) -> None:

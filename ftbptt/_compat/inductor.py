@@ -56,6 +56,8 @@ _INDUCTOR_OPTIONS = {
     # A loop of fewer elements costs more to share between threads than to run: in the body of
     # a recurrence that is paid at every step.
     "cpp.min_chunk_size": 16384,
+    # The code around the kernels is long where these are many, and gains nothing from optimization.
+    "cpp_wrapper_build_separate": True,
     # Half of a cold start goes into test programs for vector instructions that the processor
     # reports anyway: believe it, and ask only if the compiler then fails.
     "cpp.vec_isa_ok": True,

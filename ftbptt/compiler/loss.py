@@ -21,8 +21,8 @@ from .._compat.tracing import FakeTensorMode, holds_for, is_pinned, symbolic_ste
 from .._trees import TreeSpec, differentiable, leaf_names, tree_unflatten
 from .._warnings import warn
 from ..contract.layout import Layout
-from ..contract.loss import segment_loss
-from .graphs import Node, aten, has_same_code, is_same_graph, reachable_from, value_of, vjp_by
+from ..contract.loss import MaskMismatch, segment_loss
+from .graphs import Node, aten, has_same_code, is_same_graph, reachable_from, vjp_by
 from .signature import Leaf, Level, Recipe, Signature, vmapped, with_autocast
 from .time_axis.batching import for_any_length
 from .tracing.captures import materialized, with_tensors_as_inputs
@@ -151,12 +151,22 @@ class LossTracer:
         self.copied: list[tuple[Tensor, Tensor]] = []  # see LossGraphs
         # With a symbol for K; else with a number that no loss expects; else with the caller's.
         self._symbolic = _unless_it_fails(lambda: self._trace_loss(None))
-        traced = self._symbolic
+        traced, mismatch = self._symbolic, None
         if traced is None:
-            traced = _unless_it_fails(lambda: self._trace_loss(self.example_steps))
+            try:
+                traced = self._trace_loss(self.example_steps)
+            except MaskMismatch as error:
+                mismatch = error
+            except Exception:
+                pass  # see _unless_it_fails
         if traced is None:
-            self.example_steps = steps
             traced = self._trace_loss(steps)
+            if mismatch is not None and any(steps in out.shape for out in self.outs):
+                raise ValueError(
+                    f"{mismatch} That is for {self.example_steps} steps; with {steps}, as many as "
+                    "an axis of out has, they fit by chance."
+                ) from mismatch
+            self.example_steps = steps
         self.traced = traced.graph
         self.with_grad = self._outs_with_grad(traced.graph)
         # The loss has a gradient with respect to none of the outputs.
@@ -263,8 +273,15 @@ class LossTracer:
             return [loss]
 
         def traced() -> fx.GraphModule:
-            with explain_trace_errors("loss", self.recipe.loss), FunctionOverrides("loss"):
-                examples = self._examples(mode, length, [])
+            examples = self._examples(mode, length, [])
+            given = {
+                "out": tree_unflatten(examples[:n_out], self.out_spec),
+                "y": None
+                if y_spec is None
+                else tree_unflatten(examples[n_out : n_out + n_y], y_spec),
+            }
+            given = {name: time_back(tree) for name, tree in given.items()}
+            with explain_trace_errors("loss", self.recipe.loss, **given), FunctionOverrides("loss"):
                 return trace_function(
                     value, examples, mode, before_autograd=True, constants=self.constants
                 )
@@ -378,7 +395,7 @@ def _mean(function: Callable[..., list[Tensor]], size: int) -> Callable[..., lis
 
 def _passes_gradient(node: Node) -> bool:
     """Whether a gradient can go back through an operation."""
-    value = value_of(node)
+    value = node.meta.get("val")  # None: it checks values, as one_hot and cholesky do
     if isinstance(value, Tensor):
         return differentiable(value) and node.target is not aten.detach.default
     return isinstance(value, (tuple, list))  # else a number, such as K

@@ -14,6 +14,10 @@ Tree = Any
 Loss = Callable[[Tree, Tree], Tensor]
 
 
+class MaskMismatch(ValueError):
+    """The loss of a step and row, and the mask, are of different shapes."""
+
+
 def segment_loss(
     loss: Loss, out: Tree, y: Tree, mask: Tensor | None, time_dim: int, context: int = 0
 ) -> Tensor:
@@ -64,7 +68,7 @@ def segment_loss(
     if mask.dim() < value.dim():
         mask = mask.unsqueeze(1 - time_dim)
     if any(m not in (1, v) for m, v in zip(mask.shape, value.shape, strict=True)):
-        raise ValueError(
+        raise MaskMismatch(
             f"loss: loss(out, y) has shape {list(value.shape)}, but mask has {list(shape)}. Return "
             "one value per step and row, as the mask has them."
         )

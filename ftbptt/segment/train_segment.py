@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._compat.running import inside_derivative, inside_functorch
+from .._strides import with_strides_of
 from .._trees import tree_unflatten
 from ..compiler.plan import Plan
 from ..compiler.signature import Recipe
@@ -48,7 +49,7 @@ class TrainSegment:
 
     Raises TypeError for structure and dtype, ValueError for shapes and lengths, each with the
     argument and the leaf; RuntimeError for a step that cannot be traced. Whatever else the step
-    raises while it is traced is passed on, with its line.
+    raises while it is traced is passed on, with its line and the shapes that it was given.
 
     Truncated BPTT: Williams and Peng, An efficient gradient-based algorithm for on-line training of
     recurrent network trajectories, 1990.
@@ -307,7 +308,10 @@ class TrainSegment:
                 initial = call.groups(tensors)["initial_state"]
                 executable = self._executables.of(call, tensors)
                 self._call_cache.keep(key, CheckedCall(call, executable, initial))
-        return self._output(call, layout, call.results(flat, with_grad), info, with_grad, mapped)
+        results = call.results(flat, with_grad)
+        if with_grad and not mapped:
+            results = _with_strides_of(call.groups(tensors)["params"], results)
+        return self._output(call, layout, results, info, with_grad, mapped)
 
     def _output(
         self, call: Call, layout: Layout, results: Results[Tensor], info: CallInfo, with_grad: bool,
@@ -382,9 +386,16 @@ class TrainSegment:
             checked.call, with_grad, info, tensors, checked.executable, early
         )
         results = checked.call.results(flat, with_grad)
+        if with_grad:
+            results = _with_strides_of(param_leaves, results)
         return SegmentOutput(
             like(params, results.grads) if with_grad else None,
             like(state, results.state),
             results.loss,
             tree_unflatten(results.out, info.out_spec),
         )
+
+
+def _with_strides_of(params: Sequence[Tensor], results: Results[Tensor]) -> Results[Tensor]:
+    pairs = zip(params, results.grads, strict=True)
+    return results._replace(grads=[with_strides_of(p, grad) for p, grad in pairs])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .._checks import check_int, kind_of
+from .._checks import check_device, check_int, kind_of
 from .._trees import tree_leaves, tree_map
 from ..contract.layout import Layout
 from ..segment.make_segment import check_made
@@ -109,7 +109,7 @@ def evaluate_stream(
     segments = Segments(train_segment)
     source = as_source(data, segments.axes)
     source.begin(0)
-    mover = Mover(None if device is None else torch.device(device))
+    mover = Mover(check_device(device))
     loss_sum: Tensor | None = None  # of weighted losses, in float64 on the device
     weights: int | Tensor = 0
     valid_steps: int | Tensor = 0

@@ -87,6 +87,17 @@ class Segments(DataLayout):
         generator = getattr(self.train_segment, "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
 
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers of the module that the segment was made of."""
+        return {} if self.inner is None else self.inner.recipe.step.buffers()
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Those that the module's ``state_dict`` has: the others are computed again."""
+        if self.inner is None or (module := self.inner.recipe.step.module) is None:
+            return {}
+        saved = module.state_dict(keep_vars=True)
+        return {name: buffer for name, buffer in self.buffers().items() if name in saved}
+
     def start(self, params: Tree) -> Tree:
         """The ``initial_state`` that the segment was made with; None without one."""
         initial_state = None if self.inner is None else self.inner.recipe.initial_state
@@ -138,8 +149,6 @@ class Segments(DataLayout):
             call = self._consecutive or segment
         with self._autocasting(chunk):
             result = call(params, state, chunk.x, y, **_flags(chunk))
-        if scale is not None:
-            result = result._replace(loss=result.loss / scale)
         if keep is None:
             return result, result.state
         out, states = result.out

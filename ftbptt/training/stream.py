@@ -300,7 +300,10 @@ class Stream(Iterator[Update]):
         return self.index
 
     def state_dict(self) -> dict[str, Any]:
-        """The run after the last update: tensors, numbers, strings, lists and dicts."""
+        """The run after the last update: tensors, numbers, strings, lists and dicts.
+
+        The tensors are the run's own, which the next update changes: copy what is to be kept.
+        """
         return {
             "format": 1,
             "seconds": self.seconds,
@@ -309,18 +312,21 @@ class Stream(Iterator[Update]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned. Call it before the first ``next``.
+        """Restores what :meth:`state_dict` returned, of which it keeps nothing.
 
-        Writes the parameters and the optimizer's tensors in place. A run that ``stop`` had ended
-        stays ended. Raises ValueError, before it writes anything, for a run of another model or
-        with other options.
+        A run that has begun goes on from there. Writes the parameters, the module's buffers and the
+        optimizer's tensors in place. A run that ``stop`` had ended stays ended. Raises ValueError,
+        before it writes anything, for a run of another model or with other options.
         """
         if not isinstance(state, dict) or state.get("format") != 1:
             raise ValueError("checkpoint: it does not hold a run of train_stream.")
+        state = tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, state)
         self._trainer.load_state_dict(state)
         self._trainer.seconds = state["seconds"]
         self._saved = self.index
         self.extra = state["extra"]
+        if self._has_begun:
+            self._phase = Phase.LEFT
 
 
 def _reason(error: BaseException) -> str:

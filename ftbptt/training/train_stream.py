@@ -13,8 +13,8 @@ from torch.amp import GradScaler
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
-from .._checks import check_bool, check_int, check_time_dim
-from .._trees import tree_map
+from .._checks import check_bool, check_device, check_int, check_time_dim
+from .._trees import tree_leaves, tree_map
 from ..contract.output import SegmentOutput
 from ..distributed.ranks import Ranks
 from ..distributed.shares import share_of
@@ -138,8 +138,8 @@ def train_stream(
         the next update is asked for; at the end; and where the loop is left, also by an error or
         Ctrl-C; but not once parameters have become NaN or infinite. ``resume=True`` continues from
         the file, if it exists, bit for bit as if the run had not been interrupted, and writes the
-        parameters and the optimizer in place. ``resume=False`` replaces it when the run begins.
-        With neither, an existing file is an error.
+        parameters, the module's buffers and the optimizer in place. ``resume=False`` replaces it
+        when the run begins. With neither, an existing file is an error.
         A resumed run may have other limits (``epochs``, ``updates``, ``stop``), another clipping
         and ``accumulate``, and data that goes on further (a window that its end had cut short
         stays so); not other windows (``k1``, ``k2``, ...).
@@ -228,7 +228,7 @@ def train_stream(
         scaler=scaler, ema_decay=ema_decay,
     )  # fmt: skip
     source, transforms = _own_source(source, segments, ranks, prepare)
-    mover = Mover(None if device is None else torch.device(device))
+    mover = Mover(check_device(device))
     stream = Stream(
         segments,
         state,
@@ -273,6 +273,7 @@ def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool | N
     Raises ValueError if ``path`` is the other one, FileExistsError if there are checkpoints and
     ``resume`` is None, and OSError if nothing can be written there.
     """
+    path = path.absolute()  # the caller may change the folder
     if is_special(path):
         raise ValueError(f"checkpoint: {path} is no regular file. Give the name of a file.")
     if ranks is None:
@@ -304,10 +305,13 @@ def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool | N
 def _on_rank(
     ranks: Ranks, segments: Segments, params: Tree, state: Tree, optimizer: Any
 ) -> tuple[Tree, Tree]:
-    """The parameters of the first rank, and this rank's rows of the state."""
+    """The parameters of the first rank, and this rank's rows of the state.
+
+    The module's buffers become those of the first rank in place.
+    """
     if not isinstance(optimizer, Optimizer):  # the caller's tensors must not change in place
         params = tree_map(lambda leaf: leaf.detach().clone(), params)
-    ranks.broadcast_params(params)
+    ranks.broadcast([*tree_leaves(params), *segments.buffers().values()])
     return params, segments.own_state(ranks.rank, ranks.size, state)
 
 

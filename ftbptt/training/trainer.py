@@ -13,6 +13,7 @@ from torch.nn.utils import get_total_norm
 from .._interrupt import uninterrupted
 from .._random_state import random_state, set_random_state
 from .._trees import tree_leaves
+from .checkpoints.comparison import check_like, check_names
 from .data.cursor import Cursor, Place
 from .reports.events import SequenceEnd, emit
 from .reports.monitor import Monitor
@@ -288,6 +289,7 @@ class Trainer:
             "epochs_ended": self._epochs_ended,
             **(self.resume_point or self._current_point()).state_dict(),
             "learner": self.learner.state_dict(),
+            "buffers": self.windows.segments.saved_buffers(),
             **self.monitor.state_dict(),
         }
 
@@ -305,11 +307,17 @@ class Trainer:
             )
         learner = self.learner
         learner.check(state["learner"])
+        buffers = self.windows.segments.saved_buffers()
+        saved_buffers = state.get("buffers", buffers)  # older checkpoints have none
+        check_names("buffers", list(buffers), list(saved_buffers))
+        check_like("buffers", "model", buffers, list(saved_buffers.values()))
         device = tree_leaves(learner.params)[0].device
         start = self.windows.segments.start(learner.params)
         self.resume_point = ResumePoint.from_state(state, self.windows.initial, start, device)
         self._move_to(self.resume_point)
         learner.load_state_dict(state["learner"])
+        for name, buffer in buffers.items():
+            buffer.copy_(saved_buffers[name])
         self.monitor.load_state_dict(state, device)
         self.ended = self.monitor.ended
         self.index = state["index"]

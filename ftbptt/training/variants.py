@@ -40,7 +40,7 @@ def variant(
 
 
 def _scaled(loss: Loss) -> Loss:
-    """The loss times the factor of a gradient scaler, which comes with ``y``.
+    """The loss, with a gradient times the factor of a gradient scaler, which comes with ``y``.
 
     At least in float32: an overflow must appear in the gradients, where the scaler looks for it.
     """
@@ -48,8 +48,9 @@ def _scaled(loss: Loss) -> Loss:
     def scaled_loss(out: Tree, y: tuple[Tree, Tensor] | tuple[Tensor]) -> Tensor:
         *target, scale = y
         value = loss(out, target[0] if target else None)
-        wide = torch.promote_types(value.dtype, torch.float32)
-        return value.to(wide) * scale[(0,) * scale.dim()]
+        value = value.to(torch.promote_types(value.dtype, torch.float32))
+        exact, factor = value.detach(), scale[(0,) * scale.dim()]
+        return torch.where(exact.isfinite(), exact + (value - exact) * factor, value)
 
     return scaled_loss
 

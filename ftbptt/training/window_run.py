@@ -124,11 +124,12 @@ class WindowRunner:
         for chunk, state in segments.micro_batches(job.chunk, job.state, self.micro_batches):
             try:
                 result = self._run_part(job._replace(chunk=chunk, state=state), first_row)
-            except ValueError as error:
+            except (ValueError, RuntimeError) as error:
                 if segments.inner is not None and segments.inner.recipe.initial_state is not None:
                     error.add_note(
                         "ftbptt: micro_batches splits the rows of the data and of the state, but "
-                        "not those of initial_state. Give one that holds for each row."
+                        "not those of initial_state. Give one without an axis of rows, and state= "
+                        "with all rows, which a reset of the first step puts it into."
                     )
                 raise
             if result is None:

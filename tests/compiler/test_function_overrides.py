@@ -140,6 +140,17 @@ def test_covariance(correction: int) -> None:
     checked(problem(tanh_step, loss))
 
 
+def test_correlation() -> None:
+    """By the covariance."""
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        features = (out + y).reshape(-1, H)
+        alone = torch.corrcoef(features[:, 0] + out[0, 0, 0])
+        return torch.corrcoef(features.T).triu(1).square().sum() + features.corrcoef().sum() + alone
+
+    checked(problem(tanh_step, loss))
+
+
 def test_shrinking() -> None:
     """In a kernel, for which their gradients have to be known."""
 

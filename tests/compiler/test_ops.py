@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical, MultivariateNormal, Normal
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
@@ -198,6 +198,11 @@ def plain(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
     return torch.tanh(h @ w + x)
 
 
+def _covariance(out: Tensor) -> Tensor:
+    rows = out.flatten(0, 1)
+    return rows.T @ rows / len(rows) + torch.eye(H).to(rows)
+
+
 LOSSES = {
     "last step": lambda out, y: (out[-1] - y[-1]).square().mean(),
     "a Python loop": lambda out, y: sum(
@@ -239,6 +244,18 @@ LOSSES = {
     "density": lambda out, y: -Normal(out, 1.0).log_prob(y).mean(),
     "classes drawn": lambda out, y: -Categorical(logits=out).log_prob(y.argmax(-1)).mean(),
     "without out": lambda out, y: y.mean(),
+    "one of the classes": lambda out, y: (
+        (out.softmax(-1) - F.one_hot(y.argmax(-1), H)).square().sum(-1).mean()
+    ),
+    "Cholesky": lambda out, y: (
+        torch.linalg.cholesky(_covariance(out)).diagonal().log().sum() + y.mean()
+    ),
+    "Gaussian": lambda out, y: (
+        -MultivariateNormal(out.mean((0, 1)), _covariance(out)).log_prob(y).mean()
+    ),
+    "solved": lambda out, y: (
+        torch.linalg.solve(_covariance(out), y.flatten(0, 1).T).square().mean()
+    ),
     "time last": lambda out, y: F.mse_loss(out.permute(1, 2, 0), y.permute(1, 2, 0)),
 }
 told_of_zeros = pytest.mark.filterwarnings("ignore:ftbptt. the loss of step has no gradient")
@@ -376,6 +393,9 @@ READOUTS = {
 
 # By the same rules as some of those.
 MORE_READOUTS = {
+    "sampling up to the corners": lambda o: F.grid_sample(
+        o.unsqueeze(2), _grid(o).view(1, 1, 5, 2).expand(B, -1, -1, -1), align_corners=True
+    ).squeeze(2),
     "adaptive pooling": lambda o: F.adaptive_max_pool1d(o, 3) + F.adaptive_avg_pool1d(o, 3),
     "solve by row": lambda o: torch.linalg.solve(_definite(o), o.mT).mT,
     "solve one": lambda o: torch.linalg.solve(_definite(o), o[0].T).mT,

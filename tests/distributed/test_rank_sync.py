@@ -58,6 +58,37 @@ def check_as_one(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
         assert_close(doubles(found), doubles(expected))
 
 
+class Buffered(torch.nn.Module):
+    """With random buffers of two kinds, which differ from rank to rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = torch.nn.GRUCell(3, 5).double()
+        torch.manual_seed(torch.distributed.get_rank())
+        self.register_buffer("shift", torch.randn(5).double())
+        self.register_buffer("keep", torch.rand(5) < 0.5, persistent=False)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(x, h)
+        return h * self.keep + self.shift, h
+
+
+def _buffers(mesh: DeviceMesh) -> list[list[float]]:
+    module = Buffered()
+    segment = make_train_segment(module, lambda out, y: out.square().mean(), backend="eager")
+    train_stream(
+        segment, named(module), torch.zeros(5, 5).double(), (stream(8, 5)[0], None),
+        torch.optim.SGD(module.parameters(), lr=0.1), k1=8, progress=False, mesh=mesh,
+    )  # fmt: skip
+    return [buffer.tolist() for buffer in module.buffers()]
+
+
+def test_buffers_are_those_of_the_first_rank(two: Ranks) -> None:
+    first, second = two.call(_buffers)
+    assert first == second
+    assert len(set(first[0])) == 5
+
+
 # -- what is sent ----------------------------------------------------------------------------------
 
 

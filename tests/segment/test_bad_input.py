@@ -120,6 +120,7 @@ def test_params_of_a_wrong_shape() -> None:
     told = "".join(getattr(caught.value, "__notes__", []))
     assert "while step dict_step was traced" in told
     assert "test_bad_input.py" in told
+    assert f"It was given x_t [{B}, {D}], state['h'] [{B}, {H}], params['w']" in told
 
 
 # -- state --------------------------------------------------------------------------------------
@@ -349,10 +350,29 @@ def test_loss_that_is_none() -> None:
     refused(ValueError, words, dict_step, lambda out, y: (out - y).square())
 
 
+@pytest.mark.parametrize("rows", [K, K + 1])
+def test_a_loss_with_rows_before_steps(rows: int) -> None:
+    """With as many rows as steps, its shape is that of the mask all the same."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t @ params["w"] + h)
+        return h, h
+
+    segment = make_train_segment(step, lambda out, y: (out - y).square().mean(-1).T)
+    given = {"w": torch.ones(D, H)}, torch.zeros(rows, H), torch.ones(K, rows, D)
+    mask = torch.ones(K, rows, dtype=torch.bool)
+    words = r"loss: loss\(out, y\) has shape .* but mask has "
+    words += r".* with 5, as many as an axis of out has, they fit by" if rows == K else r"\[5, 6\]"
+    with pytest.raises(ValueError, match=words):
+        segment(*given, torch.ones(K, rows, H), mask=mask)
+
+
 def test_loss_and_y_that_do_not_fit() -> None:
     with pytest.raises(Exception, match=r".") as caught:
         call(dict_step, cross_entropy)
-    assert "while loss cross_entropy was traced" in "".join(getattr(caught.value, "__notes__", []))
+    told = "".join(getattr(caught.value, "__notes__", []))
+    assert "while loss cross_entropy was traced" in told
+    assert "It was given out" in told
 
 
 def test_recompute_that_is_no_bool() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ftbptt import make_train_segment
@@ -19,6 +20,7 @@ from ftbptt.training import (
     CheckpointError,
     EarlyStop,
     Events,
+    Stream,
     load_checkpoint,
     save_checkpoint,
     train_stream,
@@ -206,6 +208,126 @@ def test_the_state_dict_of_a_run(tmp_path: Path) -> None:
     assert_same(second.left(), left)
     with pytest.raises(RuntimeError, match="this run has no checkpoint"):
         first.updates.save()
+
+
+@pytest.mark.parametrize("name", ["plain", "functional", "accumulated", "dropout, list"])
+@pytest.mark.parametrize("interval", [0, 1e6])
+def test_back_to_the_same_state_again_and_again(name: str, interval: float) -> None:
+    """In a run that has gone on, and in new ones; the state stays what it was."""
+    first = Run(name, 0, interval=interval).go(3)
+    saved = copy.deepcopy(first.updates.state_dict())
+    expected = first.go().seen[3:]
+    runs = [first, first, Run(name, 7, interval=interval), Run(name, 8, interval=interval)]
+    for run in runs:
+        run.seen.clear()
+        run.updates.load_state_dict(saved)
+        assert_same(run.go().seen, expected)
+
+
+def test_two_runs_from_one_state() -> None:
+    """Neither changes what the other computes with."""
+    first = Run("plain", 0).go(2)
+    second = Run("plain", 7)
+    second.updates.load_state_dict(first.updates.state_dict())
+    for run in (first, second, first, second):
+        run.go(1)
+    assert_same(first.seen[2:], second.seen)
+    assert_same(first.seen, whole("plain")[0][:4])
+
+
+class Reservoir(nn.Module):
+    """A fixed random recurrence, and a buffer that is no part of the module's state."""
+
+    weight: Tensor
+    gain: Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.readout = nn.Linear(5, 4).double()
+        self.register_buffer("weight", torch.randn(5, 5).double() / 3)
+        self.register_buffer("gain", torch.ones(()).double(), persistent=False)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x.sum(-1, keepdim=True) * self.gain + h @ self.weight)
+        return self.readout(h), h
+
+
+def reservoir_run(module: nn.Module, file: Path, **options: Any) -> Stream:
+    params = dict(module.named_parameters())
+    data = stream(20)[0], torch.zeros(20, 2, 4).double()
+    return train_stream(
+        make_train_segment(module, lambda out, y: (out - y).square().mean(), backend="eager"),
+        params, torch.zeros(2, 5).double(), data, torch.optim.SGD(params.values(), 0.1), k1=4,
+        checkpoint=file, progress=False, **options,
+    )  # fmt: skip
+
+
+def test_buffers(tmp_path: Path) -> None:
+    """A script without a seed draws another reservoir when it is started again."""
+    first, second = Reservoir(0), Reservoir(1)
+    next(iter(reservoir_run(first, tmp_path / "run.pt")))
+    second.gain.fill_(2)
+    reservoir_run(second, tmp_path / "run.pt", resume=True)
+    assert torch.equal(second.weight, first.weight)
+    assert second.gain == 2
+    other = Reservoir(2)
+    other.register_buffer("more", torch.ones(1))
+    with pytest.raises(
+        ValueError, match="buffers: its leaves are weight, more, but in the checkpo"
+    ):
+        reservoir_run(other, tmp_path / "run.pt", resume=True)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer; its state has a form of its own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.fast = torch.optim.SGD(params, lr, momentum=0.9)
+        super().__init__(self.fast.param_groups, {})
+        self.param_groups = self.fast.param_groups
+        self.count = 0
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.fast.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fast": self.fast.state_dict(), "slow": self.slow, "count": self.count}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.fast.load_state_dict(state_dict["fast"])
+        self.count = state_dict["count"]
+        for slow, value in zip(self.slow, state_dict["slow"], strict=True):
+            slow.copy_(value)
+
+
+def test_an_optimizer_with_a_state_of_its_own_form(tmp_path: Path) -> None:
+    def begun(seed: int, **more: Any) -> Run:
+        make = partial(Lookahead, lr=0.3)
+        return Run("plain", seed, optimizer=lambda params: make(params.values()), **more)
+
+    seen = begun(0).go().seen
+    first = begun(0, checkpoint=tmp_path / "run.pt").go(3)
+    second = begun(7, checkpoint=tmp_path / "run.pt", resume=True).go()
+    assert_same(first.seen + second.seen, seen)
+
+
+def test_a_relative_file_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run("plain", 0, Path("run.pt"))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    run.go(2)
+    assert (tmp_path / "run.pt").exists()
+    assert not any((tmp_path / "other").iterdir())
 
 
 def test_without_a_file_the_run_starts_anew(tmp_path: Path) -> None:

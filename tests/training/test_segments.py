@@ -160,3 +160,26 @@ def test_a_scaler_without_a_target(in_dims: Any, micro_batches: int) -> None:
         return [leaf.detach() for leaf in params.values()]
 
     torch.testing.assert_close(one(GradScaler("cpu", init_scale=8.0)), one(None))
+
+
+@pytest.mark.parametrize("mode", ["stop", "skip"])
+def test_a_scale_by_which_the_loss_would_overflow(mode: str) -> None:
+    """Its gradients do, as in a loop: the scaler leaves the update out and lowers its scale."""
+    x, y, *_ = masked_data(2)
+    segment = make_train_segment(
+        step, lambda out, y: 1e3 + (out - y).square().mean(), backend="eager"
+    )
+    params = {name: p.detach().float().requires_grad_() for name, p in parameters().items()}
+    scaler = GradScaler("cpu", init_scale=2.0**120, growth_interval=1)
+    optimizer = torch.optim.SGD(params.values(), lr=0.1)
+    run = train_stream(
+        segment, params, torch.zeros(4, 5), (x.float(), y.float()), optimizer, k1=1,
+        scaler=scaler, on_nonfinite=mode, progress=False,
+    )  # fmt: skip
+    losses, scales = [], []
+    for update in run:
+        losses.append(float(update.loss))
+        scales.append(scaler.get_scale())
+    assert len(losses) == 24
+    assert all(1e3 < loss < 1e4 for loss in losses)
+    assert max(scales) >= 2.0**125

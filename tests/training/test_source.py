@@ -64,6 +64,18 @@ def test_arrays_of_numpy() -> None:
     assert_same(found, windows(of(({"a": x}, y)), 4))
 
 
+def test_an_array_in_the_other_byte_order() -> None:
+    x, y = stream(11)
+    swapped = x.numpy().astype(x.numpy().dtype.newbyteorder())
+    assert_same(windows(of((swapped, y)), 4), windows(of((x, y)), 4))
+
+
+def test_an_array_of_objects() -> None:
+    objects = numpy.array([[None] * 3] * 11)
+    with pytest.raises(TypeError, match="data: has an array of object, of which torch makes no"):
+        windows(of((objects, stream(11)[1])), 4)
+
+
 def test_an_array_on_disk(tmp_path: Path) -> None:
     """Only what a window needs is read, and nothing of the file is ever written."""
     tokens = numpy.arange(2 * 23, dtype=numpy.uint16).reshape(23, 2)

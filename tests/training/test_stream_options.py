@@ -43,6 +43,8 @@ from .streams import stream, zeros
         ({"scheduler": torch.optim.lr_scheduler.StepLR}, TypeError, "scheduler: expected one of"),
         ({"stop": 3}, TypeError, "stop: expected a function, found 3"),
         ({"stop": EarlyStop}, TypeError, "stop: expected a function, found <class '.*EarlyStop'>"),
+        ({"device": "gpu"}, ValueError, "device: expected a name such as 'cuda', found 'gpu'"),
+        ({"device": 1.5}, TypeError, "device: expected a name such as 'cuda', found 1.5"),
         ({"clip_norm": 0.0}, ValueError, "clip_norm: expected a number above 0, found 0.0"),
         ({"ema_decay": 1.0}, ValueError, "ema_decay: expected a number from 0 to below 1"),
         ({"on_nonfinite": "warn"}, ValueError, "on_nonfinite: expected one of stop, skip, raise"),

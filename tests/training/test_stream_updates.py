@@ -28,6 +28,40 @@ def test_micro_batches_are_the_whole_batch(count: int, segment: Segments) -> Non
         assert_equal((a.loss, a.state, a.grad_norm), (b.loss, b.state, b.grad_norm))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_parameter_whose_columns_are_in_a_row(kind: Any) -> None:
+    """As torch.linalg.qr returns them. A fused optimizer takes them and the gradient as lists."""
+    x, y = torch.randn(20, 2, 3).double(), torch.randn(20, 2, 4).double()
+    found = []
+    for how in ("stream", "by hand", "autograd"):
+        torch.manual_seed(0)
+        cell = nn.GRUCell(3, 4).double()
+        cell.weight_hh = nn.Parameter(torch.linalg.qr(torch.randn(12, 4).double())[0])
+        assert not cell.weight_hh.is_contiguous()
+        params = dict(cell.named_parameters())
+        optimizer = kind(params.values(), lr=0.1, fused=True)
+        segment = make_train_segment(cell, nn.functional.mse_loss, backend="eager")
+        state = torch.zeros(2, 4).double()
+        if how == "stream":
+            list(train_stream(segment, params, state, (x, y), optimizer, k1=5, progress=False))
+        for x_k, y_k in zip(x.split(5), y.split(5), strict=True):
+            if how == "by hand":
+                grads, state, *_ = segment(params, state, x_k, y_k)
+                for name, p in params.items():
+                    p.grad = grads[name]
+                optimizer.step()
+            elif how == "autograd":
+                outs, state = [], state.detach()
+                for x_t in x_k:
+                    outs.append(state := cell(x_t, state))
+                optimizer.zero_grad()
+                nn.functional.mse_loss(torch.stack(outs), y_k).backward()
+                optimizer.step()
+        found.append(params)
+    assert_equal(found[0], found[2])
+    assert_equal(found[1], found[2])
+
+
 def test_no_rows_for_micro_batches() -> None:
     """Features are not shared out in their place."""
     cell = nn.GRUCell(4, 5).double()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._compat.tracing import UNTRACEABLE
+from ..._trees import keystr, tree_flatten_with_path
 from ..._warnings import PACKAGE_FOLDER
 from ..graphs import aten
 
@@ -34,6 +35,8 @@ _READ_VALUES = {
     aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default,
     aten.nonzero.default, aten.index.Tensor, aten.masked_select.default,
 }  # fmt: skip
+
+_MOST_SHAPES = 12  # in a note
 
 
 class _Cause(NamedTuple):
@@ -136,8 +139,11 @@ _CAUSES = [
 
 
 @contextmanager
-def explain_trace_errors(argument: str, function: Any) -> Iterator[None]:
-    """Around the trace of ``function``, which the caller passed as ``argument``."""
+def explain_trace_errors(argument: str, function: Any, **given: Any) -> Iterator[None]:
+    """Around the trace of ``function``, which the caller passed as ``argument``.
+
+    ``given``: trees of what it is called with, by name, of which a note tells the shapes.
+    """
     name = getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
     try:
         yield
@@ -152,7 +158,20 @@ def explain_trace_errors(argument: str, function: Any) -> Iterator[None]:
                 raise RuntimeError(message) from error
         if at or not str(error).startswith(f"{argument}: "):
             error.add_note(f"while {argument} {name} was traced" + (f"\n  {at}" if at else ""))
+            if given:
+                error.add_note(f"It was given {_shapes(given)}.")
         raise
+
+
+def _shapes(trees: dict[str, Any]) -> str:
+    """The leaves of trees with their shapes, at most so many."""
+    leaves = [
+        f"{name}{keystr(path)} {list(leaf.shape)}"
+        for name, tree in trees.items()
+        for path, leaf in tree_flatten_with_path(tree)[0]
+        if isinstance(leaf, torch.Tensor)
+    ]
+    return ", ".join(leaves[:_MOST_SHAPES] + ["..."] * (len(leaves) > _MOST_SHAPES))
 
 
 def _user_line(error: BaseException) -> str | None:

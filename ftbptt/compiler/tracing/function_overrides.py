@@ -106,6 +106,17 @@ def _cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: 
     return (centered @ centered.mH / max(x.shape[1] - correction, 0)).squeeze()
 
 
+def _corrcoef(input: Tensor) -> Any:
+    """By the covariance above."""
+    if input.dim() > 2 or input.is_complex():
+        return NotImplemented
+    covariance = _cov(input)
+    if not covariance.dim():
+        return covariance / covariance
+    deviation = covariance.diagonal().sqrt()
+    return (covariance / deviation[:, None] / deviation).clip(-1, 1)
+
+
 def _hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
     """torch has no meta function for the gradients of hardshrink and softshrink."""
     return torch.where((input >= -lambd) & (input <= lambd), 0.0, input)
@@ -222,6 +233,8 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.polar: _polar,
     torch.cov: _cov,
     Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    Tensor.corrcoef: _corrcoef,
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
 }

@@ -230,7 +230,7 @@ def trace_step(
 
     def traced() -> fx.GraphModule:
         try:
-            with explain_trace_errors("step", step):
+            with explain_trace_errors("step", step, x_t=x_t, state=state, params=params):
                 return trace_function(
                     run, examples, mode, before_autograd=True, constants=constants
                 )

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from ..._strides import with_strides_of
+
 
 def backward(loss: Tensor, weight: float, scaler: GradScaler | None) -> None:
     """Adds ``weight`` times the (scaled) gradients of the loss."""
@@ -36,12 +38,10 @@ def backward_alone(
 def add_gradients(
     params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor | None], weight: float
 ) -> None:
-    """Adds ``weight`` times each gradient, in its parameter's layout: optimizers rely on it."""
+    """Adds ``weight`` times each gradient."""
     for name, grad in grads.items():
         assert grad is not None
-        p = params[name]
-        same = grad.stride() == p.stride()
-        _add(p, grad if same else torch.empty_like(p).copy_(grad), weight)
+        _add(params[name], with_strides_of(params[name], grad), weight)
 
 
 def _add(p: nn.Parameter, grad: Tensor, weight: float) -> None:

@@ -17,8 +17,8 @@ Content = dict[str, Any]
 # Keys of a run's state: those that are the same on all ranks, and trees that are split by row.
 # The rest is each rank's own.
 _COMMON = (
-    "format", "windows", "index", "seconds", "epochs_ended", "had_windows", "learner", "stop",
-    "stopped",
+    "format", "windows", "index", "seconds", "epochs_ended", "had_windows", "learner", "buffers",
+    "stop", "stopped",
 )  # fmt: skip
 _BY_ROW = ("state", "state_after")
 

@@ -222,6 +222,12 @@ def as_tensors(chunk: Chunk) -> Chunk:
     def as_tensor(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, Tensor):
             return leaf
-        return torch.from_numpy(numpy.array(leaf))
+        native = leaf.dtype.newbyteorder("=")
+        try:
+            return torch.from_numpy(numpy.array(leaf, dtype=native))
+        except TypeError as error:
+            raise TypeError(
+                f"data: has an array of {leaf.dtype}, of which torch makes no tensor. Convert it."
+            ) from error
 
     return Chunk(*tree_map(as_tensor, tuple(chunk)))

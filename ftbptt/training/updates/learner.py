@@ -15,6 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from ..._checks import kind_of
 from ..._compat.running import versions_of
 from ..._compat.training import forget_unscaled
+from ..._strides import with_strides_of
 from ..._trees import (
     differentiable,
     keystr,
@@ -23,12 +24,14 @@ from ..._trees import (
     tree_leaves,
     tree_unflatten,
 )
+from ..checkpoints.comparison import check_like, check_names, names_of
 from .optimizers import (
     FunctionalOptimizer,
     Sharded,
     check_in_params,
     check_params,
     functional_update,
+    has_groups,
     load_optimizer,
 )
 from .window_stats import share
@@ -215,8 +218,8 @@ class Learner:
             # that is just the default, and gradients do not come from autograd here: one that
             # the optimizer holds is meant to be trained.
             if p.requires_grad or not isinstance(p, nn.Parameter):
-                p.grad = grad
-                assigned.append(grad)
+                p.grad = with_strides_of(p, grad)
+                assigned.append(p.grad)
             else:
                 p.grad = None
         return assigned
@@ -277,7 +280,7 @@ class Learner:
             opt_state = tree_leaves(self.opt_state)
         return {
             "kinds": self._kinds(),
-            "names": _names(self.params),
+            "names": names_of(self.params),
             "params": tree_leaves(self.params),
             "optimizer": opt_state,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
@@ -301,15 +304,11 @@ class Learner:
                     f"{saved_kind or 'none'}. Resume with the options that the run was started "
                     "with."
                 )
-        _check_like("params", "model", self.params, state["params"])
-        names = _names(self.params)
-        if names != state["names"]:
-            raise ValueError(
-                f"params: its leaves are {', '.join(names)}, but in the checkpoint "
-                f"{', '.join(state['names'])}: it belongs to a different model, or to one that "
-                "was built in another order."
-            )
+        check_like("params", "model", self.params, state["params"])
+        check_names("params", names_of(self.params), state["names"])
         if isinstance(self.optimizer, Optimizer):
+            if not has_groups(state["optimizer"]):
+                return
             sizes = [len(group["params"]) for group in self.optimizer.param_groups]
             saved_sizes = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
             if sizes != saved_sizes:
@@ -319,7 +318,7 @@ class Learner:
                     "Resume with the same groups."
                 )
         else:
-            _check_like("optimizer's state", "optimizer", self.opt_state, state["optimizer"])
+            check_like("optimizer's state", "optimizer", self.opt_state, state["optimizer"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned, once :meth:`check` has accepted it.
@@ -353,35 +352,12 @@ def _full_state(optimizer: Optimizer) -> dict[str, Any] | None:
     return optimizer.state_dict()
 
 
-def _names(tree: Tree) -> list[str]:
-    """The paths of the leaves."""
-    return [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
-
-
 def _moved(values: list[Any], like: list[Any]) -> list[Any]:
     """The values, each tensor on the device of its counterpart in ``like``."""
     return [
         value.to(leaf.device) if isinstance(leaf, Tensor) else value
         for value, leaf in zip(values, like, strict=True)
     ]
-
-
-def _check_like(name: str, owner: str, tree: Tree, saved: list[Any]) -> None:
-    """Raises ValueError if the saved leaves differ from those of ``tree`` in shape or dtype."""
-    leaves = tree_leaves(tree)
-    if len(leaves) != len(saved):
-        raise ValueError(
-            f"{name}: has {len(leaves)} leaves, but the checkpoint has {len(saved)}: it belongs "
-            f"to a different {owner}."
-        )
-    for path, leaf, value in zip(_names(tree), leaves, saved, strict=True):
-        if not (isinstance(leaf, Tensor) and isinstance(value, Tensor)):
-            continue
-        if leaf.shape != value.shape or leaf.dtype != value.dtype:
-            raise ValueError(
-                f"{name}{path}: is {leaf.dtype} {list(leaf.shape)}, but in the checkpoint "
-                f"{value.dtype} {list(value.shape)}: it belongs to a different {owner}."
-            )
 
 
 def scale_of(scaler: Any, device: torch.device) -> Tensor | None:

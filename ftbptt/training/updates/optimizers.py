@@ -81,7 +81,7 @@ def functional_update(
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """As ``load_state_dict``, which casts what is kept to the dtype of its parameter."""
     optimizer.load_state_dict(state)
-    if isinstance(optimizer, Sharded):
+    if isinstance(optimizer, Sharded) or not has_groups(state):
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for index, kept in state["state"].items():
@@ -91,6 +91,11 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
         for name, value in kept.items():
             if isinstance(value, Tensor) and value.dtype != own[name].dtype:
                 own[name] = value.to(own[name].device, copy=True)
+
+
+def has_groups(state: Any) -> bool:
+    """Whether an optimizer's state has torch's form; an optimizer may have one of its own."""
+    return isinstance(state, dict) and {"state", "param_groups"} <= state.keys()
 
 
 def check_params(params: Tree) -> None:

@@ -1,0 +1,17 @@
+"""Gradients that lie in memory as their parameters do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def with_strides_of(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient, with the strides of its parameter.
+
+    Autograd's have them, and fused optimizers go through both as if they were one list of numbers.
+    A parameter may have others than a new tensor: torch.linalg.qr returns columns in a row.
+    """
+    if grad.stride() == param.stride():
+        return grad
+    return torch.empty_like(param.detach()).copy_(grad)
