@@ -18,6 +18,7 @@ from ._compat.trees import (
 from ._compat.trees import tree_leaves as leaves_of_any
 
 __all__ = [
+    "Tree",
     "TreeSpec",
     "differentiable",
     "in_order_of",
@@ -29,6 +30,8 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+
+Tree = Any
 
 
 def differentiable(leaf: Tensor) -> bool:

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .._reach import modules_read_by
-from .._trees import TreeSpec
+from .._trees import Tree, TreeSpec
 from ..contract.loss import Loss
 from ..contract.step import Step
-
-Tree = Any
 
 
 @dataclass(frozen=True)

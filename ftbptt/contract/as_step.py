@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._compat.modules import uncompiled
-from .._trees import tree_leaves, tree_map
+from .._trees import Tree, tree_leaves, tree_map
 from .step import Step, StepFunction, layers_of
-
-Tree = Any
 
 
 def as_step(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._trees import tree_leaves, tree_map
+from .._trees import Tree, tree_leaves, tree_map
 from .step import Step
-
-Tree = Any
 
 
 @dataclass(frozen=True)

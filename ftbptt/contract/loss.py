@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._trees import tree_map
+from .._trees import Tree, tree_map
 
-Tree = Any
 Loss = Callable[[Tree, Tree], Tensor]
 
 

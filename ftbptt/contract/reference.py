@@ -8,13 +8,13 @@ averaging of a loss per step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import check_initial_state, check_int, check_time_dim
 from .._trees import (
+    Tree,
     differentiable,
     in_order_of,
     tree_flatten,
@@ -27,8 +27,6 @@ from .layout import Layout, where_rows
 from .loss import Loss, segment_loss
 from .output import SegmentOutput
 from .step import Step, StepFunction, start_of
-
-Tree = Any
 
 
 def reference_segment(

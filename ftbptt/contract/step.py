@@ -16,9 +16,9 @@ from torch.func import functional_call
 
 from .._compat.modules import COMPILED_PREFIX, parametrizations_kept_apart
 from .._reach import modules_read_by
+from .._trees import Tree
 from .taps import Collector, collecting, owners
 
-Tree = Any
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 StateCall = Callable[[Tree, Tree], tuple[Tree, Tree]]  # (x_t, state) -> (out_t, state)
 

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from .._trees import differentiable
-
-Tree = Any
+from .._trees import Tree, differentiable
 
 
 class Tap(NamedTuple):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._random_state import random_state, same_random_state
 from .._trees import (
+    Tree,
     differentiable,
     keystr,
     tree_flatten_with_path,
@@ -27,7 +27,6 @@ from ..contract.step import Step
 from ..segment.make_segment import check_made
 from ..segment.train_segment import TrainSegment
 
-Tree = Any
 _TIMES_EAGER = 3.0  # the error allowed, as a multiple of the eager loop's error
 _FLOAT64_TOLERANCE = 1e-10  # relative to the leaf's root mean square
 # As much as a sum over a segment is off by in another order: the eager loop's error of a scalar may

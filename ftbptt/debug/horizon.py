@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._checks import check_int, check_number, check_positive
-from .._trees import differentiable
+from .._trees import Tree, differentiable
 from ..compiler.plan import Plan
 from ..compiler.signature import without_autocast
 from ..segment.make_segment import check_made
@@ -19,8 +18,6 @@ from ..segment.train_segment import TrainSegment
 from ..training.data.chunk import Chunk
 from ..training.data.layout import DataLayout
 from .lags import gradients_by_reach, norms_by_lag
-
-Tree = Any
 
 
 @dataclass(frozen=True)

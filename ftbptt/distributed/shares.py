@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .._trees import keystr, tree_flatten_with_path, tree_map
+from .._trees import Tree, keystr, tree_flatten_with_path, tree_map
 from .ranks import Ranks
-
-Tree = Any
 
 
 def share_of(rows: int, rank: int, size: int) -> range:

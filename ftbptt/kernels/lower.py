@@ -31,22 +31,22 @@ _REDUCTIONS = {
 }  # fmt: skip
 
 
-def make_row_loop(block: ScanBlock, *, narrow: bool = False) -> RowLoop:
+def make_row_loop(block: ScanBlock, *, elements_are_rows: bool = False) -> RowLoop:
     """make_row_loop : ScanBlock -> RowLoop
 
-    As many leading axes of the carries as possible become rows, but not the last one. ``narrow``:
-    also that one, and an axis of heads, each of which has a weight of its own. Raises Unsupported,
-    which names the node, if no kernel can be generated.
+    As many leading axes of the carries as possible become rows, but not the last one.
+    ``elements_are_rows``: also that one, and an axis of heads, each of which has a weight of its
+    own. Raises Unsupported, which names the node, if no kernel can be generated.
     """
     shapes = [tuple(value_of(node).shape) for node in block.carries]
     shared = 0
     while all(len(s) > shared and s[shared] == shapes[0][shared] for s in shapes):
         shared += 1
-    most = max(min(shared, max(map(len, shapes)) - (not narrow)), 0)
+    most = max(min(shared, max(map(len, shapes)) - (not elements_are_rows)), 0)
     error: Unsupported | None = None
     for rank in range(most, -1, -1):
         try:
-            return _Builder(block, RowView(shapes[0][:rank]), narrow).build()
+            return _Builder(block, RowView(shapes[0][:rank]), elements_are_rows).build()
         except Unsupported as reason:
             # The reason to report is that of the smallest rank above 0: rank 0, all of the batch
             # as one row, is refused for other reasons.
@@ -58,9 +58,9 @@ def make_row_loop(block: ScanBlock, *, narrow: bool = False) -> RowLoop:
 class _Builder:
     """Builds the loop in one pass over the graph, given which axes are the rows."""
 
-    def __init__(self, block: ScanBlock, rows: RowView, narrow: bool) -> None:
+    def __init__(self, block: ScanBlock, rows: RowView, elements_are_rows: bool) -> None:
         self.block, self.rows = block, rows
-        normal = normalize(block, rows, heads_are_rows=narrow)
+        normal = normalize(block, rows, heads_are_rows=elements_are_rows)
         self.graph = normal.graph
         self.values: dict[Node, Value] = {}  # of the nodes
         self.all_values: list[Value] = []  # also copies, pieces of a cat, ...

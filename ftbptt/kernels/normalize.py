@@ -23,7 +23,7 @@ from ..compiler.blocks import ScanBlock
 from ..compiler.graphs import VIEWS, Node, aten, join_axis, value_of
 from .accesses import RowView
 from .expressions import Unsupported, is_constant, is_elementwise, refuse
-from .row_order import RowOrder, new_node
+from .row_order import RowOrder, new_meta_node
 
 # What a product of two matrices of a row can have at most of rows, of columns or of terms: kernels
 # compute it without the blocking of a GEMM.
@@ -71,7 +71,7 @@ def normalize(block: ScanBlock, rows: RowView, *, heads_are_rows: bool = False) 
     with graph.inserting_before(output):
         for i, emit_order in enumerate(emit_orders, first_emit):
             if emit_order is not None:
-                results[i] = new_node(graph, aten.permute.default, results[i], emit_order)
+                results[i] = new_meta_node(graph, aten.permute.default, results[i], emit_order)
     output.args = (results,)
     graph.eliminate_dead_code()
     for node in reversed(list(graph.nodes)):
@@ -89,8 +89,8 @@ def _reduced(node: Node, dims: Sequence[int] | None) -> tuple[list[int], int]:
 
 
 def _mean_of(x: Node, axes: list[int], count: int, keep: bool) -> Node:
-    total = new_node(x.graph, aten.sum.dim_IntList, x, axes, keep)
-    return new_node(x.graph, aten.mul.Tensor, total, 1.0 / count)
+    total = new_meta_node(x.graph, aten.sum.dim_IntList, x, axes, keep)
+    return new_meta_node(x.graph, aten.mul.Tensor, total, 1.0 / count)
 
 
 def _replace_mean(node: Node) -> None:
@@ -111,11 +111,11 @@ def _variance(node: Node) -> tuple[Node, Node]:
     if count <= correction:
         raise refuse(node, "a variance of too few elements")
     broadcast_mean = _mean_of(x, axes, count, True)
-    deviation = new_node(graph, aten.sub.Tensor, x, broadcast_mean)
-    square = new_node(graph, aten.mul.Tensor, deviation, deviation)
-    total = new_node(graph, aten.sum.dim_IntList, square, axes, keep)
-    variance = new_node(graph, aten.mul.Tensor, total, 1.0 / (count - correction))
-    mean = broadcast_mean if keep else new_node(graph, aten.squeeze.dims, broadcast_mean, axes)
+    deviation = new_meta_node(graph, aten.sub.Tensor, x, broadcast_mean)
+    square = new_meta_node(graph, aten.mul.Tensor, deviation, deviation)
+    total = new_meta_node(graph, aten.sum.dim_IntList, square, axes, keep)
+    variance = new_meta_node(graph, aten.mul.Tensor, total, 1.0 / (count - correction))
+    mean = broadcast_mean if keep else new_meta_node(graph, aten.squeeze.dims, broadcast_mean, axes)
     return variance, mean
 
 
@@ -131,7 +131,7 @@ def _replace_var_mean(node: Node) -> None:
 
 def _replace_stack(node: Node) -> None:
     dim = join_axis(node)
-    parts = [new_node(node.graph, aten.unsqueeze.default, part, dim) for part in node.args[0]]
+    parts = [new_meta_node(node.graph, aten.unsqueeze.default, part, dim) for part in node.args[0]]
     node.replace_all_uses_with(_joined(parts, dim, value_of(node).shape))
 
 
@@ -150,17 +150,17 @@ def _replace_slice_scatter(node: Node) -> None:
         raise refuse(node, "a slice with a step that does not divide the axis")
     # One element of each group of neighbours, along an axis of its own.
     grouped = [*shape[:dim], groups, step, *shape[dim + 1 :]]
-    base = new_node(node.graph, aten.view.default, base, grouped)
-    src = new_node(node.graph, aten.unsqueeze.default, src, dim + 1)
+    base = new_meta_node(node.graph, aten.view.default, base, grouped)
+    src = new_meta_node(node.graph, aten.unsqueeze.default, src, dim + 1)
     result = _with_slice(base, src, dim + 1, start, start + 1)
-    node.replace_all_uses_with(new_node(node.graph, aten.view.default, result, shape))
+    node.replace_all_uses_with(new_meta_node(node.graph, aten.view.default, result, shape))
 
 
 def _replace_select_scatter(node: Node) -> None:
     base, src, dim, index = node.args
     dim = dim % value_of(base).dim()
     index %= value_of(base).shape[dim]
-    src = new_node(node.graph, aten.unsqueeze.default, src, dim)
+    src = new_meta_node(node.graph, aten.unsqueeze.default, src, dim)
     node.replace_all_uses_with(_with_slice(base, src, dim, index, index + 1))
 
 
@@ -175,9 +175,9 @@ def _with_slice(base: Node, src: Node, dim: int, start: int, end: int) -> Node:
     size = value_of(base).shape[dim]
     parts = [src]
     if start > 0:
-        parts.insert(0, new_node(src.graph, aten.slice.Tensor, base, dim, 0, start))
+        parts.insert(0, new_meta_node(src.graph, aten.slice.Tensor, base, dim, 0, start))
     if end < size:
-        parts.append(new_node(src.graph, aten.slice.Tensor, base, dim, end, size))
+        parts.append(new_meta_node(src.graph, aten.slice.Tensor, base, dim, end, size))
     return _joined(parts, dim, value_of(base).shape)
 
 
@@ -210,8 +210,8 @@ def _put_rows_first(node: Node, rows: RowView) -> None:
     if vectors <= 1 or rest or not rows.shape:  # without rows, BLAS is faster
         return
     by_vector = _split_by_vector(a, vectors, rows)
-    first = a if by_vector is None else new_node(graph, *_swapped(by_vector))
-    first = new_node(graph, aten.reshape.default, first, [rows.total, vectors, shape[-1]])
+    first = a if by_vector is None else new_meta_node(graph, *_swapped(by_vector))
+    first = new_meta_node(graph, aten.reshape.default, first, [rows.total, vectors, shape[-1]])
     try:
         rows.strided(first)
     except (Unsupported, ValueError):  # the latter while K is a symbol
@@ -223,8 +223,8 @@ def _put_rows_first(node: Node, rows: RowView) -> None:
     result = product
     if by_vector is not None:
         groups, _, of_group, _ = value_of(by_vector).shape
-        result = new_node(graph, aten.view.default, product, [groups, of_group, vectors, n])
-        result = new_node(graph, *_swapped(result))
+        result = new_meta_node(graph, aten.view.default, product, [groups, of_group, vectors, n])
+        result = new_meta_node(graph, *_swapped(result))
     _replace_reshaped(node, result)
 
 
@@ -233,9 +233,9 @@ def _replace_reshaped(node: Node, result: Node) -> None:
     for user in list(node.users):  # they may split what the product had joined
         if user.target is aten.reshape.default:
             shape = list(value_of(user).shape)
-            user.replace_all_uses_with(new_node(node.graph, user.target, result, shape))
+            user.replace_all_uses_with(new_meta_node(node.graph, user.target, result, shape))
     shape = list(value_of(node).shape)
-    node.replace_all_uses_with(new_node(node.graph, aten.reshape.default, result, shape))
+    node.replace_all_uses_with(new_meta_node(node.graph, aten.reshape.default, result, shape))
 
 
 def _swapped(node: Node) -> tuple[Any, ...]:
@@ -257,7 +257,7 @@ def _put_heads_last(node: Node, rows: RowView) -> bool:
         groups, rest = divmod(batch, heads)
         if rest or batch * of_group != rows.total:
             continue
-        split = new_node(graph, aten.reshape.default, source, [groups, heads, of_group, k])
+        split = new_meta_node(graph, aten.reshape.default, source, [groups, heads, of_group, k])
         try:
             strides = rows.strided(split).strides
         except Unsupported:
@@ -265,14 +265,14 @@ def _put_heads_last(node: Node, rows: RowView) -> bool:
         # Shapes do not tell, for as many heads as rows.
         if strides[2] != heads * strides[1] or (groups > 1 and strides[0] != of_group * strides[2]):
             continue
-        first = new_node(graph, *_swapped(split))
-        first = new_node(graph, aten.reshape.default, first, [rows.total, k])
+        first = new_meta_node(graph, *_swapped(split))
+        first = new_meta_node(graph, aten.reshape.default, first, [rows.total, k])
         product = graph.call_function(node.target, (first, weight))
         n = value_of(node).shape[-1]
         product.meta["val"] = value_of(node).new_empty(rows.total, n, device="meta")
         product.meta["trailing"] = trailing
-        result = new_node(graph, aten.view.default, product, [groups, of_group, heads, n])
-        _replace_reshaped(node, new_node(graph, *_swapped(result)))
+        result = new_meta_node(graph, aten.view.default, product, [groups, of_group, heads, n])
+        _replace_reshaped(node, new_meta_node(graph, *_swapped(result)))
         return True
     return False
 
@@ -285,7 +285,7 @@ def _split_by_vector(a: Node, vectors: int, rows: RowView) -> Node | None:
         of_group = rows.total // max(groups, 1)
         if list(shape) != [groups * vectors, of_group]:
             continue
-        split = new_node(a.graph, aten.reshape.default, source, [groups, vectors, of_group, k])
+        split = new_meta_node(a.graph, aten.reshape.default, source, [groups, vectors, of_group, k])
         # It may also be ``[rows, vectors, k]``, with a weight for each group of rows.
         by_group = groups * vectors in accumulate(rows.shape, operator.mul)
         strides = rows.strided(split).strides
@@ -304,14 +304,16 @@ def _replace_product(node: Node, rows: RowView) -> None:
     lead = [rows.total, count // rows.total]
 
     def of_rows(matrix: Node) -> Node:
-        return new_node(graph, aten.view.default, matrix, [*lead, *value_of(matrix).shape[-2:]])
+        return new_meta_node(
+            graph, aten.view.default, matrix, [*lead, *value_of(matrix).shape[-2:]]
+        )
 
-    a = new_node(graph, aten.unsqueeze.default, of_rows(node.args[0]), 3)
-    b = new_node(graph, aten.transpose.int, of_rows(node.args[1]), 2, 3)
-    b = new_node(graph, aten.unsqueeze.default, b, 2)
-    products = new_node(graph, aten.mul.Tensor, a, b)
-    result = new_node(graph, aten.sum.dim_IntList, products, [4])
-    node.replace_all_uses_with(new_node(graph, aten.view.default, result, list(value.shape)))
+    a = new_meta_node(graph, aten.unsqueeze.default, of_rows(node.args[0]), 3)
+    b = new_meta_node(graph, aten.transpose.int, of_rows(node.args[1]), 2, 3)
+    b = new_meta_node(graph, aten.unsqueeze.default, b, 2)
+    products = new_meta_node(graph, aten.mul.Tensor, a, b)
+    result = new_meta_node(graph, aten.sum.dim_IntList, products, [4])
+    node.replace_all_uses_with(new_meta_node(graph, aten.view.default, result, list(value.shape)))
 
 
 _REPLACEMENTS: dict[Any, Callable[[Node], None]] = {
@@ -359,8 +361,8 @@ def _on_views(node: Node, view: Node) -> Node | None:
     def view_of(arg: Node) -> Node:
         if not is_constant(arg):
             if list(value_of(arg).shape) != shape:
-                arg = new_node(graph, aten.expand.default, arg, shape)
-            return new_node(graph, view.target, arg, *view.args[1:])
+                arg = new_meta_node(graph, aten.expand.default, arg, shape)
+            return new_meta_node(graph, view.target, arg, *view.args[1:])
         return arg
 
     if view.kwargs or not all(_can_view(arg, view, shape) for arg in node.all_input_nodes):

@@ -17,7 +17,7 @@ from .accesses import RowView
 from .expressions import Unsupported, is_constant, is_elementwise
 
 
-def new_node(graph: fx.Graph, target: Any, *args: Any) -> Node:
+def new_meta_node(graph: fx.Graph, target: Any, *args: Any) -> Node:
     """A new node, with the shape, strides and dtype of its value."""
     node = graph.call_function(target, args)
 
@@ -110,8 +110,8 @@ def _permute_elementwise(node: Node, shape: list[int], axes: Axes) -> None:
         if is_constant(arg):
             return arg
         if list(value_of(arg).shape) != shape:
-            arg = new_node(graph, aten.expand.default, arg, shape)
-        return new_node(graph, aten.permute.default, arg, order)
+            arg = new_meta_node(graph, aten.expand.default, arg, shape)
+        return new_meta_node(graph, aten.permute.default, arg, order)
 
     args = fx.node.map_arg(node.args, permuted)
     _replace(node, args, [shape[axis] for axis in order], inverse(order))
@@ -119,7 +119,7 @@ def _permute_elementwise(node: Node, shape: list[int], axes: Axes) -> None:
 
 def _permute_join(node: Node, shape: list[int], axes: Axes) -> None:
     order = _rows_first(axes, len(shape))
-    parts = [new_node(node.graph, aten.permute.default, part, order) for part in node.args[0]]
+    parts = [new_meta_node(node.graph, aten.permute.default, part, order) for part in node.args[0]]
     result_shape = [shape[axis] for axis in order]
     _replace(node, (parts, order.index(join_axis(node))), result_shape, inverse(order))
 
@@ -130,7 +130,7 @@ def _permute_reduction(node: Node, shape: list[int], axes: Axes) -> None:
     reduced = [dim % len(shape) for dim in (dims if is_list else [dims])] or list(order)
     if not set(reduced).isdisjoint(axes):
         return
-    permuted = new_node(node.graph, aten.permute.default, source, order)
+    permuted = new_meta_node(node.graph, aten.permute.default, source, order)
     new_dims = [order.index(dim) for dim in reduced]
     left = [axis for axis in order if keep or axis not in reduced]
     result_shape = [1 if axis in reduced else shape[axis] for axis in left]
@@ -142,7 +142,7 @@ def _replace(node: Node, args: Any, shape: list[int], back: list[int]) -> None:
     """Replaces the node by its operation on ``args``, whose result has this shape, permuted."""
     result = node.graph.call_function(node.target, args, node.kwargs)
     result.meta["val"] = value_of(node).new_empty(shape, device="meta")
-    node.replace_all_uses_with(new_node(node.graph, aten.permute.default, result, back))
+    node.replace_all_uses_with(new_meta_node(node.graph, aten.permute.default, result, back))
 
 
 _REDUCTIONS = {aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.prod.dim_int}

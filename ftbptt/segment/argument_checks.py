@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .._compat.modules import has_hooks
-from .._trees import keystr, tree_flatten, tree_flatten_with_path
+from .._trees import Tree, keystr, tree_flatten, tree_flatten_with_path
 from .._warnings import warn
 from ..compiler.signature import Level, Recipe
 from ..contract.step import own_names
 from .call import GROUPS
 
-Tree = Any
 _LEAF, _EMPTY = tree_flatten(0)[1], tree_flatten(())[1]
 _WITHOUT_INPUT = "For a step without an input give torch.zeros(K), which says how many steps."
 
@@ -46,6 +45,8 @@ class Argument:
                 if name == "x" and tree is None:
                     raise TypeError(f"x: expected tensors, found None. {_WITHOUT_INPUT}")
                 convert = "" if leaf is None else "torch.as_tensor(value), or "
+                if name in ("x", "y") and isinstance(leaf, (int, float)):
+                    convert = "torch.full((K,), value), or "
                 if hasattr(leaf, "keys"):
                     convert = "dict(value), or "
                 raise TypeError(
@@ -135,7 +136,7 @@ def check_lengths(
             if len(shape) <= time_dim:
                 raise ValueError(
                     f"{argument.path(i)}: expected time on axis {time_dim}, found shape "
-                    f"{list(leaf.shape)}."
+                    f"{list(leaf.shape)}. Expand what holds for all steps over them."
                 )
             length = shape[time_dim]
             if steps is not None and length != steps:

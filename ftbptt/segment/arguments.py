@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .._trees import in_order_of, tree_unflatten
+from .._trees import Tree, in_order_of, tree_unflatten
 from ..compiler.signature import Level, Recipe, Specs
 from ..contract.layout import Layout, SharedLayout
 from ..contract.step import start_of
@@ -23,8 +21,6 @@ from .argument_checks import (
     check_parameter_names,
 )
 from .call import SEQUENCES, Call, Counts, InDims, layout_of, settings_of
-
-Tree = Any
 
 
 def lay_out(

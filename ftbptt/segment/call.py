@@ -10,12 +10,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .._trees import Tree
 from ..compiler.signature import Autocast, Leaf, Level, Recipe, Signature, Specs
 from ..contract.layout import Layout, SharedLayout
 from ..contract.step import Step
 
 T = TypeVar("T")
-Tree = Any
 InDims = tuple[None, int | None, int, int | None]
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._trees import Tree
 from .call import Call
 from .execute import Executable
 
-Tree = Any
 _TENSORS = (Tensor, nn.Parameter)
 _MOST = 256  # calls, one for each K; many different lengths should not fill the memory
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._trees import tree_leaves, tree_map
+from .._trees import Tree, tree_leaves, tree_map
 from ..contract.step import Step
 
-Tree = Any
 _MOST_STEPS = 16
 _TF32_ROUNDING = 2**-8  # of a few layers
 # What torch replaces tensors in while a module runs with others.

@@ -11,11 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from .._trees import Tree
 from ..contract.output import SegmentOutput
 from .call_cache import CheckedCall, flatten
 from .train_segment import TrainSegment
-
-Tree = Any
 
 
 class ConsecutiveCalls:

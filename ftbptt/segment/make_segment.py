@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .._checks import check_bool, check_initial_state, check_int, check_one_of, check_time_dim
+from .._trees import Tree
 from ..backends import NAMES
 from ..compiler.signature import Recipe
 from ..contract.as_step import as_step
@@ -15,8 +16,6 @@ from ..contract.loss import Loss, of_first
 from ..contract.step import Step, StepFunction
 from .call import InDims
 from .train_segment import TrainSegment
-
-Tree = Any
 
 
 def make_train_segment(

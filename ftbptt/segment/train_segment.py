@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._compat.running import inside_derivative, inside_functorch
 from .._strides import with_strides_of
-from .._trees import tree_unflatten
+from .._trees import Tree, tree_unflatten
 from ..compiler.plan import Plan
 from ..compiler.signature import Recipe
 from ..compiler.tracing.constants import Constants
@@ -27,8 +27,6 @@ from .executables import Executables
 from .explain import Explanation, explain
 from .probes import find_taps, taps_of, with_probes
 from .vmap import CallInfo, SegmentFunction
-
-Tree = Any
 
 
 class TrainSegment:

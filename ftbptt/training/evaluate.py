@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .._checks import check_device, check_int, kind_of
-from .._trees import tree_leaves, tree_map
+from .._trees import Tree, tree_leaves, tree_map
 from ..contract.layout import Layout
 from ..segment.make_segment import check_made
 from ..segment.train_segment import TrainSegment
@@ -20,8 +20,6 @@ from .data.prefetch import Mover
 from .data.source import as_source, check_axes
 from .random_truncation import RandomTruncation
 from .segments import Segments
-
-Tree = Any
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ def _flatten_valid(
             )
         if rows is None:
             leaf = leaf.movedim(time_axis, 0)
-        elif row_axis is None:  # the same for all rows
+        elif row_axis is None or leaf.dim() <= row_axis:  # the same for all rows
             leaf = leaf.movedim(time_axis, 0).repeat_interleave(rows, 0)
         else:
             leaf = leaf.movedim((time_axis, row_axis), (0, 1)).flatten(0, 1)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._checks import check_number
-from .._trees import differentiable, tree_leaves, tree_map
+from .._trees import Tree, differentiable, tree_leaves, tree_map
 from ..contract.layout import Layout, SharedLayout
 from ..contract.output import SegmentOutput
 from ..segment.make_segment import check_made
@@ -17,8 +17,6 @@ from ..segment.train_segment import TrainSegment
 from .data.chunk import Chunk
 from .data.layout import DataLayout
 from .updates.window_stats import share
-
-Tree = Any
 
 
 class Cuts(NamedTuple):

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._trees import Tree
 from .checkpoints.file import as_plain, from_plain
 from .data.cursor import Cursor, Place
 from .segments import Segments
-
-Tree = Any
 
 
 class ResumePoint(NamedTuple):

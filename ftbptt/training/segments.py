@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._trees import tree_leaves, tree_map
+from .._trees import Tree, tree_leaves, tree_map
 from ..contract.output import EarlyGradients, SegmentOutput
 from ..segment.consecutive_calls import ConsecutiveCalls
 from ..segment.train_segment import TrainSegment
@@ -19,7 +19,6 @@ from .data.cursor import Span
 from .data.layout import DataLayout
 from .variants import variant, with_scale
 
-Tree = Any
 _NO_AUTOCAST = nullcontext()
 _MAX_WARM_UP_STEPS = 256  # per call without a gradient, which bounds its memory
 

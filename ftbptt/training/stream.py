@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .._checks import check_tensors
-from .._trees import tree_map
+from .._trees import Tree, tree_map
 from .._warnings import warn
 from ..distributed.ranks import RankFailed
 from .checkpoints.stores import Store
@@ -25,8 +25,6 @@ from .updates.nonfinite import Guard
 from .updates.rank_sync import RankSync
 from .updates.update import Update
 from .window_run import WindowRunner
-
-Tree = Any
 
 
 class Phase(Enum):

@@ -14,7 +14,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
 from .._checks import check_bool, check_device, check_int, check_time_dim
-from .._trees import tree_leaves, tree_map
+from .._trees import Tree, tree_leaves, tree_map
 from ..contract.output import SegmentOutput
 from ..distributed.ranks import Ranks
 from ..distributed.shares import share_of
@@ -36,8 +36,6 @@ from .updates.learner import Learner
 from .updates.optimizers import FunctionalOptimizer
 from .updates.rank_sync import RankSync
 from .updates.same_on_ranks import check_same
-
-Tree = Any
 
 
 def train_stream(

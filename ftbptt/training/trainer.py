@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 
 from .._interrupt import uninterrupted
 from .._random_state import random_state, set_random_state
-from .._trees import tree_leaves
+from .._trees import Tree, tree_leaves
 from .checkpoints.comparison import check_like, check_names
 from .data.cursor import Cursor, Place
 from .reports.events import SequenceEnd, emit
@@ -24,7 +24,6 @@ from .updates.update import Update
 from .updates.window_stats import WindowStats
 from .window_run import WindowRunner
 
-Tree = Any
 _NO_CONTEXT = nullcontext()
 
 

@@ -8,13 +8,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .._trees import tree_leaves
+from .._trees import Tree, tree_leaves
 from ..contract.layout import Layout, SharedLayout
 from ..contract.loss import Loss
 from ..segment.train_segment import TrainSegment
 from .data.chunk import Chunk
-
-Tree = Any
 
 # Each variant is compiled, so it lives as long as the segment that it was made from.
 _variants: WeakKeyDictionary[TrainSegment, dict[Any, TrainSegment]] = WeakKeyDictionary()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .._trees import tree_leaves
+from .._trees import Tree, tree_leaves
 from .data.chunk import Chunk
 from .data.cursor import Place, Span
 from .data.windows import Truncation, Window
@@ -16,9 +16,6 @@ from .updates.learner import Learner
 from .updates.nonfinite import Guard, nonfinite_window
 from .updates.rank_sync import RankSync
 from .updates.window_stats import WindowStats
-
-Tree = Any
-
 
 # The stats of a window (None: its loss is not finite, so it does not count), the state after it,
 # and the next place.

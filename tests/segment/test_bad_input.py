@@ -276,7 +276,11 @@ def test_lengths_that_differ() -> None:
 
 
 def test_x_without_an_axis_for_time() -> None:
-    refused(ValueError, r"x: expected time on axis 0, found shape \[\]", x=torch.tensor(1.0))
+    refused(
+        ValueError, r"x: expected time on axis 0, found shape \[\]\. Expand what holds for all",
+        x=torch.tensor(1.0),
+    )  # fmt: skip
+    refused(TypeError, r"y: expected a tensor, found float.*torch.full\(\(K,\), value\)", y=1.0)
     segment = make_train_segment(dict_step, per_row, backend="eager", time_dim=1)
     with pytest.raises(ValueError, match=r"y: expected time on axis 1, found shape \[5\]"):
         segment(**arguments() | {"x": torch.zeros(B, K, D), "y": torch.zeros(K)})

@@ -482,6 +482,19 @@ def test_metrics_without_a_target() -> None:
     assert found.metrics["error"].item() == pytest.approx(found.loss)
 
 
+def test_metrics_of_a_target_of_each_step() -> None:
+    """The same for all rows."""
+    segment = make_train_segment(
+        tagger(), lambda out, y: (out.mean(-1) - y[:, None]).square().mean(), backend="eager"
+    )
+    data = stream(9, rows=3)[0], torch.arange(9.0).double()
+    found = evaluate_stream(
+        segment, dict(tagger().named_parameters()), zeros(3), data, k=4,
+        metrics={"error": MeanSquaredError()}, metric_inputs=lambda out, y: (out.mean(-1), y),
+    )  # fmt: skip
+    assert found.metrics["error"].item() == pytest.approx(found.loss)
+
+
 def test_no_train_segment() -> None:
     with pytest.raises(TypeError, match="train_segment: expected what make_train_segment returns"):
         evaluate_stream(tagger(), {}, None, stream(9))

@@ -13,6 +13,7 @@ from ..._compat.running import is_fake
 from ..._compat.tracing import writes_in_place
 from ..._messages import describe_type
 from ..._trees import (
+    Tree,
     in_order_of,
     keystr,
     tree_flatten,
@@ -21,8 +22,6 @@ from ..._trees import (
 )
 from ...contract.step import Step
 from ..graphs import Node, aten, inputs_of, needed_for, value_of
-
-Tree = Any
 
 
 def floating_dtypes(tree: Tree) -> set[torch.dtype]:

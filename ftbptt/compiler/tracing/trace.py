@@ -28,7 +28,7 @@ from ..._compat.tracing import (
     writes_in_place,
 )
 from ..._interrupt import uninterrupted
-from ..._trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from ..._trees import Tree, TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from ...contract.step import Step
 from ..graphs import aten
 from ..signature import Autocast, with_autocast
@@ -49,7 +49,6 @@ from .step_checks import (
 )
 from .vmap_rewrites import REWRITES
 
-Tree = Any
 # torch traces by patching itself, for all threads: one at a time.
 TRACING = threading.RLock()
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..._trees import differentiable, tree_flatten
-
-Tree = Any
+from ..._trees import Tree, differentiable, tree_flatten
 
 # The error allowed, relative to a tensor's norm.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-4, torch.bfloat16: 0.1, torch.float16: 0.02}

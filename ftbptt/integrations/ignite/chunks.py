@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from ..._messages import first_line
-from ..._trees import tree_flatten, tree_leaves
+from ..._trees import Tree, tree_flatten, tree_leaves
 from ..._warnings import warn
 from ...training.data.chunk import Chunk
 from .agreement import is_conclusive
@@ -27,7 +27,6 @@ from .gradients import add_gradients, backward, backward_alone
 from .surroundings import SideEffects, Snapshot, Surroundings, first_change
 from .verdict import FirstChunk, Verdict
 
-Tree = Any
 _MOST_VERDICTS = 64
 _MAX_CHANGES = 4  # of the surroundings: after more, nothing is compiled any longer
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from ..._messages import first_line
+from ..._trees import Tree
 from ...contract.as_step import as_step
 from ...segment.make_segment import make_train_segment
 from ...training.data.chunk import Chunk
 from ...training.segments import Segments
 from ...training.updates.learner import scale_of
 from .agreement import Outcome
-
-Tree = Any
 
 
 class NotCompiled(Exception):

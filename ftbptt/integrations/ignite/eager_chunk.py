@@ -6,18 +6,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..._trees import tree_leaves, tree_map
+from ..._trees import Tree, tree_leaves, tree_map
 from ...contract.as_step import as_step
 from ...contract.layout import Layout, where_rows
 from ...contract.step import Step
 from ...training.data.chunk import Chunk, TimeAxes
-
-Tree = Any
 
 
 class Forward(NamedTuple):

@@ -16,14 +16,13 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 from ..._checks import check_int, check_one_of, check_positive
-from ..._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from ..._trees import Tree, keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ...backends import NAMES
 from ...training.data.chunk import Chunk
 from ...training.data.windows import Truncation
 from .batch_windows import BatchWindow, BatchWindows
 from .chunks import ChunkOutput, Chunks
 
-Tree = Any
 LOSS_MEANS = ("steps", "chunks")
 
 

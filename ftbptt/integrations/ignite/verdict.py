@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._trees import tree_leaves, tree_map
+from ..._trees import Tree, tree_leaves, tree_map
 from ...training.data.chunk import Chunk
 from .agreement import Outcome, difference, not_stepwise
 from .compiled_chunk import CompiledChunk, NotCompiled
 from .eager_chunk import EagerChunk, Forward
 from .noise import CONSTANTS, ConstantNoise, Trial, noise_difference
-
-Tree = Any
 
 
 @dataclass(frozen=True)

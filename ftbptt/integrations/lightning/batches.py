@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._messages import describe_type
-from ..._trees import tree_leaves, tree_map
+from ..._trees import Tree, tree_leaves, tree_map
 from ...contract.as_step import as_step
 from ...contract.loss import Loss
 from ...segment.make_segment import make_train_segment
@@ -19,8 +19,6 @@ from ...training.data.cursor import Span
 from ...training.data.windows import Truncation, Window
 from ...training.segments import Segments
 from ...training.updates.window_stats import WindowStats
-
-Tree = Any
 
 
 class OneStep(nn.Module):

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import LBFGS, Optimizer
 
-from ..._trees import keystr, tree_flatten_with_path, tree_leaves
+from ..._trees import Tree, keystr, tree_flatten_with_path, tree_leaves
 from ..._warnings import warn
 from ...training.checkpoints.file import as_plain, from_plain
 from ...training.updates.learner import Learner, scale_of
 from ...training.updates.window_stats import WindowStats
 
-Tree = Any
 # Of automatic optimization, around a backward that there is not, and its step.
 _HOOKS_OF_BACKWARD = (
     "optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "on_before_backward",

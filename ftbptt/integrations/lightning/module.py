@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor
 
 from ..._checks import check_bool, check_int, check_one_of
-from ..._trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from ..._trees import Tree, keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ..._warnings import warn
 from ...backends import NAMES
 from ...training.data.chunk import Chunk
@@ -19,8 +19,6 @@ from ...training.data.windows import Truncation
 from ...training.updates.window_stats import WindowStats
 from .batches import Batches, Windows, zero_state
 from .callback import TBPTTRun
-
-Tree = Any
 
 
 class TBPTTModule(LightningModule):

@@ -7,9 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._trees import keystr, tree_flatten_with_path, tree_leaves
-
-Tree = Any
+from ..._trees import Tree, keystr, tree_flatten_with_path, tree_leaves
 
 
 def names_of(tree: Tree) -> list[str]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..._trees import (
+    Tree,
     in_order_of,
     keystr,
     tree_flatten,
@@ -26,7 +27,6 @@ from ..._trees import (
 )
 from ..._warnings import warn
 
-Tree = Any
 _MARK = b"ftbptt-sha256:"  # follows torch's own file, and is followed by that file's hash
 
 

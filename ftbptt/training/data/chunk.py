@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..._messages import describe_type
 from ..._trees import (
+    Tree,
     keystr,
     tree_flatten,
     tree_flatten_with_path,
@@ -20,8 +21,6 @@ from ..._trees import (
     tree_unflatten,
 )
 from ...contract.layout import Layout
-
-Tree = Any
 
 
 class Chunk(NamedTuple):

@@ -13,10 +13,10 @@ from ..._compat.training import has_workers, with_workers
 from ..._interrupt import uninterrupted
 from ..._messages import first_line
 from ..._random_state import random_state, set_random_state
+from ..._trees import Tree
 from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, error_prefix
 from .randomness import DataRandomness
 
-Tree = Any
 # The keys of the random numbers before the epoch, and before its first chunk.
 _EPOCH_START, _FIRST_CHUNK = -1, 0
 

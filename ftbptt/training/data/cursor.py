@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..._random_state import random_state, set_random_state
+from ..._trees import Tree
 from .chunk import Chunk, TimeAxes
 from .chunk_stream import ChunkStream
 from .prefetch import Mover
 from .source import Rereadable, Source, check_axes
 from .windows import Truncation, Window
-
-Tree = Any
 
 
 @dataclass(slots=True)

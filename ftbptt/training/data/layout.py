@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..._trees import in_order_of, tree_leaves, tree_map
+from ..._trees import Tree, in_order_of, tree_leaves, tree_map
 from ...contract.layout import Layout, SharedLayout, where_rows
 from ...distributed.shares import share_of
 from ...segment.train_segment import TrainSegment
 from .chunk import Chunk, TimeAxes, check_leaves, error_prefix
 from .rows import count_rows, join_rows, split_rows, valid_steps
-
-Tree = Any
 
 
 class Counts(NamedTuple):

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._random_state import random_state, same_random_state, set_random_state
-from ..._trees import tree_leaves, tree_map
+from ..._trees import Tree, tree_leaves, tree_map
 from ...distributed.shares import share_of
 from .chunk import Chunk, TimeAxes, as_tensors, check_leaves, error_prefix
 from .contiguous import checked_layout
-
-Tree = Any
 
 
 class _Slot(NamedTuple):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..._trees import tree_leaves, tree_map
+from ..._trees import Tree, tree_leaves, tree_map
 from ...contract.layout import Layout, SharedLayout
 from .chunk import Chunk
-
-Tree = Any
 
 
 def count_rows(

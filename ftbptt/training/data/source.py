@@ -7,10 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ..._trees import Tree
 from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, error_prefix, has_only_tensors
 from .chunk_stream import ChunkStream
 
-Tree = Any
 _WINDOWS_PER_SPLIT = 32  # one split into many windows takes a third of the time of as many slices
 
 

@@ -17,6 +17,7 @@ from ..._compat.running import versions_of
 from ..._compat.training import forget_unscaled
 from ..._strides import with_strides_of
 from ..._trees import (
+    Tree,
     differentiable,
     keystr,
     tree_flatten,
@@ -35,8 +36,6 @@ from .optimizers import (
     load_optimizer,
 )
 from .window_stats import share
-
-Tree = Any
 
 
 class Learner:

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._trees import differentiable, keystr, tree_flatten_with_path, tree_leaves
+from ..._trees import Tree, differentiable, keystr, tree_flatten_with_path, tree_leaves
 from ..._warnings import warn
 from ...contract.layout import Layout
 from ...contract.output import SegmentOutput
 from ..data.chunk import Chunk
 from .learner import Learner
-
-Tree = Any
 
 
 class Guard:

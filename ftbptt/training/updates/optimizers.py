@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..._checks import check_tensors
-from ..._trees import in_order_of, leaf_names, tree_flatten, tree_leaves
-
-Tree = Any
+from ..._trees import Tree, in_order_of, leaf_names, tree_flatten, tree_leaves
 
 
 @runtime_checkable

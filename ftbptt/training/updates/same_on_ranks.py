@@ -8,13 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
-from ..._trees import keystr, tree_flatten_with_path, tree_leaves
+from ..._trees import Tree, keystr, tree_flatten_with_path, tree_leaves
 from ...distributed.ranks import Ranks
 from ..data.chunk_stream import ChunkStream
 from ..data.source import Arrays, Source
 from .optimizers import Sharded
-
-Tree = Any
 
 
 def check_same(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-Tree = Any
+from ..._trees import Tree
 
 
 class Update:
