@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +29,15 @@ from ..segment.test_parity import flags
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 BACKENDS = ("cudagraph", "fused")
-Segments = Callable[..., Any]
+_LONGEST_TEST = 600.0  # seconds, most of which is compilation
+
+
+@pytest.fixture(autouse=True)
+def time_limit() -> Iterator[None]:
+    """A kernel that waits for another for ever cannot be interrupted: the process ends."""
+    faulthandler.dump_traceback_later(_LONGEST_TEST, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def on_gpu(name: str, dtype: torch.dtype = torch.float64) -> Problem:
