@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
 from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -12,6 +12,12 @@ from typing import Any
 from torch import nn
 
 _MOST_ITEMS = 1000  # of a container: what is longer holds data
+# Methods that Python calls, but not for a step or a loss.
+_NOT_OF_STEPS = {
+    "__init__", "__new__", "__del__", "__init_subclass__", "__class_getitem__", "__set_name__",
+    "__repr__", "__str__", "__format__", "__dir__", "__sizeof__", "__copy__", "__deepcopy__",
+    "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
+}  # fmt: skip
 _CACHE = type(cache(lambda: None))
 
 
@@ -24,8 +30,8 @@ def reached_by(root: Any) -> Iterator[Any]:
     what it names as globals, if these are modules, containers, or the caller's own, that is, of
     the same file (classes too); a method what it is bound to, a ``partial`` what it binds, an
     object of the caller's what it holds, and a module its submodules and such objects. Of the
-    classes of all these it reads the methods that a function reached names, and those that Python
-    and torch call; none of torch's own.
+    classes of all these: the methods whose names occur in the code of any function so far, and
+    those that Python and torch call; none of torch's own.
     """
     seen: dict[int, Any] = {}  # kept alive, so that no other object gets their ids
     owners: dict[int, Any] = {}  # of methods
@@ -138,12 +144,14 @@ def _methods_of(classes: Iterable[type], names: set[str]) -> Iterator[Any]:
     """The classes' methods, not their bases', of these names, and those that Python calls."""
     members = (member for kind in classes for member in vars(kind).items())
     for name, method in members:
-        if name in names or (name.startswith("__") and name != "__init__"):
+        if name == "__len__" and "len" not in names:
+            continue
+        if name in names or (name.startswith("__") and name not in _NOT_OF_STEPS):
             if isinstance(method, (classmethod, staticmethod)):
                 method = method.__func__
             elif isinstance(method, property):
                 method = method.fget
-            elif isinstance(method, cached_property):
+            elif isinstance(method, (cached_property, partialmethod, singledispatchmethod)):
                 method = method.func
             if isinstance(method, (FunctionType, _CACHE)):
                 yield method

@@ -14,4 +14,6 @@ def with_strides_of(param: Tensor, grad: Tensor) -> Tensor:
     """
     if grad.stride() == param.stride():
         return grad
-    return torch.empty_like(param.detach()).copy_(grad)
+    with_strides = torch.empty_like(param.detach())
+    # Those of a slice, or of an expanded tensor, no other tensor has, nor has autograd's gradient.
+    return grad if grad.stride() == with_strides.stride() else with_strides.copy_(grad)

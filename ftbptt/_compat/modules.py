@@ -46,6 +46,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def is_persistent(module: nn.Module, key: str) -> bool:
+    """Whether ``state_dict`` has a buffer; torch has no public way to ask but by calling it."""
+    return key not in module._non_persistent_buffers_set
+
+
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """As ``named_children()``, and it changes with the module; see :func:`own_parameters`."""
     return module._modules

@@ -163,8 +163,8 @@ class LossTracer:
             traced = self._trace_loss(steps)
             if mismatch is not None and any(steps in out.shape for out in self.outs):
                 raise ValueError(
-                    f"{mismatch} That is for {self.example_steps} steps; with {steps}, as many as "
-                    "an axis of out has, they fit by chance."
+                    f"{mismatch} The loss was tried with {self.example_steps} steps; with {steps}, "
+                    "as many as another axis of out has, the shapes fit by chance."
                 ) from mismatch
             self.example_steps = steps
         self.traced = traced.graph
@@ -173,18 +173,17 @@ class LossTracer:
         self.is_constant = bool(self.outs) and not any(self.with_grad)
 
     def computes_as(self, other: LossTracer) -> bool:
-        """Whether it is the same for all K. What was traced for one K is not compared.
-
-        Nor is a gradient that someone wrote, which may be another one.
-        """
+        """Whether it is the same for all K. What was traced for one K is not compared."""
         keys = {keyed.key for keyed in (*self._graphs.values(), *other._graphs.values())}
-        graph = self.traced.graph
-        has_own_gradient = any(isinstance(node.target, CustomGradient) for node in graph.nodes)
-        return (
-            keys <= {ANY_STEPS}
-            and not has_own_gradient
-            and has_same_code(graph, other.traced.graph)
-        )
+        graph, other_graph = self.traced.graph, other.traced.graph
+        if not keys <= {ANY_STEPS} or not has_same_code(graph, other_graph):
+            return False
+        if not any(isinstance(node.target, CustomGradient) for node in graph.nodes):
+            return True
+        # A gradient that someone wrote is traced in the joint graphs only.
+        if (mine := self._for_any) is None or (others := other._for_any) is None:
+            return False
+        return has_same_code(mine.joint.graph, others.joint.graph)
 
     def graphs_for(self, steps: int) -> KeyedGraphs:
         """The loss of K steps."""

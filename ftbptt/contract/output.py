@@ -63,7 +63,7 @@ class EarlyGradients(NamedTuple):
     """Gradients that are handed over in ``parts`` as soon as each is there, such as to be sent.
 
     ``parts`` are numbers of the parameters' leaves. ``ready`` is called with the loss and the
-    gradients of a part, for each of them in order; they are those that the segment returns.
+    gradients of a part, for each of them in order; the segment returns the same numbers.
     """
 
     parts: list[list[int]]

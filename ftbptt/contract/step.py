@@ -6,15 +6,16 @@ batch lie in its state, and its zero state if it is known. ``as_step`` makes one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .._compat.modules import COMPILED_PREFIX, parametrizations_kept_apart
+from .._compat.modules import COMPILED_PREFIX, is_persistent, parametrizations_kept_apart
 from .._reach import modules_read_by
 from .._trees import Tree
 from .taps import Collector, collecting, owners
@@ -131,6 +132,23 @@ class Step:
         """The module's buffers: constants of a segment, read anew at each call."""
         buffers = {name: getattr(owner, key) for name, owner, key in self._buffer_owners}
         return {name: buffer for name, buffer in buffers.items() if buffer is not None}
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Those that the module's ``state_dict`` has: the others are computed again."""
+        owners = self._buffer_owners
+        saved = {name for name, owner, key in owners if is_persistent(owner, key)}
+        return {name: buffer for name, buffer in self.buffers().items() if name in saved}
+
+    def set_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Gives the module's buffers these values, in place where they can be written."""
+        for name, owner, key in self._buffer_owners:
+            if name in values:
+                buffer = getattr(owner, key)
+                try:
+                    with torch.no_grad():
+                        buffer.copy_(values[name])
+                except RuntimeError:  # expanded, or of inference mode
+                    setattr(owner, key, values[name].to(buffer.device))
 
     def with_states(self, tapped: bool = False) -> Step:
         """The same step, its output ``(out_t, state)``: with the state that it was called with.

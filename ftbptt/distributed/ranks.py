@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
+
+from .._trees import Tree, tree_leaves
 
 Result = TypeVar("Result")
 
@@ -82,17 +84,21 @@ class Ranks:
             raise RankFailed("mesh: its process group was destroyed, so the ranks cannot go on.")
         return group
 
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrites tensors with those of the first rank, in place. Raises :class:`RankFailed`."""
+    def broadcast_params(self, params: Tree) -> None:
+        """Overwrites the parameters with those of the first rank, in place.
+
+        Raises :class:`RankFailed`.
+        """
         source = dist.get_global_rank(self.group, 0)
         with torch.no_grad():
-            for tensor in tensors:
-                sent = tensor.detach().contiguous()
-                try:
-                    dist.broadcast(sent, source, group=self.group)
-                except RuntimeError as error:
-                    raise self.lost(error) from error
-                tensor.copy_(sent)
+            for leaf in tree_leaves(params):
+                if isinstance(leaf, Tensor):
+                    buffer = leaf.detach().contiguous()
+                    try:
+                        dist.broadcast(buffer, source, group=self.group)
+                    except RuntimeError as error:
+                        raise self.lost(error) from error
+                    leaf.copy_(buffer)
 
     def all_do(self, do: Callable[[], Result]) -> Result:
         """The result of ``do()``, once it has succeeded on all ranks. A collective.

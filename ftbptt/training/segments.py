@@ -87,15 +87,18 @@ class Segments(DataLayout):
         return generator if isinstance(generator, torch.Generator) else None
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers of the module that the segment was made of."""
-        return {} if self.inner is None else self.inner.recipe.step.buffers()
+        """The buffers of the module that the segment was made of, on the CPU."""
+        found = {} if self.inner is None else self.inner.recipe.step.buffers()
+        return {name: buffer.detach().cpu() for name, buffer in found.items()}
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """Those that the module's ``state_dict`` has: the others are computed again."""
-        if self.inner is None or (module := self.inner.recipe.step.module) is None:
-            return {}
-        saved = module.state_dict(keep_vars=True)
-        return {name: buffer for name, buffer in self.buffers().items() if name in saved}
+        """Those that a checkpoint holds."""
+        return {} if self.inner is None else self.inner.recipe.step.saved_buffers()
+
+    def set_buffers(self, values: dict[str, Tensor]) -> None:
+        """Gives the module's buffers these values."""
+        if self.inner is not None:
+            self.inner.recipe.step.set_buffers(values)
 
     def start(self, params: Tree) -> Tree:
         """The ``initial_state`` that the segment was made with; None without one."""

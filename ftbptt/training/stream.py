@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from enum import Enum, auto
 from traceback import extract_stack
@@ -312,19 +313,29 @@ class Stream(Iterator[Update]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned, of which it keeps nothing.
 
-        A run that has begun goes on from there. Writes the parameters, the module's buffers and the
-        optimizer's tensors in place. A run that ``stop`` had ended stays ended. Raises ValueError,
-        before it writes anything, for a run of another model or with other options.
+        Call it before the first ``next``; to go back in a run, load into a new one. Writes the
+        parameters, the module's buffers and the optimizer's tensors in place. A run that ``stop``
+        had ended stays ended. Raises RuntimeError for a run that has begun; ValueError, before it
+        writes anything, for the state of another model or of a run with other options.
         """
+        if self._has_begun:
+            raise RuntimeError(
+                "load_state_dict: this run has begun. Call train_stream again, and load into the "
+                "run that it returns."
+            )
+        self._restore(copy.deepcopy(state))
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """As :meth:`load_state_dict`, of what the run's checkpoint holds. Keeps its tensors."""
+        self._restore(state)
+        self._saved = self.index
+
+    def _restore(self, state: dict[str, Any]) -> None:
         if not isinstance(state, dict) or state.get("format") != 1:
             raise ValueError("checkpoint: it does not hold a run of train_stream.")
-        state = tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, state)
         self._trainer.load_state_dict(state)
         self._trainer.seconds = state["seconds"]
-        self._saved = self.index
         self.extra = state["extra"]
-        if self._has_begun:
-            self._phase = Phase.LEFT
 
 
 def _reason(error: BaseException) -> str:

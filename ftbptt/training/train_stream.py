@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -14,11 +15,11 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
 from .._checks import check_bool, check_device, check_int, check_time_dim
-from .._trees import Tree, tree_leaves, tree_map
+from .._trees import Tree, tree_map
 from ..contract.output import SegmentOutput
 from ..distributed.ranks import Ranks
 from ..distributed.shares import share_of
-from .checkpoints.file import check_writable, has_checkpoint, is_special, previous
+from .checkpoints.file import as_bytes, check_writable, has_checkpoint, is_special, previous
 from .checkpoints.stores import FileStore, SharedStore, Store
 from .data.chunk import Chunk
 from .data.chunk_stream import ChunkStream
@@ -242,7 +243,7 @@ def train_stream(
     )
     saved = store.load() if resume and store is not None else None
     if saved is not None:
-        stream.load_state_dict(saved)
+        stream.resume(saved)
     return stream
 
 
@@ -305,11 +306,13 @@ def _on_rank(
 ) -> tuple[Tree, Tree]:
     """The parameters of the first rank, and this rank's rows of the state.
 
-    The module's buffers become those of the first rank in place.
+    The module gets the buffers of the first rank.
     """
     if not isinstance(optimizer, Optimizer):  # the caller's tensors must not change in place
         params = tree_map(lambda leaf: leaf.detach().clone(), params)
-    ranks.broadcast([*tree_leaves(params), *segments.buffers().values()])
+    ranks.broadcast_params(params)
+    sent = ranks.gather(as_bytes(segments.buffers()) if ranks.rank == 0 else None)[0]
+    segments.set_buffers(torch.load(io.BytesIO(sent), weights_only=True))
     return params, segments.own_state(ranks.rank, ranks.size, state)
 
 

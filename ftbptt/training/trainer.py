@@ -308,15 +308,14 @@ class Trainer:
         learner.check(state["learner"])
         buffers = self.windows.segments.saved_buffers()
         saved_buffers = state.get("buffers", buffers)  # older checkpoints have none
-        check_names("buffers", list(buffers), list(saved_buffers))
-        check_like("buffers", "model", buffers, list(saved_buffers.values()))
+        check_names("buffers", sorted(buffers), sorted(saved_buffers))
+        check_like("buffers", "model", buffers, [saved_buffers[name] for name in buffers])
         device = tree_leaves(learner.params)[0].device
         start = self.windows.segments.start(learner.params)
         self.resume_point = ResumePoint.from_state(state, self.windows.initial, start, device)
         self._move_to(self.resume_point)
         learner.load_state_dict(state["learner"])
-        for name, buffer in buffers.items():
-            buffer.copy_(saved_buffers[name])
+        self.windows.segments.set_buffers(saved_buffers)
         self.monitor.load_state_dict(state, device)
         self.ended = self.monitor.ended
         self.index = state["index"]

@@ -48,7 +48,7 @@ def _scaled(loss: Loss) -> Loss:
         value = loss(out, target[0] if target else None)
         value = value.to(torch.promote_types(value.dtype, torch.float32))
         exact, factor = value.detach(), scale[(0,) * scale.dim()]
-        return torch.where(exact.isfinite(), exact + (value - exact) * factor, value)
+        return torch.where(exact.isfinite(), exact + (value - exact) * factor, value * factor)
 
     return scaled_loss
 

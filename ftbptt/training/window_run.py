@@ -115,6 +115,16 @@ class WindowRunner:
         self._last_x_shape = x_shape
         return result
 
+    def _initial_has_rows(self, chunk: Chunk) -> bool:
+        """Whether ``initial_state`` has as many rows as the chunk."""
+        segments = self.segments
+        x, axis = tree_leaves(chunk.x)[0], segments.layout(chunk.x).x_rows
+        for leaf in tree_leaves(segments.start(self.learner.params)):
+            row_axis = segments.row_axis(leaf)
+            if leaf.dim() > row_axis and leaf.shape[row_axis] == x.shape[axis]:
+                return True
+        return False
+
     def _run_micro_batches(self, job: _Job) -> _Result | None:
         segments, first_row = self.segments, 0
         results = []
@@ -122,11 +132,11 @@ class WindowRunner:
             try:
                 result = self._run_part(job._replace(chunk=chunk, state=state), first_row)
             except (ValueError, RuntimeError) as error:
-                if segments.inner is not None and segments.inner.recipe.initial_state is not None:
+                if self._initial_has_rows(job.chunk):
                     error.add_note(
                         "ftbptt: micro_batches splits the rows of the data and of the state, but "
-                        "not those of initial_state. Give one without an axis of rows, and state= "
-                        "with all rows, which a reset of the first step puts it into."
+                        "not those of initial_state. Give one without an axis of rows, pass a "
+                        "state of all rows as state=, and reset the first step."
                     )
                 raise
             if result is None:

@@ -341,6 +341,35 @@ def test_in_methods(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check(segment, made, 4)
 
 
+class Log:
+    """Its length and its text are not read by a step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.count = 0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __repr__(self) -> str:
+        return f"Log({self.count})"
+
+
+def test_methods_that_no_step_calls() -> None:
+    log = Log()
+
+    def of(h: Tensor) -> Tensor:
+        return h if isinstance(log, Log) else -h
+
+    made = made_with(of)
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    for _ in range(3):
+        check(segment, made, 4)
+        log.values.append(1.0)
+        log.count += 1
+    assert segment.trace_count == 1
+
+
 class Settings:
     rate = 2.0
 

@@ -399,3 +399,21 @@ def test_a_slope_that_is_annealed(how: str, place: str, monkeypatch: pytest.Monk
     monkeypatch.setitem(globals(), "sharpness", 25.0)
     with pytest.warns(RuntimeWarning, match="compiled again: .* 'sharpness' has changed"):
         check(segment, made, 4)
+
+
+def test_what_does_not_change_a_gradient_that_someone_wrote() -> None:
+    """The loss is traced again, and not compiled again."""
+    step_size = 1.0
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        assert step_size
+        return mse(Spike.apply(out), y)
+
+    made = problem_with(lambda w, x, h: h @ w + x, loss=loss)
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    check(segment, made, 4)
+    compiled = segment.compile_count
+    for _ in range(2):
+        step_size += 1
+        check(segment, made, 4)
+    assert (segment.trace_count, segment.compile_count) == (3, compiled)

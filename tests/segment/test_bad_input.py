@@ -366,7 +366,11 @@ def test_a_loss_with_rows_before_steps(rows: int) -> None:
     given = {"w": torch.ones(D, H)}, torch.zeros(rows, H), torch.ones(K, rows, D)
     mask = torch.ones(K, rows, dtype=torch.bool)
     words = r"loss: loss\(out, y\) has shape .* but mask has "
-    words += r".* with 5, as many as an axis of out has, they fit by" if rows == K else r"\[5, 6\]"
+    words += (
+        r".* with 5, as many as another axis of out has, the shapes fit by"
+        if rows == K
+        else r"\[5, 6\]"
+    )
     with pytest.raises(ValueError, match=words):
         segment(*given, torch.ones(K, rows, H), mask=mask)
 

@@ -171,7 +171,7 @@ def test_parameters_in_another_order_are_not_mistaken(tmp_path: Path) -> None:
 
     list(run("ab", False))
     assert run("ab", True).index == 2
-    words = r"params: its leaves are \['b.weight'\], \['b.bias'\], .*in the checkpoint \['a.weight'"
+    words = r"params: found \['b.weight'\], \['b.bias'\], .*in the checkpoint \['a.weight'"
     with pytest.raises(ValueError, match=words):
         run("ba", True)
 

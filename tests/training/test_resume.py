@@ -213,15 +213,29 @@ def test_the_state_dict_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["plain", "functional", "accumulated", "dropout, list"])
 @pytest.mark.parametrize("interval", [0, 1e6])
 def test_back_to_the_same_state_again_and_again(name: str, interval: float) -> None:
-    """In a run that has gone on, and in new ones; the state stays what it was."""
+    """The state stays what it was; a run that has begun stays as it is."""
     first = Run(name, 0, interval=interval).go(3)
     saved = copy.deepcopy(first.updates.state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"load_state_dict: this run has begun\. Call train_stre"
+    ):
+        first.updates.load_state_dict(saved)
     expected = first.go().seen[3:]
-    runs = [first, first, Run(name, 7, interval=interval), Run(name, 8, interval=interval)]
-    for run in runs:
-        run.seen.clear()
+    for seed in (7, 8):
+        run = Run(name, seed, interval=interval)
         run.updates.load_state_dict(saved)
         assert_same(run.go().seen, expected)
+
+
+def test_what_is_loaded_is_not_what_the_file_holds(tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    older = Run("plain", 0).go(2).updates.state_dict()
+    Run("plain", 0, file).go(4)
+    assert load_checkpoint(file)["index"] == 4
+    run = Run("plain", 7, file, resume=True)
+    run.updates.load_state_dict(older)
+    run.updates.finish()
+    assert load_checkpoint(file)["index"] == 2
 
 
 def test_two_runs_from_one_state() -> None:
@@ -239,6 +253,7 @@ class Reservoir(nn.Module):
     """A fixed random recurrence, and a buffer that is no part of the module's state."""
 
     weight: Tensor
+    bias: Tensor
     gain: Tensor
 
     def __init__(self, seed: int) -> None:
@@ -246,10 +261,11 @@ class Reservoir(nn.Module):
         torch.manual_seed(seed)
         self.readout = nn.Linear(5, 4).double()
         self.register_buffer("weight", torch.randn(5, 5).double() / 3)
+        self.register_buffer("bias", torch.randn(1).double().expand(5))  # cannot be written
         self.register_buffer("gain", torch.ones(()).double(), persistent=False)
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.tanh(x.sum(-1, keepdim=True) * self.gain + h @ self.weight)
+        h = torch.tanh(x.sum(-1, keepdim=True) * self.gain + h @ self.weight + self.bias)
         return self.readout(h), h
 
 
@@ -270,12 +286,11 @@ def test_buffers(tmp_path: Path) -> None:
     second.gain.fill_(2)
     reservoir_run(second, tmp_path / "run.pt", resume=True)
     assert torch.equal(second.weight, first.weight)
+    assert torch.equal(second.bias, first.bias)
     assert second.gain == 2
     other = Reservoir(2)
     other.register_buffer("more", torch.ones(1))
-    with pytest.raises(
-        ValueError, match="buffers: its leaves are weight, more, but in the checkpo"
-    ):
+    with pytest.raises(ValueError, match="buffers: found bias, more, weight, but in the chec"):
         reservoir_run(other, tmp_path / "run.pt", resume=True)
 
 

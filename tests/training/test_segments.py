@@ -183,3 +183,24 @@ def test_a_scale_by_which_the_loss_would_overflow(mode: str) -> None:
     assert len(losses) == 24
     assert all(1e3 < loss < 1e4 for loss in losses)
     assert max(scales) >= 2.0**125
+
+
+def test_a_loss_that_overflows_in_half_precision() -> None:
+    """Its gradient is finite. The scaler has to see the overflow, and leaves the update out."""
+    x, y, *_ = masked_data(2)
+    segment = make_train_segment(
+        step, lambda out, y: ((300 * out.half()) ** 2).sum() * 0.1, backend="eager"
+    )
+    params = {name: p.detach().float().requires_grad_() for name, p in parameters().items()}
+    before = {name: p.detach().clone() for name, p in params.items()}
+    scaler = GradScaler("cpu", init_scale=2.0**16)
+    run = train_stream(
+        segment, params, torch.zeros(4, 5), (x.float(), y.float()),
+        torch.optim.SGD(params.values(), lr=1.0), k1=24, scaler=scaler, progress=False,
+    )  # fmt: skip
+    run._guard.is_sound = lambda value: True  # type: ignore[method-assign]  # as on a GPU
+    assert float(next(run).loss) == float("inf")
+    with pytest.warns(RuntimeWarning, match="the mean loss up to update 0 is inf"):
+        run.finish()
+    assert scaler.get_scale() == 2.0**15
+    torch.testing.assert_close(dict(params), before)

@@ -164,7 +164,7 @@ def explain_trace_errors(argument: str, function: Any, **given: Any) -> Iterator
 
 
 def _shapes(trees: dict[str, Any]) -> str:
-    """The leaves of trees with their shapes, at most so many."""
+    """The leaves of trees with their shapes, the first ``_MOST_SHAPES`` of them."""
     leaves = [
         f"{name}{keystr(path)} {list(leaf.shape)}"
         for name, tree in trees.items()

@@ -19,7 +19,7 @@ def check_names(name: str, names: Sequence[str], saved: Sequence[str]) -> None:
     """Raises ValueError for leaves of other names, or in another order."""
     if list(names) != list(saved):
         raise ValueError(
-            f"{name}: its leaves are {', '.join(names)}, but in the checkpoint "
+            f"{name}: found {', '.join(names)}, but in the checkpoint "
             f"{', '.join(saved)}: it belongs to a different model, or to one that "
             "was built in another order."
         )

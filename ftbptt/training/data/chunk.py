@@ -221,12 +221,12 @@ def as_tensors(chunk: Chunk) -> Chunk:
     def as_tensor(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, Tensor):
             return leaf
-        native = leaf.dtype.newbyteorder("=")
+        array = numpy.array(leaf)
         try:
-            return torch.from_numpy(numpy.array(leaf, dtype=native))
+            return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
         except TypeError as error:
             raise TypeError(
-                f"data: has an array of {leaf.dtype}, of which torch makes no tensor. Convert it."
+                f"data: has an array of {array.dtype}, of which torch makes no tensor. Convert it."
             ) from error
 
     return Chunk(*tree_map(as_tensor, tuple(chunk)))
