@@ -273,13 +273,10 @@ class LossTracer:
 
         def traced() -> fx.GraphModule:
             examples = self._examples(mode, length, [])
-            given = {
-                "out": tree_unflatten(examples[:n_out], self.out_spec),
-                "y": None
-                if y_spec is None
-                else tree_unflatten(examples[n_out : n_out + n_y], y_spec),
-            }
-            given = {name: time_back(tree) for name, tree in given.items()}
+            given = {"out": time_back(tree_unflatten(examples[:n_out], self.out_spec))}
+            if y_spec is not None:
+                y_leaves = examples[n_out : n_out + n_y]
+                given["y"] = time_back(tree_unflatten(y_leaves, y_spec))
             with explain_trace_errors("loss", self.recipe.loss, **given), FunctionOverrides("loss"):
                 return trace_function(
                     value, examples, mode, before_autograd=True, constants=self.constants

@@ -118,12 +118,12 @@ class WindowRunner:
     def _initial_has_rows(self, chunk: Chunk) -> bool:
         """Whether ``initial_state`` has as many rows as the chunk."""
         segments = self.segments
-        x, axis = tree_leaves(chunk.x)[0], segments.layout(chunk.x).x_rows
-        for leaf in tree_leaves(segments.start(self.learner.params)):
-            row_axis = segments.row_axis(leaf)
-            if leaf.dim() > row_axis and leaf.shape[row_axis] == x.shape[axis]:
-                return True
-        return False
+        initial_state = segments.start(self.learner.params)
+        if initial_state is None:
+            return False
+        rows = tree_leaves(chunk.x)[0].shape[segments.layout(chunk.x).x_rows]
+        axes = [(leaf, segments.row_axis(leaf)) for leaf in tree_leaves(initial_state)]
+        return any(leaf.dim() > axis and leaf.shape[axis] == rows for leaf, axis in axes)
 
     def _run_micro_batches(self, job: _Job) -> _Result | None:
         segments, first_row = self.segments, 0

@@ -66,6 +66,23 @@ def test_micro_batches_with_an_initial_state_of_each_row() -> None:
     assert "micro_batches splits the rows of the data and of the state" in caught.value.__notes__[0]
 
 
+def test_another_error_of_micro_batches_is_told_as_it_is() -> None:
+    x, _, *_ = masked_data(2)
+    wrong = torch.zeros(24, 4, 6).double()
+    for initial_state in (None, torch.zeros(5).double()):
+        segment = make_train_segment(
+            step, square_error, backend="eager", initial_state=initial_state
+        )
+        params, state = parameters(), torch.zeros(4, 5).double()
+        run = train_stream(
+            segment, params, state, (x, wrong), torch.optim.SGD(params.values(), lr=1.0), k1=4,
+            micro_batches=2, progress=False,
+        )  # fmt: skip
+        with pytest.raises(RuntimeError, match="broadcast a dimension of length 6") as caught:
+            next(run)
+        assert not any("initial_state" in note for note in caught.value.__notes__)
+
+
 @pytest.mark.parametrize(("in_dims", "axes"), [(None, 1), (None, 2), (IN_DIMS, 2)])
 def test_micro_batches_do_not_change_an_update(in_dims: Any, axes: int) -> None:
     """With in_dims the loss is a mean over sequences, however many valid steps each one has."""
