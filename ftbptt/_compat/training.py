@@ -16,6 +16,11 @@ def forget_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
     scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
+def unscales_itself(optimizer: Any) -> bool:
+    """Whether a ``GradScaler`` leaves unscaling to the optimizer's step, as to a fused one's."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
 # A ``DataLoader`` draws a seed for its workers when it starts them, and so its order after that,
 # from the same random numbers: another order where persistent workers are there already. It has no
 # public way to see that (2.11 to 2.13: ``DataLoader.__iter__`` and ``_iterator``).

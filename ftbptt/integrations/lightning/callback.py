@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import LBFGS, Optimizer
 
+from ..._compat.training import unscales_itself
 from ..._trees import Tree, keystr, tree_flatten_with_path, tree_leaves
 from ..._warnings import warn
 from ...training.checkpoints.file import as_plain, from_plain
@@ -169,7 +170,7 @@ class TBPTTRun(Callback):
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         self._grad_norm = get_total_norm(grads)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if scaler is not None and unscales_itself(optimizer):
             self._grad_norm = self._grad_norm / scaler.get_scale()  # it unscales in its step
         self._module.configure_gradient_clipping(
             optimizer,
