@@ -218,7 +218,8 @@ def train_stream(
             "checkpoint_every": checkpoint_every, "reduce_dtype": reduce_dtype,
             "scheduler": type(scheduler).__name__, "scaler": type(scaler).__name__,
         }  # fmt: skip
-        check_same(ranks, options, params, state, source, optimizer)
+        trees = {"params": params, "state": state, "buffers": segments.buffers()}
+        check_same(ranks, options, trees, source, optimizer)
     store = None if checkpoint is None else _store(Path(checkpoint), ranks, segments, resume)
     if ranks is not None:
         params, state = _on_rank(ranks, segments, params, state, optimizer)

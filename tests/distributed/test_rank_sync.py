@@ -61,11 +61,11 @@ def check_as_one(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
 class Buffered(torch.nn.Module):
     """With random buffers of two kinds, which differ from rank to rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
         self.cell = torch.nn.GRUCell(3, 5).double()
         torch.manual_seed(torch.distributed.get_rank())
-        self.register_buffer("shift", torch.randn(5).double())
+        self.register_buffer("shift", torch.randn(size).double())
         self.register_buffer("keep", torch.rand(5) < 0.5, persistent=False)
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,8 +73,8 @@ class Buffered(torch.nn.Module):
         return h * self.keep + self.shift, h
 
 
-def _buffers(mesh: DeviceMesh) -> list[list[float]]:
-    module = Buffered()
+def _buffers(mesh: DeviceMesh, *sizes: int) -> list[list[float]]:
+    module = Buffered(sizes[torch.distributed.get_rank()])
     segment = make_train_segment(module, lambda out, y: out.square().mean(), backend="eager")
     train_stream(
         segment, named(module), torch.zeros(5, 5).double(), (stream(8, 5)[0], None),
@@ -84,9 +84,21 @@ def _buffers(mesh: DeviceMesh) -> list[list[float]]:
 
 
 def test_buffers_are_those_of_the_first_rank(two: Ranks) -> None:
-    first, second = two.call(_buffers)
+    first, second = two.call(_buffers, 5, 5)
     assert first == second
     assert len(set(first[0])) == 5
+
+
+def _said_of_buffers(mesh: DeviceMesh) -> str:
+    with pytest.raises(ValueError, match="buffers") as caught:
+        _buffers(mesh, 5, 1)
+    return str(caught.value)
+
+
+def test_buffers_of_other_shapes(two: Ranks) -> None:
+    """Which would be written into larger ones without a word."""
+    for said in two.call(_said_of_buffers):
+        assert said.startswith("buffers['shift']: rank 0 was given torch.float64 [5], but rank 1 ")
 
 
 # -- what is sent ----------------------------------------------------------------------------------

@@ -16,14 +16,17 @@ from .optimizers import Sharded
 
 
 def check_same(
-    ranks: Ranks, options: dict[str, Any], params: Tree, state: Tree, source: Source, optimizer: Any
+    ranks: Ranks, options: dict[str, Any], trees: dict[str, Tree], source: Source, optimizer: Any
 ) -> None:
     """Raises ValueError, on all ranks, for an argument that is not the same on all. A collective.
 
-    ``source`` is that of the full data. Ranks with other shapes would send messages of other sizes,
-    and ranks with other options would make other updates, or wait for each other.
+    Of ``trees`` the shapes are compared. ``source`` is that of the full data. Ranks with other
+    shapes would send messages of other sizes, and ranks with other options would make other
+    updates, or wait for each other.
     """
-    own = options | _leaves("params", params) | _leaves("state", state)
+    own = dict(options)
+    for name, tree in trees.items():
+        own |= _leaves(name, tree)
     own |= {"data": _data(source)} | _optimizer(optimizer)
     given = ranks.gather(own)
     for rank, other in enumerate(given):
