@@ -39,11 +39,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.expm1.default: _expm1,
     **{
         operation: _with_own_memory(operation)
-        for operation in (
-            aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default,
-        )
+        for operation in (aten.slice_scatter.default, aten.diagonal_scatter.default)
     },
-}  # fmt: skip
+}
 
 
 def work_around_defects(program: fx.GraphModule) -> None:

@@ -33,6 +33,7 @@ from .min_cut import values_to_save
 from .rewrites.shared_cat import share_joins
 from .signature import Level, vmapped, with_level_axes
 from .time_axis.convolution import split_gradients
+from .tracing.captures import numbers_as_nodes
 from .tracing.trace import trace_function
 
 
@@ -165,7 +166,9 @@ def _trace_joint(
         flags = [[*level_flags, *([True] * len(cotangents))] for level_flags in batched]
         examples = with_level_axes([*values, *cotangents], levels, flags)
     over_levels = vmapped(joint, levels, flags)
-    graph = trace_function(over_levels, examples, mode, differentiated=module).graph
+    traced = trace_function(over_levels, examples, mode, differentiated=module)
+    numbers_as_nodes(traced)
+    graph = traced.graph
     _simplify(graph)
     split_gradients(graph)
     skip_identities(graph)  # before it is chosen what to save: a base may be saved, or its view

@@ -156,14 +156,6 @@ def _replace_slice_scatter(node: Node) -> None:
     node.replace_all_uses_with(new_meta_node(node.graph, aten.view.default, result, shape))
 
 
-def _replace_select_scatter(node: Node) -> None:
-    base, src, dim, index = node.args
-    dim = dim % value_of(base).dim()
-    index %= value_of(base).shape[dim]
-    src = new_meta_node(node.graph, aten.unsqueeze.default, src, dim)
-    node.replace_all_uses_with(_with_slice(base, src, dim, index, index + 1))
-
-
 def _index(index: int | None, size: int, default: int) -> int:
     """A bound of a slice as an index from 0 to ``size``."""
     index = default if index is None else index
@@ -319,7 +311,6 @@ def _replace_product(node: Node, rows: RowView) -> None:
 _REPLACEMENTS: dict[Any, Callable[[Node], None]] = {
     aten.stack.default: _replace_stack,
     aten.slice_scatter.default: _replace_slice_scatter,
-    aten.select_scatter.default: _replace_select_scatter,
     aten.mean.dim: _replace_mean,
     aten.mean.default: _replace_mean,
     aten.var.correction: _replace_var,

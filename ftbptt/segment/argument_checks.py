@@ -212,13 +212,11 @@ def check_flag_types(reset: Any, mask: Any, most_axes: int) -> None:
             raise ValueError(f"{name}: expected [K] or [K, B], found shape {list(flags.shape)}.")
 
 
-def check_flags(argument: Argument, steps: int, states: Argument, recipe: Recipe) -> None:
-    """The lengths of ``reset`` and ``mask``, with time in front."""
+def check_flag_rows(argument: Argument, states: Argument, recipe: Recipe) -> None:
+    """The rows of ``reset`` and ``mask``, with time in front."""
     name = argument.name
     for flags in argument.leaves:
         shape = list(flags.shape)
-        if shape[0] != steps:
-            raise ValueError(f"{name}: has {shape[0]} steps, but x has {steps}.")
         if len(shape) == 1 or argument.shared:
             continue
         for i, leaf in enumerate(states.leaves):

@@ -14,8 +14,8 @@ from .argument_checks import (
     check_axis,
     check_batches,
     check_devices,
+    check_flag_rows,
     check_flag_types,
-    check_flags,
     check_initial,
     check_lengths,
     check_parameter_names,
@@ -44,8 +44,8 @@ def lay_out(
             "Give more steps."
         )
     shared = _move_time_first(xs, ys, layout)
-    reset = _flags_first("reset", reset, layout, shared)
-    mask = _flags_first("mask", mask, layout, shared)
+    reset = _flags_first("reset", reset, steps, layout, shared)
+    mask = _flags_first("mask", mask, steps, layout, shared)
     initial, states = _initial_and_state(recipe, params, state, xs, shared, state_dim)
     if state is None and callable(recipe.initial_state):
         # A restart before step 0 lets the gradient through to what computes the state.
@@ -53,7 +53,7 @@ def lay_out(
     resets = Argument("reset", () if reset is None else reset, shared is not None)
     masks = Argument("mask", () if mask is None else mask, shared is not None)
     for flags in (resets, masks):
-        check_flags(flags, steps, states, recipe)
+        check_flag_rows(flags, states, recipe)
 
     buffers = recipe.step.buffers()
     arguments = [Argument("params", params), Argument("buffers", buffers or ()), initial, states,
@@ -88,16 +88,18 @@ def _move_time_first(xs: Argument, ys: Argument, layout: Layout) -> Level | None
 
 
 def _flags_first(
-    name: str, flags: Tensor | None, layout: Layout, shared: Level | None
+    name: str, flags: Tensor | None, steps: int, layout: Layout, shared: Level | None
 ) -> Tensor | None:
     """``reset`` or ``mask`` as [K] or [K, B]; as [K, B, ...] with the axis of ``in_dims``."""
     if flags is None:
         return None
-    if shared is None:
-        return layout.flags_first(flags)
-    if flags.dim() == 1:  # for all sequences
-        return flags[:, None].expand(-1, shared.size)
     first = layout.flags_first(flags)
+    if first.shape[0] != steps:
+        raise ValueError(f"{name}: has {first.shape[0]} steps, but x has {steps}.")
+    if shared is None:
+        return first
+    if first.dim() == 1:  # for all sequences
+        return first[:, None].expand(-1, shared.size)
     if first.shape[1] != shared.size:
         axis = layout.flag_axes(flags.dim())[1]
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._messages import first_line
 from .._trees import Tree, tree_leaves, tree_map
 from ..contract.step import Step
 
@@ -24,9 +25,9 @@ def check_steps_are_alone(step: Step, params: Tree, state: Tree, x: Tree) -> boo
     """Whether that was seen; it is not in a single step. ``x`` is ``[K, ...]``.
 
     Runs the first few steps at once and one after the other, on a copy of the module in eval mode.
-    Of a module that fails, or draws random numbers even so, nothing can be said here.
+    Of a module that fails for one step too, or draws random numbers, nothing can be said here.
 
-    Raises ValueError if that gives other numbers.
+    Raises ValueError if it fails for the steps at once, or gives other numbers.
     """
     if step.has_gradient_factors:
         x, _ = x
@@ -37,15 +38,29 @@ def check_steps_are_alone(step: Step, params: Tree, state: Tree, x: Tree) -> boo
     steps = tree_leaves(x)[0].shape[0]
     if steps < 2:
         return False
+    failure: Exception | None = None
     devices = {leaf.device for leaf in tree_leaves(x) if leaf.device.type == "cuda"}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), _without_cudnn():
             copied = replace(step, module=_copy_of(step.module).eval())
-            at_once, again = (_at_once(copied, params, state, x) for _ in range(2))
             one_by_one = _one_by_one(copied, params, state, x, steps)
-            is_random, off = _off(again, at_once) > 0, _off(at_once, one_by_one)
+            try:
+                at_once, again = (_at_once(copied, params, state, x) for _ in range(2))
+            except torch.OutOfMemoryError:
+                return True
+            except Exception as error:
+                failure = error
+            else:
+                is_random, off = _off(again, at_once) > 0, _off(at_once, one_by_one)
     except Exception:
         return True
+    if failure is not None:
+        raise ValueError(
+            f"step: {step.name} takes {steps} steps one after the other, but fails for them at "
+            f"once ({type(failure).__name__}: {first_line(failure)}). Layers that have time on "
+            "another axis take the rows of a step for steps: give them and the segment the same "
+            "one (batch_first of the layers; time_dim, or batch_first of as_step)."
+        ) from failure
     if off > 1 and not is_random:
         raise ValueError(
             f"step: {step.name} gives other numbers for {steps} steps at once than for one after "

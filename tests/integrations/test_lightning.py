@@ -370,6 +370,24 @@ def test_what_a_user_may_forget(monkeypatch: pytest.MonkeyPatch) -> None:
         fit(own, [batch])
 
 
+@pytest.mark.parametrize("validates_first", [False, True])
+def test_a_start_that_should_be_trained(validates_first: bool) -> None:
+    """Also of zeros, which is where a learned start often begins."""
+
+    class Learned(Tagger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start = nn.Parameter(torch.zeros((), dtype=torch.double))
+
+        def forward(self, x: Tensor, state: Any) -> Any:
+            if state is None:
+                state = tuple(leaf + self.start for leaf in zeros(x.shape[1]))
+            return super().forward(x, state)
+
+    with pytest.raises(ValueError, match=r"initial_state: forward.* with start, which would not"):
+        fit(Learned(), [stream(8)], [stream(8)], num_sanity_val_steps=int(validates_first))
+
+
 def test_a_layer_that_mixes_steps() -> None:
     class Smoothing(Tagger):
         def forward(self, x: Tensor, state: Any) -> Any:

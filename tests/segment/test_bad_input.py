@@ -423,6 +423,18 @@ def test_in_dims_of_an_axis_that_is_not_there(name: str, i: int) -> None:
         segment(given.params, h, x, y)
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, B), (B, K)])
+def test_flags_beside_a_learned_start(shape: tuple[int, ...]) -> None:
+    """With ``state=None`` a start that is computed is put in by a reset, which must not expand."""
+    segment = make_train_segment(
+        dict_step, per_row, backend="eager", initial_state=lambda params: {"h": params["w"][:B, :H]}
+    )
+    given = arguments() | {"state": None}
+    for name in ("reset", "mask"):
+        with pytest.raises(ValueError, match=f"{name}: has {shape[0]} steps, but x has {K}"):
+            segment(**given, **{name: torch.ones(shape, dtype=torch.bool)})
+
+
 def test_in_dims_of_batches_that_differ() -> None:
     given = problem("elman_one_sequence")
     segment = make_train_segment(given.step, given.loss, backend="eager", in_dims=(None, 0, 0, 0))

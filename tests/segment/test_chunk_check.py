@@ -69,6 +69,23 @@ def test_layers_that_mix_steps(mix: Any) -> None:
         segment(*arguments)
 
 
+def test_a_layer_with_time_on_another_axis() -> None:
+    """Each step is taken for a sequence of its rows; only steps at once show that."""
+    module = Chunks(lambda x: x)
+    params, _, x, y = given(module)
+    state = torch.zeros(2, 1, H), torch.zeros(2, 1, H)
+    rows_first = make_train_segment(
+        as_step(module, sequence=True, batch_first=True), mse, backend="eager"
+    )
+    words = (
+        r"fails for them at once \(RuntimeError: .*another axis take the rows of a step for steps"
+    )
+    with pytest.raises(
+        ValueError, match=f"step: Chunks takes 6 steps one after the other, .*{words}"
+    ):
+        rows_first(params, state, x.transpose(0, 1), y.transpose(0, 1))
+
+
 def test_windows_that_overlap() -> None:
     module = Chunks(MIXING[1])
     params, state, *data = given(module)

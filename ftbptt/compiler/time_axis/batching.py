@@ -135,7 +135,6 @@ _BATCHABLE = {
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.slice_scatter.default: _along(aten.slice_scatter.default, 2),
-    aten.select_scatter.default: _along(aten.select_scatter.default, 2),
     aten.diagonal_scatter.default: _along(aten.diagonal_scatter.default, 3, 4),
     aten.gather.default: _along(aten.gather.default, 1),
     aten.scatter.src: _along(aten.scatter.src, 1),

@@ -218,7 +218,7 @@ def _summed_operands(node: Node, varying: set[Node]) -> set[Node]:
     target, args = node.target, node.args
     if target in _LINEAR_VIEWS or target in (aten.sum.dim_IntList, aten.neg.default):
         return {args[0]}
-    if target in (aten.slice_scatter.default, aten.select_scatter.default):
+    if target is aten.slice_scatter.default:
         return set(args[:2])
     if target is aten.cat.default and len(node.users) == 1:  # other users need it concatenated
         return set(args[0])

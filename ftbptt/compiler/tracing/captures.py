@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from ..._compat.running import is_fake
+from ..graphs import aten
 from .step_checks import forbid_trained_captures
 
 
@@ -36,6 +38,29 @@ def lift_captures(argument: str, module: fx.GraphModule, after: int, remedy: str
         module.graph.erase_node(node)
     module.recompile()
     return values
+
+
+def numbers_as_nodes(module: fx.GraphModule) -> None:
+    """Has the graph of a gradient make the single numbers that it holds, as a Function's backward.
+
+    Raises TypeError for larger tensors: they would have to be inputs of the step.
+    """
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, node.target)
+        if is_fake(value) or value.numel() != 1:
+            raise TypeError(
+                "step: the backward of a torch.autograd.Function reads a tensor that it makes or "
+                f"closes over, of shape {list(value.shape)}. Use it in forward too, and save it "
+                "there: ctx.save_for_backward(...)."
+            )
+        with module.graph.inserting_before(node):
+            options = {"dtype": value.dtype, "device": value.device}
+            number = module.graph.call_function(
+                aten.full.default, (list(value.shape), value.item()), options
+            )
+            number.meta = dict(node.meta)
+        node.replace_all_uses_with(number)
+        module.graph.erase_node(node)
 
 
 def with_tensors_as_inputs(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:

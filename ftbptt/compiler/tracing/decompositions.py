@@ -69,11 +69,11 @@ def _slice_scatter(
     return torch.view_as_complex(torch.slice_scatter(x, part, dim, start, end, step))
 
 
-def _select_scatter(x: Tensor, part: Tensor, dim: int, index: Any) -> Any:
-    if not x.is_complex():
-        return NotImplemented
-    x, part = torch.view_as_real(x), torch.view_as_real(part)
-    return torch.view_as_complex(torch.select_scatter(x, part, dim if dim >= 0 else dim - 1, index))
+def _select_scatter(x: Tensor, part: Tensor, dim: int, index: Any) -> Tensor:
+    """As a slice: under vmap torch's is a scatter, whose gradient by the part is too large."""
+    index = index if index >= 0 else index + x.shape[dim]
+    part = part.unsqueeze(dim if dim >= 0 else dim + x.dim())
+    return torch.slice_scatter(x, part, dim, index, index + 1)
 
 
 def _diagonal_scatter(
@@ -169,7 +169,7 @@ _RESIZES = [
 
 # Matrix-vector products as matrix products: one kind of GEMM to hoist and to differentiate. And the
 # results of functionalize (copy, fill, zero), where autograd knows only the in-place operations, or
-# only real numbers (slice_scatter, select_scatter).
+# only real numbers (slice_scatter).
 BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.mv.default: _mv,
     aten.dot.default: _dot,

@@ -127,6 +127,19 @@ def _softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
     return torch.where(input > lambd, input - lambd, small)
 
 
+def _rrelu(
+    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False,
+    inplace: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch keeps the slopes for the gradient in memory that functionalize loses."""
+    slope: Any = (lower + upper) / 2
+    if training:
+        drawn = torch.rand(input.shape, dtype=input.dtype, device=input.device)
+        slope = drawn * (upper - lower) + lower
+    result = torch.where(input > 0, input, input * slope)
+    return input.copy_(result) if inplace else result
+
+
 def _complex(real: Tensor, imag: Tensor) -> Tensor:
     """The strides of torch's result are read as numbers by Inductor, which fixes K."""
     return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imag), -1))
@@ -229,6 +242,8 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.hardshrink: _hardshrink,
     Tensor.hardshrink: _hardshrink,
     F.softshrink: _softshrink,
+    F.rrelu: _rrelu,
+    torch.rrelu: _rrelu,
     torch.complex: _complex,
     torch.polar: _polar,
     torch.cov: _cov,

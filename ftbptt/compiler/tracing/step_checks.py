@@ -146,6 +146,36 @@ def forbid_mutation(argument: str, module: fx.GraphModule) -> None:
             )
 
 
+_STRIDED = (aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default)
+
+
+def forbid_strided_memory(step: Step, module: fx.GraphModule) -> None:
+    """Raises RuntimeError if the step reads or writes by strides, which hold for its trace only."""
+    if any(node.target in _STRIDED for node in module.graph.nodes):
+        raise RuntimeError(
+            f"step {step.name} writes into a part of a tensor inside torch.func.grad (or vjp, "
+            "jacrev), or calls as_strided: that is compiled as places in memory, which differ when "
+            "all steps run at once. Write it without: torch.where, torch.cat, index_put, unfold."
+        )
+
+
+def forbid_change_of_params(step: Step, given: Tree, after: Tree) -> None:
+    """Raises RuntimeError if the step has put something else into its ``params``."""
+    leaves, spec = tree_flatten_with_path(given)
+    leaves_after, spec_after = tree_flatten_with_path(after)
+    changed = ""
+    if spec == spec_after:
+        pairs = zip(leaves, leaves_after, strict=True)
+        changed = next((keystr(path) for (path, a), (_, b) in pairs if a is not b), "")
+        if not changed:
+            return
+    raise RuntimeError(
+        f"step {step.name} puts other values into params{changed}, which the next step would read. "
+        "A step is a pure function: work on a copy (dict(params)), or return such a value in the "
+        "state."
+    )
+
+
 def forbid_trained_captures(argument: str, module: fx.GraphModule, remedy: str) -> None:
     """Raises ValueError if a captured tensor would get a gradient in the loop: here it gets none.
 

@@ -28,7 +28,15 @@ from ..._compat.tracing import (
     writes_in_place,
 )
 from ..._interrupt import uninterrupted
-from ..._trees import Tree, TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from ..._trees import (
+    Tree,
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map,
+    tree_unflatten,
+)
 from ...contract.step import Step
 from ..graphs import aten
 from ..signature import Autocast, with_autocast
@@ -43,9 +51,11 @@ from .linalg_checks import failures_as_nan
 from .step_checks import (
     checked_pair,
     floating_dtypes,
+    forbid_change_of_params,
     forbid_input_mutation,
     forbid_mixed_dtypes,
     forbid_mutation,
+    forbid_strided_memory,
 )
 from .vmap_rewrites import REWRITES
 
@@ -219,8 +229,10 @@ def trace_step(
         for size, spec in zip(sizes, specs, strict=True):
             trees.append(tree_unflatten(list(leaves[start : start + size]), spec))
             start += size
+        given = tree_map(lambda leaf: leaf, trees[0])
         with FunctionOverrides("step"), with_autocast(autocast):
             result = step.apply(*trees)
+        forbid_change_of_params(step, given, trees[0])
         x_only = floating_dtypes(x_t) - floating_dtypes(params)
         out, state_after = checked_pair(result, state, x_only)
         out_leaves, spec = tree_flatten(out)
@@ -244,6 +256,7 @@ def trace_step(
     failures_as_nan(module)
     forbid_input_mutation(step, module, names)
     forbid_mutation("step", module)
+    forbid_strided_memory(step, module)
     if autocast is None:
         forbid_mixed_dtypes(step, module, names)
     n_params, n_buffers, _, n_state = sizes

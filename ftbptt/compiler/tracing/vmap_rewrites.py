@@ -31,9 +31,9 @@ def _normal_like(x: Tensor, mean: Any = 0.0, std: Any = 1.0, *, generator: Any =
 
 
 def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
-    """With a mean, a standard deviation or both as tensors."""
+    """With a mean, a standard deviation or both as tensors, which get no gradient from it."""
     like = torch.broadcast_tensors(*(arg for arg in (mean, std) if isinstance(arg, Tensor)))[0]
-    return _normal_like(like, mean, std, generator=generator)
+    return _normal_like(like, mean, std, generator=generator).detach()
 
 
 def _normal_of_size(

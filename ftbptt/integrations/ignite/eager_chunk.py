@@ -16,6 +16,7 @@ from ...contract.as_step import as_step
 from ...contract.layout import Layout, where_rows
 from ...contract.step import Step
 from ...training.data.chunk import Chunk, TimeAxes
+from ..autograd_graph import leaves_behind
 
 
 class Forward(NamedTuple):
@@ -115,14 +116,5 @@ def _device(chunk: Chunk) -> str:
 
 def loss_reads_parameters(forward: Forward) -> bool:
     """Whether the loss depends on a parameter other than through the output."""
-    outs = {leaf.grad_fn for leaf in tree_leaves(forward.out) if isinstance(leaf, Tensor)}
-    visited, stack = set(outs), [forward.loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if hasattr(node, "variable"):  # AccumulateGrad: the gradient of a leaf
-            return True
-        stack += [next_node for next_node, _ in node.next_functions]
-    return False
+    outs = [leaf for leaf in tree_leaves(forward.out) if isinstance(leaf, Tensor)]
+    return bool(leaves_behind([forward.loss], other_than_through=outs))

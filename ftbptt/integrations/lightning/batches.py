@@ -19,6 +19,7 @@ from ...training.data.cursor import Span
 from ...training.data.windows import Truncation, Window
 from ...training.segments import Segments
 from ...training.updates.window_stats import WindowStats
+from ..autograd_graph import leaves_behind
 
 
 class OneStep(nn.Module):
@@ -251,12 +252,13 @@ def zero_state(module: nn.Module, x: Tree) -> Tree:
     """zero_state : module(x, state), x[1, ...] -> zeros with the structure of its state
 
     The state that ``state=None`` means to torch's own layers. Raises TypeError if the module does
-    not take None, ValueError if it then starts from something other than zeros.
+    not take None, ValueError if it then starts from something other than zeros, or from parameters.
     """
     training = [submodule for submodule in module.modules() if submodule.training]
     module.eval()  # so that these trial runs draw no random numbers and update no statistics
     try:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            x = tree_map(Tensor.clone, x)  # made in inference mode, it could not be saved
             try:
                 from_none = module(x, None)
             except Exception as error:
@@ -274,6 +276,14 @@ def zero_state(module: nn.Module, x: Tree) -> Tree:
     finally:
         for submodule in training:
             submodule.training = True
+    trained = leaves_behind(tree_leaves(from_none)) - leaves_behind(tree_leaves(from_zeros))
+    if names := [name for name, p in module.named_parameters() if id(p) in trained]:
+        raise ValueError(
+            f"initial_state: forward(x, None) computes the state to start from with {names[0]}, "
+            "which would not be trained, since windows start from a detached state. Define "
+            "initial_state(self, x) -> state, of constants; make_train_segment(..., "
+            "initial_state=) trains a start, in a loop of your own or in train_stream."
+        )
     pairs = zip(tree_leaves(from_none), tree_leaves(from_zeros), strict=True)
     if not all(torch.allclose(a, b, equal_nan=True) for a, b in pairs):
         raise ValueError(

@@ -279,8 +279,9 @@ class TBPTTModule(LightningModule):
             if leaf.requires_grad:
                 raise ValueError(
                     f"{name}: has a gradient, which would be lost: a window starts from a "
-                    "detached state. Return constants or .detach() the result, or compute the "
-                    "initial state in forward."
+                    "detached state. Return constants or .detach() the result; "
+                    "make_train_segment(..., initial_state=) trains a start, in a loop of your own "
+                    "or in train_stream."
                 )
             if chunk.reset is not None and leaf.any():
                 raise ValueError(

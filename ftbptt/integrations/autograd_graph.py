@@ -1,0 +1,26 @@
+"""What autograd's graph says of results that were computed with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+def leaves_behind(results: Iterable[Tensor], other_than_through: Iterable[Tensor] = ()) -> set[int]:
+    """The ``id`` of each leaf, such as a parameter, that has a gradient from the results.
+
+    ``other_than_through``: results on the way whose own history does not count.
+    """
+    visited = {tensor.grad_fn for tensor in other_than_through}
+    stack = [tensor.grad_fn for tensor in results]
+    leaves: set[int] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if hasattr(node, "variable"):  # AccumulateGrad
+            leaves.add(id(node.variable))
+        stack += [next_node for next_node, _ in node.next_functions]
+    return leaves
