@@ -156,27 +156,27 @@ class Segments(DataLayout):
         out, states = result.out
         layout = self.layout(chunk.x)
         # A copy, so that the states of all the other steps are freed.
-        state_at_keep = tree_map(lambda leaf: layout.at_step(leaf, keep).clone(), states)
-        return result._replace(out=out), state_at_keep
+        kept = tree_map(lambda leaf: layout.at_step(leaf, keep).clone(), states)
+        return result._replace(out=out), kept
 
     # -- steps without a gradient -----------------------------------------------------------------
 
-    def warm_up(self, params: Tree, state: Tree, span: Span, keep: int) -> tuple[Tree, Tree]:
+    def warm_up(self, params: Tree, state: Tree, span: Span, next_start: int) -> tuple[Tree, Tree]:
         """Runs the steps of a span before its gradient starts, from ``state`` before the first.
 
-        Returns the state after them, and the state before step ``keep``, which is of use only if
-        ``keep`` is not after them.
+        Returns the state after them, and the state before step ``next_start``, which is of use only
+        if that is not after them.
         """
-        axes, state_at_keep, position = self.axes(span.chunk.x), state, span.first
+        axes, next_state, position = self.axes(span.chunk.x), state, span.first
         start = span.window.start
-        for stop in (min(keep, start), start):
+        for stop in (min(next_start, start), start):
             if position < stop:
                 part = axes.cut(span.chunk, position - span.first, stop - span.first)
                 state = self._advance(params, state, part, axes, stop - position)
                 position = stop
-            if position <= keep:
-                state_at_keep = state
-        return state, state_at_keep
+            if position <= next_start:
+                next_state = state
+        return state, next_state
 
     def _advance(self, params: Tree, state: Tree, chunk: Chunk, axes: TimeAxes, steps: int) -> Tree:
         """The state after the ``steps`` steps of a chunk."""

@@ -66,22 +66,19 @@ class WindowRunner:
         segments, learner, window, chunk = self.segments, self.learner, span.window, span.chunk
         if self.events.sequence_end:
             tell_sequence_ends(self.events, span, place.end, segments.layout(chunk.x))
-        # The next window starts from the state before step `keep`. That step can be before this
-        # window's gradient, within it, or at its end (or later, if there is a gap).
-        keep = self.truncation.first_after(window)
-        state = state_at_keep = self.initial if self.truncation.fresh else place.state
+        next_start = self.truncation.next_start(window)
+        state = next_state = self.initial if self.truncation.fresh else place.state
         if span.first < window.start:
-            state, state_at_keep = segments.warm_up(learner.params, state, span, keep)
+            state, next_state = segments.warm_up(learner.params, state, span, next_start)
             chunk = segments.trained_part(span)
-        keep_within = self.truncation.kept_within(window)
+        keep = self.truncation.kept_within(window)
         gathered_before = learner.gathered
-        result = self._run_checked(_Job(window, chunk, state, keep_within, update), place.state)
+        result = self._run_checked(_Job(window, chunk, state, keep, update), place.state)
         if result is None:
             return None
         stats, state_after, state_within = result
-        position = min(keep, window.end)
-        if position > window.start:
-            state_at_keep = state_within
+        if next_start > window.start:
+            next_state = state_within
         if stats is None:
             # The window is left out entirely, with the micro-batches that were finite.
             learner.gathered = gathered_before
@@ -89,8 +86,8 @@ class WindowRunner:
             if start is None:
                 start = segments.start(learner.params)
             state_after = segments.restart_nonfinite_rows(state_after, start, rows)
-            state_at_keep = segments.restart_nonfinite_rows(state_at_keep, start, rows)
-        next_place = Place(place.epoch, window.index + 1, position, state_at_keep, window.end)
+            next_state = segments.restart_nonfinite_rows(next_state, start, rows)
+        next_place = Place(place.epoch, window.index + 1, next_start, next_state, window.end)
         return stats, state_after, next_place
 
     def _run_checked(self, job: _Job, carried: Tree) -> _Result | None:

@@ -85,7 +85,7 @@ class BatchWindows:
                 y.narrow(self.dim, start, min(end, y_steps) - start),
                 flags,
                 save_at=None if is_last else self.truncation.kept_within(window),
-                repeats_start=not is_last and self.truncation.first_after(window) == start,
+                repeats_start=not is_last and self.truncation.next_start(window) == start,
                 steps=steps,
                 axis=axis,
             )

@@ -15,7 +15,9 @@ from ...contract.as_step import as_step
 from ...contract.loss import Loss
 from ...segment.make_segment import make_train_segment
 from ...training.data.chunk import Chunk, TimeAxes, as_chunk, as_tensors, check_leaves, error_prefix
-from ...training.data.cursor import Span
+from ...training.data.cursor import Cursor, Place, Span
+from ...training.data.prefetch import Mover
+from ...training.data.source import Arrays
 from ...training.data.windows import Truncation, Window
 from ...training.segments import Segments
 from ...training.updates.window_stats import WindowStats
@@ -210,33 +212,27 @@ class Windows:
 
     def run(self, next_scale: Callable[[], Tensor | None]) -> Iterator[TrainedWindow]:
         """Runs the windows; ``next_scale()`` is the factor for the next loss, or None."""
-        segments, truncation, chunk = self._segments, self._truncation, self._chunk
-        axes = segments.axes(chunk.x)
-        total = axes.steps(chunk)
-        start_state, position = self.state, 0  # the next window's first state, before `position`
-        index = end = 0
-        while (window := truncation.cut(truncation.window(index), total)) is not None:
-            index += 1
-            if not truncation.learns(window):
-                continue
-            span = Span(window, position, axes.cut(chunk, position, window.end))
-            next_start = truncation.first_after(window)
-            state, saved = segments.warm_up(self._params, start_state, span, next_start)
-            trained = segments.trained_part(span)
-            save_at = truncation.kept_within(window)
-            scale = next_scale()
-            result, saved_in_window = segments.train(self._params, state, trained, save_at, scale)
-            position, end = min(next_start, window.end), window.end
-            # Steps up to window.start are those of the warm-up, which saved that state.
-            start_state = saved_in_window if position > window.start else saved
+        segments, truncation, params = self._segments, self._truncation, self._params
+        axes = segments.axes(self._chunk.x)
+        cursor = Cursor(Arrays(self._chunk, axes), truncation, segments.axes, [], Mover(None))
+        place = Place(0, 0, 0, self.state)
+        while (span := cursor.take(place)) is not None:
+            window, next_start = span.window, truncation.next_start(span.window)
+            state, next_state = segments.warm_up(params, place.state, span, next_start)
+            chunk, keep = segments.trained_part(span), truncation.kept_within(window)
+            result, state_within = segments.train(params, state, chunk, keep, next_scale())
+            if next_start > window.start:
+                next_state = state_within
             self.state = result.state
-            weight, tokens = segments.weigh(trained, result.state, segments.context)
+            place = Place(0, window.index + 1, next_start, next_state, window.end)
+            weight, tokens = segments.weigh(chunk, result.state, segments.context)
             stats = WindowStats(result.loss, weight, window.end - window.start, tokens)
-            yield TrainedWindow(result.grads, stats, result.out, trained)
-        if end < total:  # steps after the last window with a loss still advance the state
-            rest = axes.cut(chunk, position, total)
-            span = Span(Window(index, total, total, total), position, rest)
-            self.state, _ = segments.warm_up(self._params, start_state, span, total)
+            yield TrainedWindow(result.grads, stats, result.out, chunk)
+        end = axes.steps(self._chunk)
+        if place.end < end:  # steps after the last window with a loss still advance the state
+            rest = axes.cut(self._chunk, place.position, end)
+            span = Span(Window(place.index, end, end, end), place.position, rest)
+            self.state, _ = segments.warm_up(params, place.state, span, end)
 
 
 def _moved(tree: Tree, source: int, target: int) -> Tree:

@@ -92,15 +92,20 @@ class Truncation:
         start = max(0, end - self.k2)
         return Window(index, max(0, start - self.burn_in), start, end)
 
-    def first_after(self, window: Window) -> int:
-        """The first step that the next window reads from a carried state (``fresh``: none)."""
+    def next_start(self, window: Window) -> int:
+        """The step before which the state is that the next window starts from.
+
+        That can be before the window's gradient, within it, or at its end: with a gap, the next
+        window first runs the steps in it. (``fresh``: the next window starts from no such state.)
+        """
         if self.fresh:
             return window.end
-        return max(0, (window.index + 2) * self.k1 - self.k2 - self.burn_in)
+        start = (window.index + 2) * self.k1 - self.k2 - self.burn_in
+        return min(max(0, start), window.end)
 
     def kept_within(self, window: Window) -> int | None:
-        """The step of a window's gradient before which the next one's first state is, if any."""
-        keep = self.first_after(window)
+        """:meth:`next_start` as a step of the gradient, if it is within that."""
+        keep = self.next_start(window)
         return keep - window.start if window.start < keep < window.end else None
 
     def learns(self, window: Window) -> bool:
