@@ -29,14 +29,14 @@ class Segments(DataLayout):
     ``train_segment`` is a :class:`TrainSegment`; a function around one, as
     :func:`random_truncation` returns it, whose attribute ``train_segment`` is that; or any other
     function of its contract, for windows that need neither variants nor steps without a gradient.
+    ``context``: of the windows; None: that of the segment.
     """
 
     def __init__(
         self,
         train_segment: Callable[..., SegmentOutput],
         *,
-        context: int = 0,
-        scaled: bool = False,
+        context: int | None = None,
         autocast: torch.dtype | None = None,
         time_dim: int | None = None,
     ) -> None:
@@ -47,9 +47,6 @@ class Segments(DataLayout):
                 "train_segment: expected what make_train_segment returns, or a function of its "
                 f"contract, found {type(train_segment).__name__}.{advice}"
             )
-        if not isinstance(train_segment, TrainSegment) and (context or scaled):
-            name = "context" if context else "scaler"
-            raise TypeError(f"{name}: needs what make_train_segment returns as train_segment.")
         inner = getattr(train_segment, "train_segment", train_segment)
         super().__init__(inner if isinstance(inner, TrainSegment) else None, time_dim)
         if self.inner is not None and time_dim is not None:
@@ -63,17 +60,22 @@ class Segments(DataLayout):
                 "time_dim: train_segment is under vmap, which adds an axis to x and y. Say where "
                 "time is, counting that axis: time_dim=1 for x of [models, K, ...]."
             )
+        own = train_segment.context if isinstance(train_segment, TrainSegment) else 0
+        if own and context is not None:
+            raise ValueError(
+                f"context: the segment was made with context={own}. Give it there or here, not "
+                "both."
+            )
+        self.context = own if context is None else context
         # Whether the segment has no context of its own, so that training needs a variant with one.
-        self._adds_context = False
+        self._adds_context = bool(context)
         self._consecutive: ConsecutiveCalls | None = None
         if isinstance(train_segment, TrainSegment):
-            self._adds_context = bool(context)
-            context = context or train_segment.context
-            train_segment = variant(
-                train_segment, states=False, scaled=False, context=train_segment.context
-            )
+            train_segment = variant(train_segment, states=False, scaled=False, context=own)
             self._consecutive = ConsecutiveCalls(train_segment)
-        self.train_segment, self.context, self._autocast = train_segment, context, autocast
+        elif context:
+            raise TypeError("context: needs what make_train_segment returns as train_segment.")
+        self.train_segment, self._autocast = train_segment, autocast
 
     @property
     def hands_over(self) -> bool:

@@ -19,6 +19,7 @@ from .._trees import Tree, tree_map
 from ..contract.output import SegmentOutput
 from ..distributed.ranks import Ranks
 from ..distributed.shares import share_of
+from ..segment.train_segment import TrainSegment
 from .checkpoints.file import as_bytes, check_writable, has_checkpoint, is_special, previous
 from .checkpoints.stores import FileStore, SharedStore, Store
 from .data.chunk import Chunk
@@ -184,7 +185,9 @@ def train_stream(
     2 75 torch.Size([2, 5])
     3 100 torch.Size([2, 5])
     """
-    truncation = Truncation.of(k1, k2, burn_in, _context(train_segment, context), fresh)
+    check_time_dim(time_dim)
+    segments = Segments(train_segment, context=context, autocast=autocast, time_dim=time_dim)
+    truncation = Truncation.of(k1, k2, burn_in, segments.context, fresh)
     limits = Limits(
         None if epochs is None else check_int("epochs", epochs, 1),
         None if updates is None else check_int("updates", updates, 1),
@@ -194,7 +197,6 @@ def train_stream(
         stop,
     )
     checkpoint_every = check_int("checkpoint_every", checkpoint_every, 1)
-    check_time_dim(time_dim)
     check_types(
         events=events, autocast=autocast, scaler=scaler, reduce_dtype=reduce_dtype,
         checkpoint=checkpoint, stop=stop, prepare=prepare,
@@ -205,10 +207,8 @@ def train_stream(
         check_bool("resume", resume)
     if resume and checkpoint is None:
         raise ValueError("resume: give the file to resume from, checkpoint='run.pt'.")
-    segments = Segments(
-        train_segment, context=context or 0, scaled=scaler is not None, autocast=autocast,
-        time_dim=time_dim,
-    )  # fmt: skip
+    if scaler is not None and not isinstance(train_segment, TrainSegment):
+        raise TypeError("scaler: needs what make_train_segment returns as train_segment.")
     ranks, source = None if mesh is None else Ranks(mesh), as_source(data, segments.axes)
     if ranks is not None:
         options = asdict(truncation) | {
@@ -246,22 +246,6 @@ def train_stream(
     if saved is not None:
         stream.resume(saved)
     return stream
-
-
-# -- arguments ------------------------------------------------------------------------------------
-
-
-def _context(train_segment: Any, context: int | None) -> int:
-    """The context of the windows. Raises ValueError if the segment was made with one as well."""
-    of_segment: int = getattr(train_segment, "context", 0)
-    if context is None:
-        return of_segment
-    if of_segment:
-        raise ValueError(
-            f"context: the segment was made with context={of_segment}. Give it there or here, not "
-            "both."
-        )
-    return context
 
 
 # -- parts of the run -----------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class CompiledChunk:
                 time_dim=dim,
                 initial_state=initial,
             )
-            self._segments = Segments(segment, scaled=scaler is not None, autocast=autocast)
+            self._segments = Segments(segment, autocast=autocast)
         except (TypeError, ValueError) as error:
             raise NotCompiled(first_line(error)) from error
 

@@ -84,8 +84,8 @@ class Batches:
         )  # fmt: skip
         self._parameter_names = [name for name, _ in self._step.named_parameters()]
         self._modules = list(self._step.modules())
-        self._segments: dict[tuple[int, bool], Segments] = {}  # by (context, scaled)
-        self._predict_segments: Segments | None = None
+        self._segments: dict[int, Segments] = {}  # by context
+        self._predicting = Segments(self.train_segment.variant(loss=lambda _: _no_loss))
 
     def _time_first_loss(self, loss: Loss) -> Loss:
         def time_first_loss(out: Tree, y: Tree) -> Tensor:
@@ -106,12 +106,11 @@ class Batches:
         """The module's parameters, by the segment's names for them."""
         return dict(self._step.named_parameters())
 
-    def segments(self, context: int, scaled: bool) -> Segments:
-        """The segments for windows with a ``context``; ``scaled``: by a gradient scaler."""
-        key = context, scaled
-        if key not in self._segments:
-            self._segments[key] = Segments(self.train_segment, context=context, scaled=scaled)
-        return self._segments[key]
+    def segments(self, context: int) -> Segments:
+        """The segments for windows with a ``context``."""
+        if context not in self._segments:
+            self._segments[context] = Segments(self.train_segment, context=context)
+        return self._segments[context]
 
     def chunk(self, item: Any) -> Chunk:
         """Checks a batch and moves time to the front.
@@ -146,14 +145,11 @@ class Batches:
 
     def evaluate(self, params: Tree, state: Tree, chunk: Chunk, k: int) -> Iterator[EvaluatedPart]:
         """Runs a batch in parts of ``k`` steps."""
-        yield from _evaluate(self.segments(0, False), params, state, chunk, k)
+        return _evaluate(self.segments(0), params, state, chunk, k)
 
     def predict(self, params: Tree, state: Tree, chunk: Chunk, k: int) -> tuple[Tree, Tree]:
         """``(out, state)`` of all steps, without a target or a loss."""
-        if self._predict_segments is None:
-            segment = self.train_segment.variant(loss=lambda _: _no_loss, context=0)
-            self._predict_segments = Segments(segment)
-        parts = list(_evaluate(self._predict_segments, params, state, chunk, k))
+        parts = list(_evaluate(self._predicting, params, state, chunk, k))
         out = tree_map(lambda *leaves: torch.cat(leaves), *(part.out for part in parts))
         return self.time_back(out), parts[-1].state
 
@@ -197,18 +193,10 @@ class Windows:
     """
 
     def __init__(
-        self,
-        batches: Batches,
-        truncation: Truncation,
-        params: Tree,
-        state: Tree,
-        chunk: Chunk,
-        *,
-        scaled: bool,
+        self, segments: Segments, truncation: Truncation, params: Tree, state: Tree, chunk: Chunk
     ) -> None:
-        self._segments = batches.segments(truncation.context, scaled)
-        self._truncation, self._params, self._chunk = truncation, params, chunk
-        self.state = state
+        self._segments, self._truncation, self._params = segments, truncation, params
+        self.state, self._chunk = state, chunk
 
     def run(self, next_scale: Callable[[], Tensor | None]) -> Iterator[TrainedWindow]:
         """Runs the windows; ``next_scale()`` is the factor for the next loss, or None."""

@@ -201,8 +201,8 @@ class TBPTTModule(LightningModule):
         learner = run.learner(params)
         chunk = batches.chunk(self.chunk(batch))
         state = run.carried(self._start(batches, chunk), self.current_epoch)
-        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        windows = Windows(batches, self._truncation, params, state, chunk, scaled=scaled)
+        segments = batches.segments(self._truncation.context)
+        windows = Windows(segments, self._truncation, params, state, chunk)
         stats: list[WindowStats] = []
         is_last = trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
         for window in windows.run(run.scale):
