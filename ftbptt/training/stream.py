@@ -8,24 +8,13 @@ from enum import Enum, auto
 from traceback import extract_stack
 from typing import Any
 
-from torch import Tensor
-
-from .._checks import check_tensors
-from .._trees import Tree, tree_map
+from .._trees import Tree
 from .._warnings import warn
 from ..distributed.ranks import RankFailed
 from .checkpoints.stores import Store
-from .data.cursor import Cursor
-from .reports.events import Events
-from .reports.monitor import Monitor
-from .reports.report import Meter, Report
-from .segments import Segments
-from .trainer import Limits, Trainer
-from .updates.learner import Learner
-from .updates.nonfinite import Guard
-from .updates.rank_sync import RankSync
+from .reports.report import Report
+from .trainer import Trainer
 from .updates.update import Update
-from .window_run import WindowRunner
 
 
 class Phase(Enum):
@@ -71,35 +60,10 @@ class Stream(Iterator[Update]):
     (1, 1, torch.Size([2, 5]))
     """
 
-    def __init__(
-        self,
-        segments: Segments,
-        state: Tree,
-        cursor: Cursor,
-        learner: Learner,
-        meter: Meter,
-        events: Events,
-        limits: Limits,
-        store: Store | None,
-        checkpoint_every: int,
-        progress: bool,
-        rank_sync: RankSync | None,
-    ) -> None:
-        if state is not None:
-            check_tensors("state", state, "None is the state that the step starts from.")
-        initial = state if state is None else tree_map(Tensor.detach, state)
-        self._guard = guard = Guard(limits.on_nonfinite, learner)
-        self._monitor = Monitor(meter, events, guard, learner, limits.stop, progress)
-        windows = WindowRunner(
-            segments, learner, cursor.truncation, initial, guard, events, limits.micro_batches,
-            rank_sync if limits.accumulate == 1 else None,
-        )  # fmt: skip
-        keeps_resume_point = store is not None or rank_sync is not None
-        self._trainer = Trainer(
-            windows, cursor, self._monitor, limits, rank_sync, keeps_resume_point
-        )
-        self._learner, self._cursor, self._rank_sync = learner, cursor, rank_sync
-        self._store, self._checkpoint_every = store, checkpoint_every
+    def __init__(self, trainer: Trainer, store: Store | None, checkpoint_every: int) -> None:
+        self._trainer, self._store, self._checkpoint_every = trainer, store, checkpoint_every
+        self._learner, self._cursor, self._guard = trainer.learner, trainer.cursor, trainer.guard
+        self._monitor, self._rank_sync = trainer.monitor, trainer.rank_sync
         self._phase = Phase.NEW
         self._has_begun = False  # the clock runs, and the data is being read
         self._saved = 0  # the number of updates that the checkpoint has

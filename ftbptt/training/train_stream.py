@@ -1,4 +1,4 @@
-"""``train_stream``: checks the arguments, and builds a :class:`Stream` from them."""
+"""``train_stream``: checks the arguments, and builds the parts of a :class:`Stream`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
-from .._checks import check_bool, check_device, check_int, check_time_dim
+from .._checks import check_bool, check_device, check_int, check_tensors, check_time_dim
 from .._trees import Tree, tree_map
 from ..contract.output import SegmentOutput
 from ..distributed.ranks import Ranks
@@ -30,14 +31,17 @@ from .data.source import Shareable, Source, as_source
 from .data.windows import Truncation
 from .option_checks import check_scheduler, check_types, check_values
 from .reports.events import Events
+from .reports.monitor import Monitor
 from .reports.report import Meter
 from .segments import Segments
 from .stream import Stream
-from .trainer import Limits
+from .trainer import Limits, Trainer
 from .updates.learner import Learner
+from .updates.nonfinite import Guard
 from .updates.optimizers import FunctionalOptimizer
 from .updates.rank_sync import RankSync
 from .updates.same_on_ranks import check_same
+from .window_run import WindowRunner
 
 
 def train_stream(
@@ -192,10 +196,8 @@ def train_stream(
         None if epochs is None else check_int("epochs", epochs, 1),
         None if updates is None else check_int("updates", updates, 1),
         check_int("accumulate", accumulate, 1),
-        check_int("micro_batches", micro_batches, 1),
-        on_nonfinite,
-        stop,
     )
+    micro_batches = check_int("micro_batches", micro_batches, 1)
     checkpoint_every = check_int("checkpoint_every", checkpoint_every, 1)
     check_types(
         events=events, autocast=autocast, scaler=scaler, reduce_dtype=reduce_dtype,
@@ -211,8 +213,7 @@ def train_stream(
         raise TypeError("scaler: needs what make_train_segment returns as train_segment.")
     ranks, source = None if mesh is None else Ranks(mesh), as_source(data, segments.axes)
     if ranks is not None:
-        options = asdict(truncation) | {
-            "epochs": limits.epochs, "updates": limits.updates, "accumulate": limits.accumulate,
+        options = asdict(truncation) | asdict(limits) | {
             "clip_norm": clip_norm, "clip_value": clip_value, "ema_decay": ema_decay,
             "checkpoint": "none" if checkpoint is None else "one", "resume": resume,
             "checkpoint_every": checkpoint_every, "reduce_dtype": reduce_dtype,
@@ -228,20 +229,21 @@ def train_stream(
         scaler=scaler, ema_decay=ema_decay,
     )  # fmt: skip
     source, transforms = _own_source(source, segments, ranks, prepare)
-    mover = Mover(check_device(device))
-    stream = Stream(
-        segments,
-        state,
-        Cursor(source, truncation, segments.axes, transforms, mover),
-        learner,
-        Meter(interval),
-        events or Events(),
-        limits,
-        store=store,
-        checkpoint_every=checkpoint_every,
-        progress=progress and (ranks is None or ranks.rank == 0),
-        rank_sync=None if ranks is None else RankSync(ranks, learner, reduce_dtype),
-    )
+    cursor = Cursor(source, truncation, segments.axes, transforms, Mover(check_device(device)))
+    rank_sync = None if ranks is None else RankSync(ranks, learner, reduce_dtype)
+    if state is not None:
+        check_tensors("state", state, "None is the state that the step starts from.")
+        state = tree_map(Tensor.detach, state)
+    guard, events = Guard(on_nonfinite, learner), events or Events()
+    shows = progress and (ranks is None or ranks.rank == 0)
+    monitor = Monitor(Meter(interval), events, guard, learner, stop, shows)
+    windows = WindowRunner(
+        segments, learner, truncation, state, guard, events, micro_batches,
+        rank_sync if limits.accumulate == 1 else None,
+    )  # fmt: skip
+    keeps_resume_point = store is not None or rank_sync is not None
+    trainer = Trainer(windows, cursor, monitor, limits, rank_sync, keeps_resume_point)
+    stream = Stream(trainer, store, checkpoint_every)
     saved = store.load() if resume and store is not None else None
     if saved is not None:
         stream.resume(saved)

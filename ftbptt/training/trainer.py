@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,14 +28,11 @@ _NO_CONTEXT = nullcontext()
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a run lasts, and what its updates consist of."""
+    """How long a run lasts, and how many windows an update has."""
 
     epochs: int | None
     updates: int | None
-    accumulate: int  # windows per update
-    micro_batches: int
-    on_nonfinite: str
-    stop: Callable[[float], bool] | None
+    accumulate: int
 
 
 class Trainer:
