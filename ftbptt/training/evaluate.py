@@ -121,23 +121,22 @@ def evaluate_stream(
             chunk = mover.wait(*mover.start(chunk))
             result = segments.evaluate(params, state, chunk)
             state = result.state
-            weight, _ = segments.weigh(chunk, state, 0)
-            weighted_loss = result.loss.double() * weight
+            counts = segments.count(chunk, state, 0)
+            weighted_loss = result.loss.double() * counts.weight
             loss_sum = weighted_loss if loss_sum is None else loss_sum + weighted_loss
-            weights = weights + weight
+            weights = weights + counts.weight
             valid_steps = valid_steps + segments.valid_steps(chunk, state)
             if metrics:
                 pair = (result.out, chunk.y)
                 if metric_inputs is not None:
                     pair = _checked_pair(metric_inputs(*pair))
-                rows = segments.rows(chunk, state)
-                preds, target = _flatten_valid(pair, chunk, segments.layout(chunk.x), rows)
+                layout = segments.layout(chunk.x)
+                preds, target = _flatten_valid(pair, chunk, layout, counts.rows)
                 if len(tree_leaves(preds)[0]):  # some metrics fail on an empty batch
                     for metric in metrics.values():
                         metric.update(preds, target)
-            steps = segments.axes(chunk.x).steps(chunk)
-            position += steps
-            bar.update(steps)
+            position += counts.steps
+            bar.update(counts.steps)
     if loss_sum is None:
         raise ValueError("data: has no steps to evaluate on.")
     return Evaluation(

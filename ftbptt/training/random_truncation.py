@@ -183,7 +183,7 @@ class RandomTruncation:
                 params, state, (part.x, part_factors), part.y, reset=part.reset, mask=part.mask
             )
             state = result.state
-            weight, _ = data.weigh(part, state, 0)
+            weight = data.count(part, state, 0).weight
             total = total + weight
             piece = (result.loss, result.grads)
             mean = piece if mean is None else _running_mean(mean, piece, share(weight, total))

@@ -162,8 +162,6 @@ class Trainer:
             if stats is not None or self.rank_sync is not None:
                 remaining -= 1
             self.cursor.prefetch(self.place, of_next_update=not remaining)
-        if len(windows) == 1:
-            return windows[0], True
         return WindowStats.joined(windows) if windows else None, more
 
     def _joint_update(

@@ -159,9 +159,8 @@ class WindowRunner:
         window, chunk, state, keep, update = job
         if events.before_window:
             emit(events.before_window, window, chunk)
-        steps = window.end - window.start
         start = segments.start(learner.params) if state is None else state
-        rows, weight, tokens = segments.count(chunk, start, steps, segments.context)
+        rows, weight, steps, tokens = segments.count(chunk, start, segments.context)
         scale, early = learner.scale(), None
         if self.together is not None and segments.hands_over:
             early = self.together.early(weight, self.guard.is_sound)

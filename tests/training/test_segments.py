@@ -119,9 +119,9 @@ def test_rows_that_only_the_mask_shows(counted_first: bool) -> None:
     layout = DataLayout(segment, None)
     chunk = Chunk(torch.zeros(6, 3), torch.zeros(6), None, torch.ones(6, 3, dtype=torch.bool))
     if counted_first:
-        assert layout.count(chunk, torch.zeros(3), 6, 0).tokens == 18
+        assert layout.count(chunk, torch.zeros(3), 0).tokens == 18
     assert layout.rows(chunk, torch.zeros(3)) == 3
-    assert layout.count(chunk, torch.zeros(3), 6, 0).tokens == 18
+    assert layout.count(chunk, torch.zeros(3), 0).tokens == 18
 
 
 def evaluate(data: Chunk, in_dims: Any, k: int) -> Evaluation:

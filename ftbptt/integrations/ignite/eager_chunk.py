@@ -56,9 +56,9 @@ class EagerChunk:
                 out, state = self._call(chunk.x, state)
                 return Forward(self.loss(out, chunk.y), out, state, None)
             outs: list[Tree] = []
-            saved, axes = None, TimeAxes.of(Layout(self.dim))
-            for start, stop in zip(starts, [*starts[1:], axes.steps(chunk)], strict=True):
-                part = axes.cut(chunk, start, stop)
+            saved = None
+            for start, stop in zip(starts, [*starts[1:], self._axes.steps(chunk)], strict=True):
+                part = self._axes.cut(chunk, start, stop)
                 state = self._reset_rows(state, part)
                 if start == save_at:  # resets at this step are repeated in the next window
                     saved = state
@@ -82,7 +82,7 @@ class EagerChunk:
         """The steps at which a call starts; empty for a single call of the full chunk."""
         starts = set() if save_at is None else {0, save_at}
         if each_step:
-            starts |= set(range(TimeAxes.of(Layout(self.dim)).steps(chunk)))
+            starts |= set(range(self._axes.steps(chunk)))
         if chunk.reset is not None:
             flags = chunk.reset
             if flags.dim() > 1:
@@ -100,6 +100,10 @@ class EagerChunk:
 
     def _row_axis(self, leaf: Tensor) -> int:
         return 0 if self._step is None else self._step.row_axis(leaf)
+
+    @cached_property
+    def _axes(self) -> TimeAxes:
+        return TimeAxes.of(Layout(self.dim))
 
     @cached_property
     def _step(self) -> Step | None:

@@ -171,8 +171,8 @@ def _evaluate(
         part = axes.cut(chunk, start, start + k)
         result = segments.evaluate(params, state, part)
         state = result.state
-        weight, tokens = segments.weigh(part, state, 0)
-        stats = WindowStats(result.loss, weight, axes.steps(part), tokens)
+        _, weight, steps, tokens = segments.count(part, state, 0)
+        stats = WindowStats(result.loss, weight, steps, tokens)
         yield EvaluatedPart(result.out, part, stats, state)
 
 
@@ -213,8 +213,8 @@ class Windows:
                 next_state = state_within
             self.state = result.state
             place = Place(0, window.index + 1, next_start, next_state, window.end)
-            weight, tokens = segments.weigh(chunk, result.state, segments.context)
-            stats = WindowStats(result.loss, weight, window.end - window.start, tokens)
+            _, weight, steps, tokens = segments.count(chunk, result.state, segments.context)
+            stats = WindowStats(result.loss, weight, steps, tokens)
             yield TrainedWindow(result.grads, stats, result.out, chunk)
         end = axes.steps(self._chunk)
         if place.end < end:  # steps after the last window with a loss still advance the state

@@ -104,18 +104,19 @@ class TBPTTRun(Callback):
         self._has_trained = True
         if self._learner is None:
             # Lightning clips and scales, in its own hooks.
-            self._learner = Learner(
-                params, self._module.trainer.optimizers[0], clip_norm=None, clip_value=None,
-                scheduler=None, scaler=None, ema_decay=None,
-            )  # fmt: skip
+            self._learner = Learner(params, self._module.trainer.optimizers[0])
         if not self.pending:
             self._learner.begin_update()
         return self._learner
 
     def scale(self) -> Tensor | None:
         """The scaler's factor for the next loss, on the device; None without a scaler."""
-        scaler = getattr(self._module.trainer.precision_plugin, "scaler", None)
-        return scale_of(scaler, self._module.device)
+        return scale_of(self._scaler, self._module.device)
+
+    @property
+    def _scaler(self) -> Any:
+        """Lightning's ``GradScaler``; None without one."""
+        return getattr(self._module.trainer.precision_plugin, "scaler", None)
 
     # -- an update ------------------------------------------------------------------------------
 
@@ -133,8 +134,7 @@ class TBPTTRun(Callback):
             for p in group["params"]:
                 if not p.requires_grad:  # may have been frozen during the run
                     p.grad = None
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        has_schedulers = bool(trainer.lr_scheduler_configs)
+        scaler, has_schedulers = self._scaler, bool(trainer.lr_scheduler_configs)
         scale_before = scaler.get_scale() if scaler is not None and has_schedulers else 0.0
         hook = trainer.optimizers[0].register_step_pre_hook(self._clip)
         try:
@@ -169,7 +169,7 @@ class TBPTTRun(Callback):
         trainer = self._module.trainer
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         self._grad_norm = get_total_norm(grads)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = self._scaler
         if scaler is not None and unscales_itself(optimizer):
             self._grad_norm = self._grad_norm / scaler.get_scale()  # it unscales in its step
         self._module.configure_gradient_clipping(

@@ -83,7 +83,7 @@ class Cursor:
         if span is None and not self._is_at_end:
             span = self._read(place)
             self._is_at_end = span is None
-        if span is not None and span.moved is not None:
+        if span is not None:
             self.mover.wait(span.chunk, span.moved)
         return span
 
@@ -123,8 +123,6 @@ class Cursor:
             index += 1
         for prepare in self.transforms:
             chunk = prepare(chunk)
-        if self.mover.device is None:
-            return Span(window, first, chunk)
         return Span(window, first, *self.mover.start(chunk))
 
     def _first_step(self, window: Window, place: Place) -> int:

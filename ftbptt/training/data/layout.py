@@ -21,6 +21,7 @@ class Counts(NamedTuple):
 
     rows: int | None
     weight: int | Tensor
+    steps: int
     tokens: int
 
 
@@ -88,6 +89,10 @@ class DataLayout:
 
     # -- counting ---------------------------------------------------------------------------------
 
+    def steps(self, chunk: Chunk) -> int:
+        """The number of steps of a chunk."""
+        return self.axes(chunk.x).steps(chunk)
+
     def rows(self, chunk: Chunk, state: Tree) -> int | None:
         """The number of rows in the batch; None for data without rows."""
         layout = self._layout or self.layout(chunk.x)
@@ -98,29 +103,24 @@ class DataLayout:
             self._rows[size] = count_rows(chunk, state, layout, self.row_axis, batched_axes)
         return self._rows[size]
 
-    def weigh(self, chunk: Chunk, state: Tree, context: int) -> tuple[int | Tensor, int]:
-        """The weight and the tokens of :meth:`count`."""
-        counts = self.count(chunk, state, self.axes(chunk.x).steps(chunk), context)
-        return counts.weight, counts.tokens
-
-    def count(self, chunk: Chunk, state: Tree, steps: int, context: int) -> Counts:
-        """The rows of a chunk of ``steps`` steps, the weight of its loss in a mean, its tokens.
+    def count(self, chunk: Chunk, state: Tree, context: int) -> Counts:
+        """The rows of a chunk, the weight of its loss in a mean, its steps and its tokens.
 
         Tokens are the steps of all rows, valid or not. The weight is the number of those with a
         loss: the valid ones after the first ``context``. With ``in_dims`` the segment's loss is a
         mean over sequences, however many valid steps each has. There the weight is the number of
         all steps after ``context``, so that parts of a batch weigh as many as their sequences.
         """
-        rows, layout = self.rows(chunk, state), self.layout(chunk.x)
+        rows, layout, steps = self.rows(chunk, state), self.layout(chunk.x), self.steps(chunk)
         all_rows = rows or 1
-        if chunk.mask is None or isinstance(layout, SharedLayout):
-            return Counts(rows, (steps - context) * all_rows, steps * all_rows)
-        weight = valid_steps(chunk.mask, steps, all_rows, context, layout)
-        return Counts(rows, weight, steps * all_rows)
+        weight: int | Tensor = (steps - context) * all_rows
+        if chunk.mask is not None and not isinstance(layout, SharedLayout):
+            weight = valid_steps(chunk.mask, steps, all_rows, context, layout)
+        return Counts(rows, weight, steps, steps * all_rows)
 
     def valid_steps(self, chunk: Chunk, state: Tree) -> int | Tensor:
         """The number of valid steps, summed over rows."""
-        rows, steps = self.rows(chunk, state) or 1, self.axes(chunk.x).steps(chunk)
+        rows, steps = self.rows(chunk, state) or 1, self.steps(chunk)
         if chunk.mask is None:
             return steps * rows
         return valid_steps(chunk.mask, steps, rows, 0, self.layout(chunk.x))
@@ -129,8 +129,6 @@ class DataLayout:
 
     def micro_batches(self, chunk: Chunk, state: Tree, parts: int) -> list[tuple[Chunk, Tree]]:
         """The chunk and the state in parts of their rows."""
-        if parts == 1:
-            return [(chunk, state)]
         if self.rows(chunk, state) is None:
             raise ValueError(
                 "micro_batches: x, y and the state have no rows in common that could be split."

@@ -46,11 +46,11 @@ class Learner:
         params: Tree,
         optimizer: Optimizer | FunctionalOptimizer,
         *,
-        clip_norm: float | None,
-        clip_value: float | None,
-        scheduler: Any,
-        scaler: GradScaler | None,
-        ema_decay: float | None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        scheduler: Any = None,
+        scaler: GradScaler | None = None,
+        ema_decay: float | None = None,
     ) -> None:
         self.params, self.optimizer = params, optimizer
         self.clip_norm, self.clip_value = clip_norm, clip_value

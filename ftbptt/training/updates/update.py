@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.nn.utils import get_total_norm
 from ..._trees import Tree
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Update:
     """One update of the parameters.
 
@@ -45,28 +47,16 @@ class Update:
     20 20 torch.Size([])
     """
 
-    __slots__ = (
-        "_grads", "_norm", "epoch", "index", "loss", "params", "position", "state", "steps",
-        "tokens_per_second",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        index: int,
-        epoch: int,
-        position: int,
-        loss: Tensor,
-        steps: Any,
-        params: Tree,
-        state: Tree,
-        tokens_per_second: float,
-        grads: list[Tensor],
-        norm: Tensor | None,
-    ) -> None:
-        self.index, self.epoch, self.position = index, epoch, position
-        self.loss, self.steps, self.params, self.state = loss, steps, params, state
-        self.tokens_per_second = tokens_per_second
-        self._grads, self._norm = grads, norm
+    index: int
+    epoch: int
+    position: int
+    loss: Tensor
+    steps: Any
+    params: Tree
+    state: Tree
+    tokens_per_second: float
+    _grads: list[Tensor]
+    _norm: Tensor | None
 
     @property
     def grad_norm(self) -> Tensor:
