@@ -35,7 +35,7 @@ from tqdm import tqdm
 from ftbptt import make_train_segment
 
 from . import gpu_report, limits, report
-from .calls import Call, Skip
+from .calls import Call, Skip, one_line
 from .cases import Case, Problem, build, loss
 from .gpu_peers import PEERS
 from .targets import row
@@ -193,7 +193,7 @@ def run_case(
             except Skip as reason:
                 rows[name].update(status="skip", why=str(reason))
             except Exception as reason:  # the other peers go on; the table shows it
-                rows[name].update(status="error", why=_one_line(reason))
+                rows[name].update(status="error", why=one_line(reason))
         times = timed(calls, clock, rounds, rows, bar)
         floor = _floor(gpu_case, ceilings, problem)
         for name in times:
@@ -206,7 +206,7 @@ def run_case(
                 try:
                     rows[name]["kernels"] = _kernels(call, device)
                 except Exception as reason:  # of the profiler: the times are right without it
-                    rows[name]["not_profiled"] = _one_line(reason)
+                    rows[name]["not_profiled"] = one_line(reason)
     return {"title": gpu_case.title, "floor_ms": 1e3 * floor, "peers": rows}
 
 
@@ -230,14 +230,9 @@ def timed(
             try:
                 times[name].append(clock(calls[name], waits=name == "jax"))
             except Exception as reason:
-                rows[name].update(status="error", why=_one_line(reason))
+                rows[name].update(status="error", why=one_line(reason))
                 del times[name]
     return times
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def resets(gpu_case: GpuCase) -> Tensor:
@@ -377,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if gpu_case.case.name == "latency":
                     results["targets"].append(forward_latency(gpu_case, device, rounds))
             except Exception as reason:  # in the eager loop, the baseline
-                results["failed"][f"{gpu_case.case.name} {gpu_case.precision}"] = _one_line(reason)
+                results["failed"][f"{gpu_case.case.name} {gpu_case.precision}"] = one_line(reason)
             faulthandler.cancel_dump_traceback_later()
             results["left_out"].remove(gpu_case.title)
             gpu_report.write(results, folder)

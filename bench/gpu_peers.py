@@ -14,27 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ftbptt import make_train_segment
-
-from .calls import Call, Result, Skip
+from .calls import Call, Result, Skip, by_autograd
 from .cases import Problem, loss
-from .peers import eager, jax_scan, library, torch_func
+from .peers import eager, engine, jax_scan, library, torch_func
 
 Make = Callable[[Problem, Tensor], Call]
 
 
-def engine(problem: Problem, reset: Tensor, backend: str) -> Call:
+def ours(problem: Problem, reset: Tensor, backend: str) -> Call:
     """This package."""
-    segment: Callable[..., Any] = make_train_segment(problem.model, loss, backend=backend)
-    if problem.case.apart:
-        segment = torch.func.vmap(segment, in_dims=problem.case.in_dims)
-    params, options = problem.params, {"reset": reset} if reset.any() else {}
-
-    def call() -> Result:
-        result = segment(params, problem.state, problem.x, problem.y, **options)
-        return result.loss, result.grads
-
-    return call
+    return engine(problem, backend, reset=reset if reset.any() else None)
 
 
 def loop(problem: Problem, reset: Tensor) -> Call:
@@ -43,17 +32,15 @@ def loop(problem: Problem, reset: Tensor) -> Call:
         return eager(problem)
     model, leaves = problem.model, dict(problem.model.named_parameters())
 
-    def call() -> Result:
+    def value_of() -> Tensor:
         state, outs = problem.state, []
         for x_t, restart in zip(problem.x, reset, strict=True):
             state = _restarted(state, restart)
             out, state = model(x_t, state)
             outs.append(out)
-        value = loss(torch.stack(outs), problem.y)
-        grads = torch.autograd.grad(value, list(leaves.values()))
-        return value.detach(), dict(zip(leaves, grads, strict=True))
+        return loss(torch.stack(outs), problem.y)
 
-    return call
+    return by_autograd(value_of, leaves)
 
 
 def _restarted(state: Any, restart: Tensor) -> Any:
@@ -94,15 +81,14 @@ def split(problem: Problem, reset: Tensor) -> Call:
         for leaf in problem.state[0]
     ]
 
-    def call() -> Result:
+    def value_of() -> Tensor:
         x = problem.x.flatten(0, 1)[index]
         out = readout(layer(x, tuple(starts))[0])
         y = problem.y.flatten(0, 1)[index]
-        value = ((out - y).square() * valid[..., None]).sum() / problem.y.numel()
-        grads = torch.autograd.grad(value, list(leaves.values()))
-        return value.detach(), dict(zip(leaves, grads, strict=True))
+        squares: Tensor = (out - y).square() * valid[..., None]
+        return squares.sum() / problem.y.numel()
 
-    return call
+    return by_autograd(value_of, leaves)
 
 
 def _library_layer(problem: Problem) -> tuple[Any, dict[str, Tensor], Any]:
@@ -168,12 +154,7 @@ def compiled_scan(problem: Problem, reset: Tensor) -> Call:
 
     compiled = torch.compile(segment, fullgraph=True)
 
-    def call() -> Result:
-        value = compiled(problem.x, problem.y, problem.state)
-        grads = torch.autograd.grad(value, list(leaves.values()))
-        return value.detach(), dict(zip(leaves, grads, strict=True))
-
-    return call
+    return by_autograd(lambda: compiled(problem.x, problem.y, problem.state), leaves)
 
 
 def _without_resets(make: Callable[[Problem], Call]) -> Make:
@@ -186,8 +167,8 @@ def _without_resets(make: Callable[[Problem], Call]) -> Make:
 
 
 PEERS: dict[str, Make] = {
-    "fused": partial(engine, backend="fused"),
-    "cudagraph": partial(engine, backend="cudagraph"),
+    "fused": partial(ours, backend="fused"),
+    "cudagraph": partial(ours, backend="cudagraph"),
     "eager": loop,
     "library": _without_resets(library),
     "split": split,

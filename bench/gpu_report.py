@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from .targets import table
+
 _LABELS = {
     "fused": "ftbptt, fused", "cudagraph": "ftbptt, cudagraph", "eager": "eager autograd loop",
     "library": "cuDNN", "split": "cuDNN, split and padded", "scan": "torch's scan, compiled",
@@ -40,14 +42,8 @@ def markdown(results: dict[str, Any]) -> str:
         + ", ".join(f"{ceilings[p] / 1e12:.1f} TFLOP/s in {p}" for p in ("fp32", "tf32", "bf16"))
         + f", {ceilings['bytes'] / 1e9:.0f} GB/s.",
         "",
-        "| what | target | measured | |",
-        "| --- | --- | ---: | --- |",
+        *table(results["targets"]),
     ]
-    for target in results["targets"]:
-        measured = "" if target["measured"] is None else f"{target['measured']:.2f}{target['unit']}"
-        lines.append(
-            f"| {target['what']} | {target['target']} | {measured} | {target['verdict']} |"
-        )
     lines += [f"\nFailed: {title} ({why})." for title, why in results["failed"].items()]
     if results["left_out"]:
         lines.append(f"\nNot measured: {', '.join(results['left_out'])}.")

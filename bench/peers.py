@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .calls import Call, Result, Skip
+from .calls import Call, Result, Skip, by_autograd
 from .cases import Part, Problem, loss
 
 
@@ -25,7 +25,12 @@ class Peer:
     threads: int | None = None  # how many torch may use; None leaves it to torch
 
 
-def engine(problem: Problem, backend: str = "auto", recompute: bool = False) -> Call:
+def engine(
+    problem: Problem,
+    backend: str = "auto",
+    recompute: bool = False,
+    reset: Tensor | None = None,
+) -> Call:
     """This package; with its default backend unless one is named."""
     import ftbptt
 
@@ -38,10 +43,10 @@ def engine(problem: Problem, backend: str = "auto", recompute: bool = False) -> 
     segment: Callable[..., Any] = train_segment
     if problem.case.apart:
         segment = torch.func.vmap(train_segment, in_dims=problem.case.in_dims)
-    params = problem.params
+    params, options = problem.params, {} if reset is None else {"reset": reset}
 
     def call() -> Result:
-        result = segment(params, problem.state, problem.x, problem.y)
+        result = segment(params, problem.state, problem.x, problem.y, **options)
         return result.loss, result.grads
 
     return call
@@ -80,15 +85,8 @@ def eager(problem: Problem) -> Call:
     """The loop written by hand: modules, autograd."""
 
     def of(part: Part) -> Call:
-        params = dict(part.model.named_parameters())
-        leaves = list(params.values())
-
-        def call() -> Result:
-            value = unroll(part.model, part.x, part.y, part.state)
-            grads = torch.autograd.grad(value, leaves)
-            return value.detach(), dict(zip(params, grads, strict=True))
-
-        return call
+        leaves = dict(part.model.named_parameters())
+        return by_autograd(lambda: unroll(part.model, part.x, part.y, part.state), leaves)
 
     calls = [of(part) for part in problem.parts()]
     return one_by_one(calls) if problem.case.apart else calls[0]
@@ -118,14 +116,7 @@ def unrolled_compile(problem: Problem) -> Call:
         raise Skip("compiles too long, or under vmap not at all")
     model = problem.model
     compiled = torch.compile(lambda x, y, state: unroll(model, x, y, state), fullgraph=True)
-    params = problem.params
-    leaves = list(params.values())
-
-    def call() -> Result:
-        value = compiled(problem.x, problem.y, problem.state)
-        return value.detach(), dict(zip(params, torch.autograd.grad(value, leaves), strict=True))
-
-    return call
+    return by_autograd(lambda: compiled(problem.x, problem.y, problem.state), problem.params)
 
 
 def library(problem: Problem) -> Call:
@@ -149,12 +140,10 @@ def library(problem: Problem) -> Call:
         if case.kind == "lstm":
             state = tuple(torch.stack(leaf) for leaf in zip(*part.state, strict=True))
 
-        def call() -> Result:
-            value = loss(part.model.readout(layer(part.x, state)[0]), part.y)
-            grads = torch.autograd.grad(value, list(leaves.values()))
-            return value.detach(), dict(zip(leaves, grads, strict=True))
+        def value_of() -> Tensor:
+            return loss(part.model.readout(layer(part.x, state)[0]), part.y)
 
-        return call
+        return by_autograd(value_of, leaves)
 
     calls = [of(part) for part in problem.parts()]
     return one_by_one(calls) if case.apart else calls[0]

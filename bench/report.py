@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .plots import peer_labels, plot_bars
-from .targets import SCALING_GAIN
+from .targets import SCALING_GAIN, table
 
 Results = dict[str, Any]
 
@@ -139,11 +139,7 @@ def markdown(results: Results) -> str:
         lines.append("| | ms | vs eager | of floor | compile | memory | error |")
         lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
         lines += [_row(row) for row in case["peers"].values()]
-    lines += ["", "## What it must reach", "", "| what | target | measured | |"]
-    lines.append("| --- | --- | ---: | --- |")
-    for row in results["targets"]:
-        measured = "" if row["measured"] is None else f"{row['measured']:.2f}{row['unit']}"
-        lines.append(f"| {row['what']} | {row['target']} | {measured} | {row['verdict']} |")
+    lines += ["", "## What it must reach", "", *table(results["targets"])]
     for steps, seconds in (results.get("compile_s") or {}).items():
         if seconds is not None:
             lines += ["", f"Cold compile of the first case at T={steps}: {seconds:.1f} s."]
@@ -216,21 +212,15 @@ def _targets_markdown(results: Results) -> str:
         f"{about['versions']['torch']}; {about['date']}, commit {about['commit']}; medians over "
         f"{results['rounds']} rounds in which what is compared took turns.",
         "",
-        "| what | target | measured | |",
-        "| --- | --- | ---: | --- |",
+        *table(results["targets"]),
     ]
     if busy(results):
         lines[3:3] = ["**Other work was on the machine**: the figures are off.", ""]
-    for target in results["targets"]:
-        measured = f"{target['measured']:.2f}{target['unit']}"
-        lines.append(
-            f"| {target['what']} | {target['target']} | {measured} | {target['verdict']} |"
-        )
-    for table in results.get("tables", ()):
-        lines += ["", f"## {table['title']}", "", table["about"], ""]
-        lines.append("| " + " | ".join(table["header"]) + " |")
-        lines.append("| --- |" + " ---: |" * (len(table["header"]) - 1))
-        lines += ["| " + " | ".join(cells) + " |" for cells in table["rows"]]
+    for extra in results.get("tables", ()):
+        lines += ["", f"## {extra['title']}", "", extra["about"], ""]
+        lines.append("| " + " | ".join(extra["header"]) + " |")
+        lines.append("| --- |" + " ---: |" * (len(extra["header"]) - 1))
+        lines += ["| " + " | ".join(cells) + " |" for cells in extra["rows"]]
     return "\n".join(lines) + "\n"
 
 

@@ -45,6 +45,17 @@ def row(what: str, measured: float | None, sign: str, target: float, unit: str =
     }
 
 
+def table(rows: list[Row]) -> list[str]:
+    """The rows in Markdown."""
+    lines = ["| what | target | measured | |", "| --- | --- | ---: | --- |"]
+    for target in rows:
+        measured = "" if target["measured"] is None else f"{target['measured']:.2f}{target['unit']}"
+        lines.append(
+            f"| {target['what']} | {target['target']} | {measured} | {target['verdict']} |"
+        )
+    return lines
+
+
 def _default(results: Results) -> list[Row]:
     def value(case: str, key: str, peer: str = "engine") -> float | None:
         row = results["cases"].get(case, {}).get("peers", {}).get(peer, {})

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .calls import Call, Skip
+from .calls import Call, Skip, one_line
 from .cases import Case, build
 from .peers import find
 
@@ -58,8 +58,7 @@ def serve(pipe: Connection, case: Case, peer: str, cache: str) -> None:
         except KeyboardInterrupt:
             return
         except Exception as error:  # the parent reports it beside the others
-            lines = str(error).strip().splitlines() or [""]
-            pipe.send(("error", f"{type(error).__name__}: {lines[0][:200]}"))
+            pipe.send(("error", one_line(error)))
 
 
 def _start(case: Case, peer: str) -> tuple[Call, dict[str, float]]:
