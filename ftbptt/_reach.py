@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
@@ -19,6 +20,7 @@ _NOT_OF_STEPS = {
     "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
 }  # fmt: skip
 _CACHE = type(cache(lambda: None))
+_OF_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
 
 
 def reached_by(root: Any) -> Iterator[Any]:
@@ -96,6 +98,16 @@ def names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from names_in(constant)
+
+
+def globals_in(code: CodeType) -> Iterator[str]:
+    """The global variables that code, and the code nested in it, reads or binds."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _OF_GLOBALS:
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from globals_in(constant)
 
 
 def is_bound(cell: CellType) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +23,7 @@ __all__ = [
     "Tree",
     "TreeSpec",
     "differentiable",
+    "in_groups",
     "in_order_of",
     "keystr",
     "leaf_names",
@@ -32,6 +35,7 @@ __all__ = [
 ]
 
 Tree = Any
+T = TypeVar("T")
 
 
 def differentiable(leaf: Tensor) -> bool:
@@ -43,6 +47,14 @@ def leaf_names(name: str, spec: TreeSpec) -> list[str]:
     """Of each leaf of an argument called ``name``, as in ``state['rest'][0]``."""
     paths, _ = tree_flatten_with_path(tree_unflatten([0] * spec.num_leaves, spec))
     return [f"{name}{keystr(path)}" for path, _ in paths]
+
+
+def in_groups(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
+    """A flat list as consecutive groups of these sizes, which are all of it."""
+    remaining = iter(items)
+    groups = [list(islice(remaining, size)) for size in sizes]
+    assert next(remaining, None) is None
+    return groups
 
 
 def tree_leaves(tree: Any) -> list[Any]:

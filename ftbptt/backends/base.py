@@ -20,8 +20,8 @@ class Backend:
     """One way to run a program.
 
     - ``describe(block)`` says, for the user, how a scan block runs.
-    - ``run_scan(block, invariants, sequences, carries, steps, reverse)`` runs all steps of a scan
-      block, see ``RunScan``.
+    - ``run_scan(block, invariants, sequences, carries, steps)`` runs all steps of a scan block, see
+      ``RunScan``.
     - ``build(function, examples, mode)`` compiles a function of the program for tensors like the
       fake ``examples``, which belong to the fake tensor mode ``mode``. None: run it uncompiled.
     - ``captured``: on a GPU, a segment is captured as one CUDA graph.

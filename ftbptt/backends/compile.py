@@ -35,12 +35,11 @@ def run_scan(
     sequences: list[Tensor],
     carries: list[Tensor],
     steps: Any,
-    reverse: bool,
 ) -> ScanResult:
     """A scan block as ``while_loop``; meant to be traced, with ``steps`` a symbol."""
-    loop = _ScanLoop(block, carries, steps, reverse)
+    loop = _ScanLoop(block, carries, steps)
     tensors = loop.allocate(invariants, sequences, carries)
-    first, end = (steps - 1, -1) if reverse else (0, steps)
+    first, end = (steps - 1, -1) if block.reverse else (0, steps)
     # ``steps`` is an int only for a loss that is compiled for one K.
     is_short = isinstance(steps, int) and steps < _UNROLLED
     if carries[0].device.type == "cpu" and _is_small(block) and not is_short:
@@ -80,13 +79,11 @@ class _ScanLoop:
     way round in reverse.
     """
 
-    def __init__(
-        self, block: ScanBlock, carries: Sequence[Tensor], steps: Any, reverse: bool
-    ) -> None:
+    def __init__(self, block: ScanBlock, carries: Sequence[Tensor], steps: Any) -> None:
         on_cpu = carries[0].device.type == "cpu"
         self.module = with_small_products(block.module) if on_cpu else block.module
-        self.block, self.reverse = block, reverse
-        self.direction = -1 if reverse else 1
+        self.block, self.reverse = block, block.reverse
+        self.direction = -1 if block.reverse else 1
         self.with_history = [i for i, flag in enumerate(block.history) if flag]
         self.without_history = [i for i, flag in enumerate(block.history) if not flag]
         self.histories = _Buffers([carries[i] for i in self.with_history], steps + 1)

@@ -27,7 +27,7 @@ from .compile import build
 
 _library = torch.library.Library("ftbptt", "FRAGMENT")
 _library.define(
-    "steps(Tensor[] inputs, int block, SymInt steps, bool reverse) -> Tensor[]",
+    "steps(Tensor[] inputs, int block, SymInt steps) -> Tensor[]",
     tags=(torch.Tag.needs_exact_strides,),
 )
 
@@ -38,25 +38,23 @@ _compiled_steps: WeakKeyDictionary[ScanBlock, Function] = WeakKeyDictionary()
 _next_number = count()
 
 
-def _outputs(inputs: Sequence[Tensor], number: int, steps: Any, reverse: bool) -> list[Tensor]:
+def _outputs(inputs: Sequence[Tensor], number: int, steps: Any) -> list[Tensor]:
     """``[*finals, *histories, *emits]``, uninitialized. Also the operator's fake implementation."""
     block, device = _blocks[number], inputs[-1].device
 
     def empty(value: Tensor, *length: Any) -> Tensor:
         return torch.empty((*length, *value.shape), dtype=value.dtype, device=device)
 
-    carries = [value_of(node) for node in block.carries]
-    with_history = [value for value, flag in zip(carries, block.history, strict=True) if flag]
     return [
-        *(empty(value) for value in carries),
-        *(empty(value, steps + 1) for value in with_history),
+        *(empty(value_of(node)) for node in block.carries),
+        *(empty(value_of(node), steps + 1) for node in block.with_history),
         *(empty(value_of(node), steps) for node in block.emits),
     ]
 
 
-def _run(inputs: Sequence[Tensor], number: int, steps: int, reverse: bool) -> list[Tensor]:
+def _run(inputs: Sequence[Tensor], number: int, steps: int) -> list[Tensor]:
     """The operator's implementation: a Python loop over the compiled step."""
-    block, outputs = _blocks[number], _outputs(inputs, number, steps, reverse)
+    block, outputs = _blocks[number], _outputs(inputs, number, steps)
     n_inv, n_seq, n_carries = map(len, (block.invariants, block.sequences, block.carries))
     invariants = [tensor.contiguous() for tensor in inputs[:n_inv]]
     sequences, carries = inputs[n_inv : n_inv + n_seq], inputs[n_inv + n_seq :]
@@ -70,7 +68,7 @@ def _run(inputs: Sequence[Tensor], number: int, steps: int, reverse: bool) -> li
         else history
         for carry, history in zip(carries, histories, strict=True)
     ]
-    step = _compiled_step(block)
+    step, reverse = _compiled_step(block), block.reverse
 
     def carries_at(slot: int) -> list[Tensor]:
         return [
@@ -135,19 +133,18 @@ def run_scan(
     sequences: list[Tensor],
     carries: list[Tensor],
     steps: Any,
-    reverse: bool,
 ) -> ScanResult:
     """A scan block as one operator of the program, which calls the step K times."""
     number = _numbers.setdefault(block, next(_next_number))
     _blocks[number] = block
-    result = torch.ops.ftbptt.steps([*invariants, *sequences, *carries], number, steps, reverse)
+    result = torch.ops.ftbptt.steps([*invariants, *sequences, *carries], number, steps)
     first_history, first_emit = len(carries), len(carries) + sum(block.history)
     histories = histories_by_carry(block, result[first_history:first_emit])
     return ScanResult(result[:first_history], histories, result[first_emit:])
 
 
 def _describe(block: ScanBlock) -> str:
-    where = "in one CUDA graph" if value_of(block.carries[0]).device.type == "cuda" else "in turn"
+    where = "in one CUDA graph" if block.device.type == "cuda" else "in turn"
     return f"its step compiled once, and called K times {where}"
 
 

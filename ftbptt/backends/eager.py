@@ -16,10 +16,9 @@ def run_scan(
     sequences: list[Tensor],
     carries: list[Tensor],
     steps: int,
-    reverse: bool,
 ) -> ScanResult:
     """A scan block as a Python loop over its graph."""
-    order = range(steps - 1, -1, -1) if reverse else range(steps)
+    order = range(steps - 1, -1, -1) if block.reverse else range(steps)
     states = [list(carries)]
     emits: list[list[Tensor]] = []
     for t in order:
@@ -27,7 +26,7 @@ def run_scan(
         states.append(result[: len(carries)])
         emits.append(result[len(carries) :])
     finals = [final.clone() for final in states[-1]]
-    if reverse:
+    if block.reverse:
         states.reverse()
         emits.reverse()
     histories = [

@@ -141,25 +141,25 @@ LANGUAGES = {  # device type -> language
 
 
 def _language_of(block: ScanBlock) -> Language:
-    device = value_of(block.carries[0]).device
-    if device.type not in LANGUAGES:
-        raise Unsupported(f"there are no kernels for {device.type}")
-    return LANGUAGES[device.type]
+    kind = block.device.type
+    if kind not in LANGUAGES:
+        raise Unsupported(f"there are no kernels for {kind}")
+    return LANGUAGES[kind]
 
 
-def _source_for(block: ScanBlock, reverse: bool) -> tuple[Language, RowLoop, str]:
+def _source_for(block: ScanBlock) -> tuple[Language, RowLoop, str]:
     """The block's language, row loop and kernel source; raises Unsupported."""
-    language, device = _language_of(block), value_of(block.carries[0]).device
+    language = _language_of(block)
     # A kernel's tiles follow from the sizes of its GPU, which may not be the current one.
-    has_gpu = device.type == "cuda" and torch.cuda.is_available()
-    with not_traced(), torch.cuda.device(device) if has_gpu else nullcontext():
+    has_gpu = block.device.type == "cuda" and torch.cuda.is_available()
+    with not_traced(), torch.cuda.device(block.device) if has_gpu else nullcontext():
         loop = make_row_loop(block, elements_are_rows=language.elements_are_rows)
-        return language, loop, language.print_source(loop, block.history, reverse=reverse)
+        return language, loop, language.print_source(loop, block.history, reverse=block.reverse)
 
 
-def _kernel_for(block: ScanBlock, reverse: bool) -> Kernel:
+def _kernel_for(block: ScanBlock) -> Kernel:
     """The block's kernel, compiled if it is new; raises Unsupported."""
-    language, loop, source = _source_for(block, reverse)
+    language, loop, source = _source_for(block)
     return Kernel(
         str(language.make_ready(source)),
         sorted(loop.invariants),
@@ -176,15 +176,13 @@ def run_scan(
     sequences: list[Tensor],
     carries: list[Tensor],
     steps: Any,
-    reverse: bool,
 ) -> ScanResult:
     """A scan block as one call of its kernel, or as a loop of another backend if it has none."""
     try:
-        kernel = _kernel_for(block, reverse)
+        kernel = _kernel_for(block)
     except Unsupported:
         assert not block.totals  # fusion creates totals only where there is a kernel
-        other = _fallback(block)
-        return other.run_scan(block, invariants, sequences, carries, steps, reverse)
+        return _fallback(block).run_scan(block, invariants, sequences, carries, steps)
     # Resolved before their strides are read below: resolving may copy.
     weights = [invariants[i].resolve_conj().resolve_neg() for i in kernel.weights]
     kernel_sequences = [_contiguous_steps(sequences[i]) for i in kernel.sequences]
@@ -221,8 +219,9 @@ def _results(
     block: ScanBlock, kernel: Kernel, steps: Any
 ) -> list[list[tuple[tuple[Any, ...], torch.dtype]]]:
     """Shapes and dtypes of what a kernel writes: final carries, histories, emits, totals."""
-    carries = [value_of(node) for node in block.carries]
-    with_history = [value for value, flag in zip(carries, block.history, strict=True) if flag]
+    carries, with_history, totals = (
+        list(map(value_of, nodes)) for nodes in (block.carries, block.with_history, block.totals)
+    )
     emits = [
         value_of(node) if order is None else value_of(node).permute(order)
         for node, order in zip(block.emits, kernel.emit_orders, strict=True)
@@ -231,13 +230,13 @@ def _results(
         [(tuple(value.shape), value.dtype) for value in carries],
         [((steps + 1, *value.shape), value.dtype) for value in with_history],
         [((steps, *value.shape), value.dtype) for value in emits],
-        [(tuple(value.shape), value.dtype) for value in map(value_of, block.totals)],
+        [(tuple(value.shape), value.dtype) for value in totals],
     ]
 
 
 def _fallback(block: ScanBlock) -> Backend:
     """The backend for a block without a kernel."""
-    return CUDAGRAPH if value_of(block.carries[0]).device.type == "cuda" else COMPILE
+    return CUDAGRAPH if block.device.type == "cuda" else COMPILE
 
 
 def _contiguous_steps(sequence: Tensor) -> Tensor:
@@ -252,7 +251,7 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 def _describe(block: ScanBlock) -> str:
     try:
-        language, loop, _ = _source_for(block, reverse=False)
+        language, loop, _ = _source_for(block)
     except Unsupported as reason:
         return f"{_fallback(block).describe(block)}; not fused: {reason}"
     return language.describe(loop, block.history)
@@ -260,7 +259,7 @@ def _describe(block: ScanBlock) -> str:
 
 def _has_kernel(block: ScanBlock) -> bool:
     try:
-        _source_for(block, reverse=False)
+        _source_for(block)
     except Unsupported:
         return False
     return True
@@ -277,12 +276,12 @@ def _takes_in(node: Node) -> bool:
     return is_cheap or node.target is aten.sum.dim_IntList or is_small_product(node)
 
 
-def _rows_of(block: ScanBlock, reverse: bool) -> tuple[int, ...] | None:
+def _rows_of(block: ScanBlock) -> tuple[int, ...] | None:
     """The row axes of the block's kernel; None if there is none that can absorb operations."""
     try:
         if not _language_of(block).takes_in:
             return None
-        _, loop, _ = _source_for(block, reverse)
+        _, loop, _ = _source_for(block)
     except Unsupported:
         return None
     return loop.rows.shape

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compiler.graphs import VIEWS, Node, aten
+from ..compiler.graphs import VIEWS, Node, aten, owner_of
 
 
 def _expm1(x: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def _with_own_memory(operation: Any) -> Callable[..., Any]:
     """
 
     def decomposed(base: Tensor, *args: Any, **options: Any) -> Any:
-        if all(s != 0 or n == 1 for s, n in zip(base.stride(), base.shape, strict=True)):
+        if not _is_expanded(base):
             return NotImplemented
         copy = base.clone(memory_format=torch.contiguous_format)
         return operation(copy, *args, **options)
@@ -63,17 +63,9 @@ def _copy_before_index_put(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
         target, put = node.args[0], node.args[2]
         value = target.meta["val"]
-        is_expanded = any(
-            s == 0 and n != 1 for s, n in zip(value.stride(), value.shape, strict=True)
-        )
-        if is_expanded or _base(target) is _base(put):
+        if _is_expanded(value) or owner_of(target) is owner_of(put):
             with graph.inserting_before(node):
-                copy = graph.call_function(
-                    aten.clone.default,
-                    (target,),
-                    {"memory_format": torch.contiguous_format},
-                )
-                copy.meta["val"] = value.contiguous()
+                copy = _contiguous_copy(graph, target)
             node.replace_input_with(target, copy)
 
 
@@ -104,7 +96,7 @@ def _skip_identity_views_of_loop_inputs(graph: fx.Graph) -> None:
     """
     for loop in graph.find_nodes(op="call_function", target=torch.ops.higher_order.while_loop):
         for value in {arg for args in loop.args[2:] for arg in args if isinstance(arg, fx.Node)}:
-            source = _base(value)
+            source = owner_of(value)
             if source is not value and _layout(source) == _layout(value):
                 loop.replace_input_with(value, source)
 
@@ -128,11 +120,17 @@ def _deduplicate_sums(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _base(node: Node) -> Node:
-    """What it is a view of."""
-    while node.target in VIEWS:
-        node = node.args[0]
-    return node
+def _is_expanded(value: Tensor) -> bool:
+    """Whether several elements of it lie at one place in memory."""
+    return any(s == 0 and n != 1 for s, n in zip(value.stride(), value.shape, strict=True))
+
+
+def _contiguous_copy(graph: fx.Graph, value: Node) -> Node:
+    copy = graph.call_function(
+        aten.clone.default, (value,), {"memory_format": torch.contiguous_format}
+    )
+    copy.meta["val"] = value.meta["val"].contiguous()
+    return copy
 
 
 def _layout(node: Node) -> tuple[Any, ...]:
@@ -146,19 +144,17 @@ def _materialize(graph: fx.Graph, value: Node) -> Node:
 
     ``clone`` alone would be inlined; ``as_strided`` forces Inductor to realize its input.
     """
-    fake = value.meta["val"].contiguous()
     with graph.inserting_after(value):
-        copy = graph.call_function(
-            aten.clone.default, (value,), {"memory_format": torch.contiguous_format}
-        )
+        copy = _contiguous_copy(graph, value)
     with graph.inserting_after(copy):
         materialized = graph.call_function(aten.as_strided.default)
     with graph.inserting_before(materialized):
+        fake = copy.meta["val"]
         shape: list[Any] = list(fake.shape)
         for i, n in enumerate(shape):
             if not isinstance(n, int):
                 shape[i] = graph.call_function(aten.sym_size.int, (copy, i))
                 shape[i].meta["val"] = n
     materialized.args = (copy, shape, list(fake.stride()))
-    copy.meta["val"] = materialized.meta["val"] = fake
+    materialized.meta["val"] = fake
     return materialized

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from .._compat.tracing import FakeTensorMode
-from .._trees import differentiable
+from .._trees import differentiable, in_groups
 from .graphs import (
     Node,
     aten,
@@ -233,17 +233,9 @@ def _joint_nodes(
     inputs = (roles.invariants, roles.sequences, roles.carries, n_d_outs, n_trained_carries)
     results = (outs, roles.carries, n_d_invariants, n_d_sequences, n_trained_carries)
     return _JointNodes(
-        *_in_groups(graph.find_nodes(op="placeholder"), inputs),
-        *_in_groups(graph.output_node().args[0], results),
+        *in_groups(graph.find_nodes(op="placeholder"), inputs),
+        *in_groups(graph.output_node().args[0], results),
     )
-
-
-def _in_groups(nodes: Sequence[Node], sizes: Sequence[int]) -> list[list[Node]]:
-    """Consecutive groups of these sizes."""
-    remaining = iter(nodes)
-    groups = [[next(remaining) for _ in range(size)] for size in sizes]
-    assert next(remaining, None) is None
-    return groups
 
 
 def _split_joint(

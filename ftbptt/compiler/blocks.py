@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from .adjoint import Loop
-from .graphs import Node
+from .graphs import Node, value_of
 from .time_axis.reduction import Term
 
 
@@ -45,6 +46,16 @@ class ScanBlock:
     linear: bool
     module: fx.GraphModule
     totals: list[Node] = field(default_factory=list)
+    reverse: bool = False  # from the last step to the first
+
+    @property
+    def with_history(self) -> list[Node]:
+        """The carries whose value at every step is read elsewhere."""
+        return [carry for carry, flag in zip(self.carries, self.history, strict=True) if flag]
+
+    @property
+    def device(self) -> torch.device:
+        return value_of(self.carries[0]).device
 
 
 @dataclass

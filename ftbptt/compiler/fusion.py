@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import networkx as nx
 from torch import fx
 
-from .graphs import Node, aten, inputs_of, nbytes, value_of
+from .blocks import ScanBlock
+from .components import Component
+from .graphs import GEMMS, Node, aten, inputs_of, nbytes, value_of
+from .make_blocks import Schedule, scan_block
+from .time_axis.reduction import BatchSum, Term
 
 
 @dataclass(frozen=True)
@@ -25,13 +29,112 @@ class Fusion:
     """What a backend's loops can take in.
 
     ``expand(graph)`` replaces operations by others that kernels have. ``operation(node)``: whether
-    a kernel can compute it, given its operands; ``rows(scan block, reverse)``: the leading axes
-    that its kernel computes in parallel, None if it has no kernel.
+    a kernel can compute it, given its operands; ``rows(scan block)``: the leading axes that
+    its kernel computes in parallel, None if it has no kernel.
     """
 
     expand: Callable[[fx.Graph], None]
     operation: Callable[[Node], bool]
-    rows: Callable[[Any, bool], tuple[int, ...] | None]
+    rows: Callable[[ScanBlock], tuple[int, ...] | None]
+
+
+def read_by(sums: Iterable[Term]) -> list[Node]:
+    """What the sums read at every step."""
+    return [node for total in sums for term in total.terms() for node in term.sequences()]
+
+
+def _batch_sums(schedule: Schedule, sums: Iterable[Term]) -> list[BatchSum]:
+    """Those that a loop can return summed over the steps: no step reads them."""
+    terms = (term for total in sums for term in total.terms())
+    return [
+        term
+        for term in terms
+        if isinstance(term, BatchSum) and not any(u in schedule.stage for u in term.node.users)
+    ]
+
+
+def at_every_step(schedule: Schedule, sums: list[Term]) -> set[Node]:
+    """Values that must exist as a sequence, whichever block computes them."""
+    shifted = {c.next_carries[0] for c in schedule.components if not c.recurrent}
+    return {*schedule.loop.stacked, *shifted, *read_by(sums)}
+
+
+def fuse(
+    schedule: Schedule, component: Component, sums: list[Term], fusion: Fusion
+) -> tuple[Schedule, list[Term]]:
+    """fuse : Schedule, one of its recurrences, sums -> both, with what was moved into it
+
+    Moves into a recurrence what it can take in of the map after it, and of the sums.
+
+    Returns the schedule and the sums as they are if there is nothing to move, or if the backend
+    cannot make one kernel of the result.
+    """
+
+    def rows_of(schedule: Schedule, component: Component, sums: list[Term]) -> Any:
+        block = scan_block(schedule, component, at_every_step(schedule, sums))
+        block.history = [True] * len(component.carries)  # at most: what is read is not yet known
+        return fusion.rows(block)
+
+    rows = rows_of(schedule, component, sums)
+    if rows is None:
+        return schedule, sums
+    # Of fewer axes as rows, there are more sums that a row can take.
+    lengths = range(len(rows), min(len(rows), 1) - 1, -1)
+    choices = [_movable(schedule, component, sums, fusion, rows[:n]) for n in lengths]
+    for n, (moved, _) in sorted(
+        zip(lengths, choices, strict=True), key=lambda choice: choice[1][1]
+    ):
+        if not moved:
+            break
+        fused = _with_moved(schedule, component, sums, moved)
+        if rows_of(*fused) == rows[:n]:
+            return fused[0], fused[2]
+    return schedule, sums
+
+
+def _movable(
+    schedule: Schedule, component: Component, sums: list[Term], fusion: Fusion, rows: Sequence[int]
+) -> tuple[set[Node], float]:
+    """(what is best done inside the recurrence, the bytes that are moved then)"""
+    stage = schedule.stage
+    inside = {*component.core, *component.carries, *component.next_carries}
+    map_after = [n for n in schedule.order if stage[n] == component.stage_after]
+    summed_here = {*inside, *map_after}
+    totals = {term.node for term in _batch_sums(schedule, sums) if term.summed in summed_here}
+    readers = {*component.core, *map_after, *totals}
+
+    def can_move(node: Node) -> bool:
+        if node.target in GEMMS and node.args[1] not in schedule.varying:
+            return False  # with a weight: one GEMM over all steps
+        return node in totals or (fusion.operation(node) and keeps_rows(node, rows))
+
+    def read_elsewhere(node: Node) -> bool:
+        return any(user in stage and user not in readers for user in node.users)
+
+    stored = at_every_step(schedule, [term.with_totals(totals) for term in sums])
+    return fused_nodes(inside, [*map_after, *totals], can_move, read_elsewhere, stored)
+
+
+def _with_moved(
+    schedule: Schedule, component: Component, sums: list[Term], moved: set[Node]
+) -> tuple[Schedule, Component, list[Term]]:
+    """The schedule with these nodes in the recurrence, the recurrence, and the sums left."""
+    graph = schedule.loop.graph
+    totals = {term.node for term in _batch_sums(schedule, sums)} & moved
+    fused_component = replace(
+        component,
+        core=component.core | (moved - totals),
+        fused=moved,
+        totals=[n for n in graph.nodes if n in totals],
+    )
+    components = list(schedule.components)
+    components[component.index] = fused_component
+    fused_schedule = replace(
+        schedule,
+        components=components,
+        stage=schedule.stage | dict.fromkeys(moved - totals, component.stage),
+    )
+    return fused_schedule, fused_component, [term.with_totals(totals) for term in sums]
 
 
 def keeps_rows(node: Node, rows: Sequence[int]) -> bool:

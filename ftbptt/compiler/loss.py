@@ -49,6 +49,7 @@ class LossProgram(NamedTuple):
 
     graph: fx.GraphModule
     captured: list[Tensor]  # what the loss closes over
+    key: int | None  # the K that it is for, or ANY_STEPS
 
 
 @dataclass
@@ -61,6 +62,11 @@ class LossGraphs:
     device: torch.device
     # Tensors that a loss closes over, and the copies of them that programs read instead.
     copied: list[tuple[Tensor, Tensor]]
+
+    @property
+    def key(self) -> int | None:
+        """What programs of them can be stored under: the K that they are for, or ANY_STEPS."""
+        return self.steps if isinstance(self.steps, int) else ANY_STEPS
 
     @cached_property
     def value(self) -> fx.GraphModule:
@@ -85,17 +91,10 @@ class LossGraphs:
         captured = [materialized(tensor, self.device) for tensor in originals]
         pairs = zip(originals, captured, strict=True)
         self.copied += [(tensor, copy) for tensor, copy in pairs if tensor is not copy]
-        return LossProgram(lifted, captured)
+        return LossProgram(lifted, captured, self.key)
 
     def holds_for(self, steps: int) -> bool:
-        return steps == self.steps if isinstance(self.steps, int) else holds_for(self.steps, steps)
-
-
-class KeyedGraphs(NamedTuple):
-    """The graphs for a K, and the key that a program of them can be stored under."""
-
-    key: int | None  # K, or ANY_STEPS
-    graphs: LossGraphs
+        return holds_for(self.steps, steps) if self.key is ANY_STEPS else steps == self.key
 
 
 @dataclass
@@ -147,7 +146,7 @@ class LossTracer:
             for shape, o in zip(shapes, outs, strict=True)
         ]
         self.leaves = [*self.outs, *signature.y, *mask]
-        self._graphs: dict[int, KeyedGraphs] = {}  # by the K that was asked for
+        self._graphs: dict[int, LossGraphs] = {}  # by the K that was asked for
         self.copied: list[tuple[Tensor, Tensor]] = []  # see LossGraphs
         # With a symbol for K; else with a number that no loss expects; else with the caller's.
         self._symbolic = _unless_it_fails(lambda: self._trace_loss(None))
@@ -174,7 +173,7 @@ class LossTracer:
 
     def computes_as(self, other: LossTracer) -> bool:
         """Whether it is the same for all K. What was traced for one K is not compared."""
-        keys = {keyed.key for keyed in (*self._graphs.values(), *other._graphs.values())}
+        keys = {graphs.key for graphs in (*self._graphs.values(), *other._graphs.values())}
         graph, other_graph = self.traced.graph, other.traced.graph
         if not keys <= {ANY_STEPS} or not has_same_code(graph, other_graph):
             return False
@@ -185,24 +184,24 @@ class LossTracer:
             return False
         return has_same_code(mine.joint.graph, others.joint.graph)
 
-    def graphs_for(self, steps: int) -> KeyedGraphs:
+    def graphs_for(self, steps: int) -> LossGraphs:
         """The loss of K steps."""
         if steps not in self._graphs:
             self._graphs[steps] = self._make_graphs_for(steps)
         return self._graphs[steps]
 
-    def _make_graphs_for(self, steps: int) -> KeyedGraphs:
+    def _make_graphs_for(self, steps: int) -> LossGraphs:
         for_any = self._for_any
         if for_any is not None and not for_any.holds_for(steps):
             for_any = None
         if for_any is not None and steps > 1:
-            return KeyedGraphs(ANY_STEPS, for_any)
+            return for_any
         with TRACING:
             traced = self._trace_loss(steps)
             self._check_outs(traced)
             graphs = self._make_graphs(traced)
             if for_any is not None and self._is_same(graphs, for_any, traced.mode):
-                return KeyedGraphs(ANY_STEPS, for_any)
+                return for_any
         if self._for_any is None and len(self._graphs) + 1 == _MANY_LENGTHS:
             warn(
                 "ftbptt: the loss is compiled anew for each number of steps (this is the "
@@ -210,7 +209,7 @@ class LossTracer:
                 "Leave that to mean() or flatten(), or give segments of fewer lengths.",
                 RuntimeWarning,
             )
-        return KeyedGraphs(steps, graphs)
+        return graphs
 
     def _check_outs(self, traced: _TracedLoss) -> None:
         """Raises ValueError for a loss that depends on outputs that it did not depend on before.

@@ -100,6 +100,7 @@ def scan_block(schedule: Schedule, component: Component, results: set[Node]) -> 
         linear=is_linear(component),
         module=module,
         totals=component.totals,
+        reverse=schedule.loop.reverse,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from .._interrupt import uninterrupted
 from .blocks import DistributedLoop, MapBlock, ScanBlock, ShiftBlock
 from .graphs import Node
+from .loop_values import LoopValues
 
 
 class ScanResult(NamedTuple):
@@ -27,42 +27,9 @@ class ScanResult(NamedTuple):
     totals: Sequence[Tensor] = ()
 
 
-# Runs a scan block: (block, invariants, sequences [K, ...], carries, steps, reverse). A backend
-# need not know more of a loop than this.
-RunScan = Callable[[ScanBlock, list[Tensor], list[Tensor], list[Tensor], Any, bool], ScanResult]
-
-
-@dataclass
-class _Values:
-    """The values of a running loop by node; see ``LoopValues``."""
-
-    steps: Any
-    windows: int
-    invariants: dict[Node, Tensor]
-    sequences: dict[Node, Tensor]
-    finals: dict[Node, Tensor] = field(default_factory=dict)
-    totals: dict[Node, Tensor] = field(default_factory=dict)
-
-    def sequence(self, node: Node) -> Tensor:
-        """``[K, ...]``, or ``[K, windows, ...]``."""
-        if node not in self.sequences:  # the same at every step
-            value = self.invariant(node)
-            leading_axes = (self.steps, self.windows) if self.windows else (self.steps,)
-            self.sequences[node] = value.expand(*leading_axes, *value.shape)
-        return self.sequences[node]
-
-    def total(self, node: Node) -> Tensor:
-        if node not in self.totals:
-            self.totals[node] = self.sequence(node).sum(0)
-        return self.totals[node]
-
-    def invariant(self, node: Node) -> Tensor:
-        """A view of a parameter, or a constant, is computed here."""
-        if node not in self.invariants:
-            args = torch.fx.node.map_arg(node.args, self.invariant)
-            kwargs = torch.fx.node.map_arg(node.kwargs, self.invariant)
-            self.invariants[node] = node.target(*args, **kwargs)
-        return self.invariants[node]
+# Runs a scan block: (block, invariants, sequences [K, ...], carries, steps). A backend need not
+# know more of a loop than this.
+RunScan = Callable[[ScanBlock, list[Tensor], list[Tensor], list[Tensor], Any], ScanResult]
 
 
 def run_loop(
@@ -80,7 +47,7 @@ def run_loop(
     the carries ``[windows, ...]``.
     """
     loop = distributed.loop
-    values = _Values(
+    values = LoopValues(
         steps,
         windows,
         dict(zip(loop.invariants, invariants, strict=True)),
@@ -96,14 +63,14 @@ def run_loop(
         elif isinstance(block, ShiftBlock):
             _run_shift(block, values, start[block.carry], loop.reverse)
         else:
-            _run_recurrence(block, run_scan, values, start, loop.reverse)
+            _run_recurrence(block, run_scan, values, start)
     finals = [values.finals[carry] for carry in loop.carries]
     stacked = [values.sequence(node) for node in loop.stacked]
     sums = [term.evaluate(values) for term in distributed.sums]
     return finals, stacked, sums
 
 
-def _run_map(block: MapBlock, values: _Values) -> None:
+def _run_map(block: MapBlock, values: LoopValues) -> None:
     steps, windows = values.steps, values.windows
     invariants = [values.invariants[node] for node in block.invariants]
     sequences = [values.sequences[node] for node in block.sequences]
@@ -123,7 +90,7 @@ def _run_map(block: MapBlock, values: _Values) -> None:
     values.sequences.update(zip(block.outputs, results, strict=True))
 
 
-def _run_shift(block: ShiftBlock, values: _Values, start: Tensor, reverse: bool) -> None:
+def _run_shift(block: ShiftBlock, values: LoopValues, start: Tensor, reverse: bool) -> None:
     source, start = values.sequence(block.source), start.unsqueeze(0)
     if reverse:
         values.sequences[block.carry] = torch.cat([source[1:], start])
@@ -136,14 +103,13 @@ def _run_shift(block: ShiftBlock, values: _Values, start: Tensor, reverse: bool)
 def _run_recurrence(
     block: ScanBlock,
     run_scan: RunScan,
-    values: _Values,
+    values: LoopValues,
     start: dict[Node, Tensor],
-    reverse: bool,
 ) -> None:
     invariants = [values.invariant(node) for node in block.invariants]
     sequences = [values.sequences[node] for node in block.sequences]
     carries = [start[carry] for carry in block.carries]
-    result = run_scan(block, invariants, sequences, carries, values.steps, reverse)
+    result = run_scan(block, invariants, sequences, carries, values.steps)
     values.sequences.update(zip(block.emits, result.emits, strict=True))
     values.totals.update(zip(block.totals, result.totals, strict=True))
     for carry, next_carry, final, history in zip(
@@ -152,6 +118,6 @@ def _run_recurrence(
         values.finals[carry] = final
         if history is not None:
             first, last = history[:-1], history[1:]  # the first and the last K of K + 1
-            values.sequences[carry] = last if reverse else first
+            values.sequences[carry] = last if block.reverse else first
             if next_carry is not carry:
-                values.sequences[next_carry] = first if reverse else last
+                values.sequences[next_carry] = first if block.reverse else last

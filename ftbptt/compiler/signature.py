@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .._reach import modules_read_by
 from .._trees import Tree, TreeSpec
+from ..contract.layout import InDims, Layout, SharedLayout
 from ..contract.loss import Loss
 from ..contract.step import Step
 
@@ -83,6 +84,17 @@ class Signature:
     time_dim: int
     autocast: Autocast | None
 
+    @property
+    def batch_axes(self) -> int:
+        """How many axes the levels of vmap and ``in_dims`` add."""
+        return len(self.levels) + (self.shared is not None)
+
+    def axes_of(self, leaf: Leaf) -> Iterator[tuple[Level, bool]]:
+        """These axes, as they follow each other in a tensor, each with whether the leaf has it."""
+        yield from reversed(list(zip(self.levels, leaf.batched, strict=True)))
+        if self.shared is not None:
+            yield self.shared, leaf.shared
+
 
 @dataclass
 class Recipe:
@@ -96,6 +108,14 @@ class Recipe:
     window: int | None = None  # steps that each loss reaches back, for a sliding window
     stride: int = 1  # steps between windows
     probes: int = 0  # how many of the last leaves of x get a gradient at every step
+    time_dim: int | None = None
+    in_dims: InDims | None = None
+
+    def layout(self, x: Tree) -> Layout:
+        """Where time, rows and a shared batch axis lie in a call with such an ``x``."""
+        batch_axes = 0 if self.in_dims is None else 1
+        layout = Layout.of(self.step, self.time_dim, x, batch_axes)
+        return layout if self.in_dims is None else SharedLayout(layout.time_dim, *self.in_dims[1:])
 
     @cached_property
     def _modules_of_loss(self) -> list[nn.Module]:

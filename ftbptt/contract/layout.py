@@ -11,6 +11,9 @@ from torch import Tensor
 from .._trees import Tree, tree_leaves, tree_map
 from .step import Step
 
+# The batch axes of (params, state, x, y) that a single call of the step does not see.
+InDims = tuple[None, int | None, int, int | None]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -73,11 +76,13 @@ class Layout:
         return (0, None) if axes < 2 else (self.time_dim, 1 - self.time_dim)
 
     def flags_first(self, flags: Tensor) -> Tensor:
-        """``reset`` or ``mask`` -> [K] or [K, B]"""
-        return flags.movedim(self.flag_axes(flags.dim())[0], 0)
+        """``reset`` or ``mask`` -> [K], or [K, B, ...]"""
+        time, rows = self.flag_axes(flags.dim())
+        return flags if rows is None else flags.movedim((time, rows), (0, 1))
 
     def flags_back(self, flags: Tensor) -> Tensor:
-        return flags.movedim(0, self.flag_axes(flags.dim())[0])
+        time, rows = self.flag_axes(flags.dim())
+        return flags if rows is None else flags.movedim((0, 1), (time, rows))
 
 
 @dataclass(frozen=True)
@@ -135,15 +140,6 @@ class SharedLayout(Layout):
         in_x = [self.x_time, self.x_dim, rows_of_one + (self.x_dim <= rows_of_one)][:axes]
         time, rows = (sum(other < axis for other in in_x) for axis in in_x[:2])
         return time, rows
-
-    def flags_first(self, flags: Tensor) -> Tensor:
-        """[K], or [K, B, ...]"""
-        time, rows = self.flag_axes(flags.dim())
-        return flags if rows is None else flags.movedim((time, rows), (0, 1))
-
-    def flags_back(self, flags: Tensor) -> Tensor:
-        time, rows = self.flag_axes(flags.dim())
-        return flags if rows is None else flags.movedim((0, 1), (time, rows))
 
     def state_back(self, leaf: Tensor) -> Tensor:
         return leaf if self.state_dim is None else leaf.movedim(0, self.state_dim)

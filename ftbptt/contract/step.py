@@ -22,6 +22,12 @@ from .taps import Collector, collecting, owners
 
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 StateCall = Callable[[Tree, Tree], tuple[Tree, Tree]]  # (x_t, state) -> (out_t, state)
+ModuleCall = Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]]
+
+
+def _call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+    out: tuple[Tree, Tree] = module(x_t, state)
+    return out
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,13 @@ class Step:
 
     function: StepFunction | None
     module: nn.Module | None = None
-    call_module: Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]] | None = None
+    call_module: ModuleCall = _call_module
     batch_first: bool = False  # batched data is [B, K, ...] unless time_dim says otherwise
     state_batch_dim: int | None = None  # the axis of the rows in the state leaves, if it is given
     zero_state: Callable[[Tree], Tree] | None = None
     has_gradient_factors: bool = False  # x is (x, factor), see with_gradient_factors
     # Of a caller's module that takes chunks: (module, x[K, ...], state) -> (out[K, ...], state).
-    call_chunk: Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]] | None = None
+    call_chunk: ModuleCall | None = None
     wrapped: Step | None = None  # the step that this one calls, if it was made of another
 
     @property
@@ -156,11 +162,11 @@ class Step:
         ``tapped``: what it taps stays beside the two.
         """
 
-        def and_state(call: StateCall, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
+        def run(params: Tree, call: StateCall, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
             out, after = call(x_t, state)
             return ((out[0], state), out[1]) if tapped else (out, state), after
 
-        return self._wrapped(lambda params, call, x_t, state: and_state(call, x_t, state))
+        return self._wrapped(run)
 
     def with_taps(self, wanted: Sequence[str] | None) -> Step:
         """The same step on ``(x_t, probes)``, its output ``(out_t, tapped tensors by name)``.
@@ -199,7 +205,7 @@ class Step:
 
             wrapped.__name__ = self.name
             return replace(self, function=wrapped)
-        call = self.call_module or _call_module
+        call = self.call_module
 
         def call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
             return around(dict(module.named_parameters()), partial(call, module), x_t, state)
@@ -236,8 +242,7 @@ class Step:
         given = {**buffers, **own_names(params)}  # a buffer may be among the parameters
 
         def run() -> Any:
-            call = self.call_module
-            result = module(x_t, state) if call is None else call(module, x_t, state)
+            result = self.call_module(module, x_t, state)
             for name, owner, key in self._buffer_owners:
                 if getattr(owner, key) is not given.get(name):
                     raise RuntimeError(
@@ -272,11 +277,6 @@ class _Holder(nn.Module):
 
     def forward(self) -> Any:
         return self.run()
-
-
-def _call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
-    out: tuple[Tree, Tree] = module(x_t, state)
-    return out
 
 
 def own_names(params: dict[str, Tensor]) -> dict[str, Tensor]:

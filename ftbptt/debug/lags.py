@@ -67,12 +67,11 @@ def norms_by_lag(
 def _forward(plan: Plan, groups: Groups) -> tuple[list[Tensor], list[Tensor], list[Tensor], int]:
     """``(invariants, sequences, d_outs, steps)``: what the reverse loop reads, time first."""
     executable = Executable(plan, EAGER)
-    inputs, x, rest, carries = executable.inputs(groups)
-    prepared = [] if plan.preparation is None else plan.preparation.prepare(*inputs)
-    invariants, steps, outs = [*inputs, *prepared], x[0].shape[0], plan.loops.outs
-    _, stacked, _ = run_loop(executable.forward, EAGER.run_scan, invariants, x, carries, steps)
-    _, *d_outs = plan.loss.graphs_for(steps)[1].joint(*stacked[:outs], *rest)
-    return invariants, [*x, *stacked[outs:]], d_outs, steps
+    inputs = executable.inputs(groups)
+    steps = inputs.x[0].shape[0]
+    found = executable.run_forward(inputs, [None], with_grad=True)
+    _, *d_outs = plan.loss.graphs_for(steps).joint(*found.out, *inputs.targets)
+    return found.invariants, [*inputs.x, *found.saved[0]], d_outs, steps
 
 
 def _norms_by_leaf(

@@ -53,6 +53,10 @@ class RowView:
         self.total = math.prod(shape)
         self._strided: dict[Node, Strided] = {}
 
+    def part_each(self, size: int) -> RowPattern:
+        """Of a memory that has a part of so many elements for each row."""
+        return RowPattern((0, len(self.dims)), size)
+
     def rank(self, node: Node) -> int:
         """The number of leading axes of the node's value that are row axes."""
         shape = value_of(node).shape
@@ -105,7 +109,7 @@ class RowView:
         """
         strides, source = self._broadcast(node, shape)
         size = self.size(source.base)
-        by_row = RowPattern((0, len(self.dims)), size if self.dims else 0)
+        by_row = self.part_each(size if self.dims else 0)
         if self._pattern(node, shape[:rank], strides[:rank]) != by_row:
             raise refuse(node, "it mixes rows of the batch")
         inner = strides[rank:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +47,13 @@ _ARITHMETIC = {name: name for name in (
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _BITWISE = {"bitwise_and": "bit_and", "bitwise_or": "bit_or", "bitwise_xor": "bit_xor"}
 _LOGICAL = {"logical_and": "bit_and", "logical_or": "bit_or", "logical_xor": "bit_xor"}
+
+
+# Reductions that kernels have, by the operation.
+REDUCTIONS = {
+    aten.sum.dim_IntList: "sum", aten.sum.default: "sum", aten.amax.default: "maximum",
+    aten.amin.default: "minimum", aten.prod.dim_int: "product",
+}  # fmt: skip
 
 
 class Unsupported(Exception):
@@ -130,7 +137,18 @@ def expression(node: Node, leaf: Callable[[Node], Expression]) -> Expression:
             return Literal(arg, _DTYPES[type(arg)])
         return leaf(arg) if isinstance(arg, torch.fx.Node) else arg
 
-    return kind(node, out, [operand(arg) for arg in node.args], dict(node.kwargs))
+    args = [operand(arg) for arg in node.args]
+    return kind(_Operation(node, _overload_name(node), out, args, dict(node.kwargs)))
+
+
+class _Operation(NamedTuple):
+    """An operation to be expressed. ``dtype``: that of the result; ``args``: with expressions."""
+
+    node: Node
+    name: str
+    dtype: torch.dtype
+    args: list[Any]
+    kwargs: dict[str, Any]
 
 
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
@@ -150,130 +168,127 @@ def _common(node: Node) -> torch.dtype:
     return torch.result_type(*operands)
 
 
-def _arithmetic(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    name = _ARITHMETIC[_overload_name(node)]
-    if out == torch.bool:
-        raise refuse(node, "arithmetic on bool")
-    if len(args) > 2:
-        raise refuse(node, "kernels do not support it with these arguments")
-    if kwargs.get("rounding_mode") is not None:
-        raise refuse(node, "division with rounding")
-    operands = [cast(a, out) for a in args]
+def _arithmetic(op: _Operation) -> Expression:
+    name = _ARITHMETIC[op.name]
+    if op.dtype == torch.bool:
+        raise refuse(op.node, "arithmetic on bool")
+    if len(op.args) > 2:
+        raise refuse(op.node, "kernels do not support it with these arguments")
+    if op.kwargs.get("rounding_mode") is not None:
+        raise refuse(op.node, "division with rounding")
+    operands = [cast(a, op.dtype) for a in op.args]
     if name == "fmod":  # elsewhere the number itself is closer to what torch computes
         operands = [_rounded(operand) for operand in operands]
-    alpha = kwargs.get("alpha", 1)
+    alpha = op.kwargs.get("alpha", 1)
     if alpha != 1:
-        operands[1] = Apply("mul", (operands[1], Literal(alpha, out)), out)
-    return Apply(name, tuple(operands), out)
+        operands[1] = Apply("mul", (operands[1], Literal(alpha, op.dtype)), op.dtype)
+    return Apply(name, tuple(operands), op.dtype)
 
 
-def _compared(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    common = _common(node)
+def _compared(op: _Operation) -> Expression:
+    common = _common(op.node)
     if common == torch.bool:
-        raise refuse(node, "a comparison of bools")
-    operands = tuple(_rounded(cast(a, common)) for a in args)
-    return Apply(_overload_name(node), operands, out)
+        raise refuse(op.node, "a comparison of bools")
+    operands = tuple(_rounded(cast(a, common)) for a in op.args)
+    return Apply(op.name, operands, op.dtype)
 
 
-def _logical(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    name = _LOGICAL[_overload_name(node)]
-    return Apply(name, tuple(cast(a, torch.bool) for a in args), out)
+def _logical(op: _Operation) -> Expression:
+    name = _LOGICAL[op.name]
+    return Apply(name, tuple(cast(a, torch.bool) for a in op.args), op.dtype)
 
 
-def _bitwise(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return Apply(_BITWISE[_overload_name(node)], tuple(cast(a, out) for a in args), out)
+def _bitwise(op: _Operation) -> Expression:
+    return Apply(_BITWISE[op.name], tuple(cast(a, op.dtype) for a in op.args), op.dtype)
 
 
-def _not(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    if _overload_name(node) == "bitwise_not" and out != torch.bool:
-        raise refuse(node, "bitwise_not of integers")
-    return Apply("bit_not", (cast(args[0], torch.bool),), out)
+def _not(op: _Operation) -> Expression:
+    if op.name == "bitwise_not" and op.dtype != torch.bool:
+        raise refuse(op.node, "bitwise_not of integers")
+    return Apply("bit_not", (cast(op.args[0], torch.bool),), op.dtype)
 
 
-def _where(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return Apply("where", (args[0], cast(args[1], out), cast(args[2], out)), out)
+def _where(op: _Operation) -> Expression:
+    return Apply(
+        "where", (op.args[0], cast(op.args[1], op.dtype), cast(op.args[2], op.dtype)), op.dtype
+    )
 
 
 _ROUNDED = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
 
 
-def _copied(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _copied(op: _Operation) -> Expression:
     """A copy or cast. A cast to 16 bits rounds even if its result is never stored in memory."""
-    x = args[0]
-    if out not in _ROUNDED or x.dtype in (out, torch.bool) or isinstance(x, Literal):
-        return _rounded(cast(x, out))
-    return Apply(_ROUNDED[out], (cast(x, out),), out)
+    x = op.args[0]
+    if op.dtype not in _ROUNDED or x.dtype in (op.dtype, torch.bool) or isinstance(x, Literal):
+        return _rounded(cast(x, op.dtype))
+    return Apply(_ROUNDED[op.dtype], (cast(x, op.dtype),), op.dtype)
 
 
-def _clamped(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    name = _overload_name(node)
-    low = args[1] if len(args) > 1 else kwargs.get("min")
-    high = args[2] if len(args) > 2 else kwargs.get("max")
-    if name == "clamp_max":
+def _clamped(op: _Operation) -> Expression:
+    low = op.args[1] if len(op.args) > 1 else op.kwargs.get("min")
+    high = op.args[2] if len(op.args) > 2 else op.kwargs.get("max")
+    if op.name == "clamp_max":
         low, high = None, low if low is not None else high
-    value = cast(args[0], out)
+    value = cast(op.args[0], op.dtype)
     for bound, kind in ((low, "maximum"), (high, "minimum")):
         if bound is not None:
             if isinstance(bound, (int, float)):
-                bound = Literal(bound, out)
-            value = Apply(kind, (value, cast(bound, out)), out)
+                bound = Literal(bound, op.dtype)
+            value = Apply(kind, (value, cast(bound, op.dtype)), op.dtype)
     return value
 
 
-def _sigmoid_backward(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    grad, y = (cast(a, out) for a in args)
-    complement = Apply("sub", (Literal(1, out), y), out)
-    return Apply("mul", (grad, Apply("mul", (complement, y), out)), out)
+def _sigmoid_backward(op: _Operation) -> Expression:
+    grad, y = (cast(a, op.dtype) for a in op.args)
+    complement = Apply("sub", (Literal(1, op.dtype), y), op.dtype)
+    return Apply("mul", (grad, Apply("mul", (complement, y), op.dtype)), op.dtype)
 
 
-def _tanh_backward(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    grad, y = (cast(a, out) for a in args)
-    square = Apply("mul", (y, y), out)
-    return Apply("mul", (grad, Apply("sub", (Literal(1, out), square), out)), out)
+def _tanh_backward(op: _Operation) -> Expression:
+    grad, y = (cast(a, op.dtype) for a in op.args)
+    square = Apply("mul", (y, y), op.dtype)
+    return Apply("mul", (grad, Apply("sub", (Literal(1, op.dtype), square), op.dtype)), op.dtype)
 
 
-def _threshold_backward(
-    node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]
-) -> Any:
-    grad, x = (cast(a, out) for a in args[:2])
-    below = Apply("le", (x, cast(args[2], out)), torch.bool)
-    return Apply("where", (below, Literal(0, out), grad), out)
+def _threshold_backward(op: _Operation) -> Expression:
+    grad, x = (cast(a, op.dtype) for a in op.args[:2])
+    below = Apply("le", (x, cast(op.args[2], op.dtype)), torch.bool)
+    return Apply("where", (below, Literal(0, op.dtype), grad), op.dtype)
 
 
-def _reversed_sub(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    if len(args) > 2 or kwargs:
-        raise refuse(node, "alpha is not 1")
-    a, b = (cast(x, out) for x in args)
-    return Apply("sub", (b, a), out)
+def _reversed_sub(op: _Operation) -> Expression:
+    if len(op.args) > 2 or op.kwargs:
+        raise refuse(op.node, "alpha is not 1")
+    a, b = (cast(x, op.dtype) for x in op.args)
+    return Apply("sub", (b, a), op.dtype)
 
 
-def _remainder(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _remainder(op: _Operation) -> Expression:
     """With the sign of the divisor, where ``fmod`` has that of the dividend."""
-    a, b = (_rounded(cast(x, out)) for x in args)
-    rest, zero = Apply("fmod", (a, b), out), Literal(0, out)
+    a, b = (_rounded(cast(x, op.dtype)) for x in op.args)
+    rest, zero = Apply("fmod", (a, b), op.dtype), Literal(0, op.dtype)
     signs = (Apply("lt", (x, zero), torch.bool) for x in (rest, b))
     differs = Apply("bit_xor", tuple(signs), torch.bool)
     moved = Apply("bit_and", (Apply("ne", (rest, zero), torch.bool), differs), torch.bool)
-    return Apply("where", (moved, Apply("add", (rest, b), out), rest), out)
+    return Apply("where", (moved, Apply("add", (rest, b), op.dtype), rest), op.dtype)
 
 
-def _test(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    name = _overload_name(node)
-    if not args[0].dtype.is_floating_point:
-        raise refuse(node, "its operand is not floating point")
-    if name == "isnan":
-        return Apply("ne", (args[0], args[0]), out)
-    infinite = Literal(float("inf"), args[0].dtype)
-    return Apply("eq", (Apply("abs", (args[0],), args[0].dtype), infinite), out)
+def _test(op: _Operation) -> Expression:
+    if not op.args[0].dtype.is_floating_point:
+        raise refuse(op.node, "its operand is not floating point")
+    if op.name == "isnan":
+        return Apply("ne", (op.args[0], op.args[0]), op.dtype)
+    infinite = Literal(float("inf"), op.args[0].dtype)
+    return Apply("eq", (Apply("abs", (op.args[0],), op.args[0].dtype), infinite), op.dtype)
 
 
-def _unary_float(node: Node, out: torch.dtype, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    name = _overload_name(node)
-    if len(args) > 1 or kwargs:
-        raise refuse(node, "kernels do not support it with these arguments")
-    if out == torch.bool or (name in _ROUNDINGS and not out.is_floating_point):
-        return cast(args[0], out)
-    return Apply(_ARITHMETIC[name], (cast(args[0], out),), out)
+def _unary_float(op: _Operation) -> Expression:
+    if len(op.args) > 1 or op.kwargs:
+        raise refuse(op.node, "kernels do not support it with these arguments")
+    if op.dtype == torch.bool or (op.name in _ROUNDINGS and not op.dtype.is_floating_point):
+        return cast(op.args[0], op.dtype)
+    return Apply(_ARITHMETIC[op.name], (cast(op.args[0], op.dtype),), op.dtype)
 
 
 # On integers these are the identity, and on flags so is ``sign``.
@@ -283,8 +298,7 @@ _REAL_FUNCTIONS = {
     "cosh", "atan", "tanh", "sigmoid", "erf", "erfc", "acos", "asin", "floor", "ceil", "trunc",
     "relu", "round", "sign",
 }  # fmt: skip
-# Operation -> the function (node, dtype of the result, operands, kwargs) -> expression.
-_TABLE: dict[str, Callable[[Node, torch.dtype, list[Any], dict[str, Any]], Any]] = {
+_TABLE: dict[str, Callable[[_Operation], Expression]] = {
     **{name: _unary_float if name in _REAL_FUNCTIONS else _arithmetic for name in _ARITHMETIC},
     **dict.fromkeys(_COMPARISONS, _compared),
     **dict.fromkeys(_LOGICAL, _logical),

@@ -12,6 +12,7 @@ from ..compiler.blocks import ScanBlock
 from ..compiler.graphs import VIEWS, Node, aten, join_axis, value_of
 from .accesses import RowPattern, RowView, contiguous
 from .expressions import (
+    REDUCTIONS,
     Apply,
     Expression,
     Unsupported,
@@ -24,11 +25,6 @@ from .expressions import (
 )
 from .normalize import normalize
 from .rowloop import Map, Memory, Operation, Product, Read, Reduce, RowLoop, Value, compute_dtype
-
-_REDUCTIONS = {
-    aten.sum.dim_IntList: "sum", aten.sum.default: "sum", aten.amax.default: "maximum",
-    aten.amin.default: "minimum", aten.prod.dim_int: "product",
-}  # fmt: skip
 
 
 def make_row_loop(block: ScanBlock, *, elements_are_rows: bool = False) -> RowLoop:
@@ -79,8 +75,7 @@ class _Builder:
     def _memory(self, kind: str, index: int, node: Node) -> Memory:
         """A memory with a part per row, for the node's value."""
         size = self.rows.size(node)
-        pattern = RowPattern((0, len(self.rows.dims)), size)
-        return Memory(kind, index, value_of(node).dtype, size, pattern)
+        return Memory(kind, index, value_of(node).dtype, size, self.rows.part_each(size))
 
     def build(self) -> RowLoop:
         outputs = list(self.graph.output_node().args[0])
@@ -94,7 +89,7 @@ class _Builder:
             if is_elementwise(node):
                 if self.rows.has_rows(node) and not _is_only_reduced(node):
                     self._map(node)
-            elif node.target in _REDUCTIONS:
+            elif node.target in REDUCTIONS:
                 self._reduce(node)
             elif node.target in (aten.mm.default, aten.bmm.default):
                 self._product(node)
@@ -170,7 +165,7 @@ class _Builder:
         return memory
 
     def _reduce(self, node: Node) -> None:
-        kind, source = _REDUCTIONS[node.target], node.args[0]
+        kind, source = REDUCTIONS[node.target], node.args[0]
         dtype, value = value_of(node).dtype, value_of(source)
         if not value.dtype.is_floating_point or dtype != value.dtype:
             raise refuse(node, "a reduction of numbers that are not floating point")
@@ -259,7 +254,7 @@ class _Builder:
         if dim < rank:
             raise refuse(node, "it concatenates rows of the batch")
         result = self._value(node)
-        pattern = RowPattern((0, len(self.rows.dims)), result.size)
+        pattern = self.rows.part_each(result.size)
         result.memory = Memory("scratch", -1, result.dtype, result.size, pattern)
         strides, offset = contiguous(shape[rank:]), 0
         for piece in pieces:
@@ -312,7 +307,7 @@ class _Builder:
 def _is_only_reduced(node: Node) -> bool:
     """Whether the node is elementwise, and all that reads it is one reduction."""
     users = list(node.users)
-    return is_elementwise(node) and len(users) == 1 and users[0].target in _REDUCTIONS
+    return is_elementwise(node) and len(users) == 1 and users[0].target in REDUCTIONS
 
 
 def _with_axes(expr: Expression, order: Sequence[int]) -> Expression:

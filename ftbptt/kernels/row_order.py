@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..compiler.graphs import Node, aten, join_axis, value_of
 from .accesses import RowView
-from .expressions import Unsupported, is_constant, is_elementwise
+from .expressions import REDUCTIONS, Unsupported, is_constant, is_elementwise
 
 
 def new_meta_node(graph: fx.Graph, target: Any, *args: Any) -> Node:
@@ -43,7 +43,7 @@ class RowOrder:
         indexed = node  # what has the axes that the operation goes over
         if node.target is aten.cat.default:
             operands, rewrite = node.args[0], _permute_join
-        elif node.target in _REDUCTIONS and len(node.args) > 1:
+        elif node.target in REDUCTIONS and len(node.args) > 1:
             operands, rewrite, indexed = [node.args[0]], _permute_reduction, node.args[0]
         elif is_elementwise(node) and not is_constant(node):
             operands = [arg for arg in node.all_input_nodes if not is_constant(arg)]
@@ -143,6 +143,3 @@ def _replace(node: Node, args: Any, shape: list[int], back: list[int]) -> None:
     result = node.graph.call_function(node.target, args, node.kwargs)
     result.meta["val"] = value_of(node).new_empty(shape, device="meta")
     node.replace_all_uses_with(new_meta_node(node.graph, aten.permute.default, result, back))
-
-
-_REDUCTIONS = {aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.prod.dim_int}

@@ -63,6 +63,16 @@ class Read:
     strides: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def memory(self) -> Memory | None:
+        """Where the source lies; None for a value in a register."""
+        return self.source.memory if isinstance(self.source, Value) else self.source
+
+    @property
+    def start(self) -> int:
+        """The offset in that memory."""
+        return self.offset + (self.source.offset if isinstance(self.source, Value) else 0)
+
 
 @dataclass(eq=False)
 class Map:

@@ -20,22 +20,21 @@ from .argument_checks import (
     check_lengths,
     check_parameter_names,
 )
-from .call import SEQUENCES, Call, Counts, InDims, layout_of, settings_of
+from .call import SEQUENCES, Arguments, Call, Counts, settings_of
 
 
-def lay_out(
-    recipe: Recipe, time_dim: int | None, in_dims: InDims | None, params: Tree, state: Tree,
-    x: Tree, y: Tree, reset: Tensor | None, mask: Tensor | None,
-) -> tuple[Call, list[Tensor], Layout]:  # fmt: skip
+def lay_out(recipe: Recipe, given: Arguments) -> tuple[Call, list[Tensor], Layout]:
     """lay_out : the caller's arguments -> (Call, flat detached tensors with time in front, Layout)
 
     The axis of ``in_dims`` comes right behind time, and first in the state. Raises TypeError for
     structure and dtype, ValueError for shapes and lengths.
     """
+    params, state, x, y, reset, mask = given
+    in_dims = recipe.in_dims
     check_flag_types(reset, mask, 2 if in_dims is None else 3)
     check_parameter_names(recipe, params)
     xs, ys = Argument("x", x), Argument("y", () if y is None else y)
-    layout = layout_of(recipe.step, time_dim, in_dims, x)
+    layout = recipe.layout(x)
     state_dim, x_dim, y_dim = (None, None, None) if in_dims is None else in_dims[1:]
     steps = check_lengths(xs, ys, layout.time_dim, x_dim, y_dim)
     if steps <= recipe.context:

@@ -10,13 +10,22 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._trees import Tree
+from .._trees import Tree, in_groups
 from ..compiler.signature import Autocast, Leaf, Level, Recipe, Signature, Specs
-from ..contract.layout import Layout, SharedLayout
-from ..contract.step import Step
+from ..contract.output import EarlyGradients
 
 T = TypeVar("T")
-InDims = tuple[None, int | None, int, int | None]
+
+
+class Arguments(NamedTuple):
+    """The caller's."""
+
+    params: Tree
+    state: Tree
+    x: Tree
+    y: Tree
+    reset: Tensor | None = None
+    mask: Tensor | None = None
 
 
 class Counts(NamedTuple):
@@ -89,11 +98,7 @@ class Call:
 
     def groups(self, values: Sequence[Any]) -> dict[str, list[Any]]:
         """One value for each tensor, by group."""
-        groups, start = {}, 0
-        for name, count in zip(GROUPS, self.counts, strict=True):
-            groups[name] = list(values[start : start + count])
-            start += count
-        return groups
+        return dict(zip(GROUPS, in_groups(values, self.counts), strict=True))
 
     def results(self, flat: Sequence[T], with_grad: bool) -> Results[T]:
         """What a segment returns, divided; ``grads`` is empty if they were not asked for."""
@@ -123,17 +128,23 @@ class Call:
         )  # fmt: skip
 
 
+@dataclass
+class CallInfo:
+    """What is asked of a call, and what it learns while it runs; torch.func passes it as it is.
+
+    ``early``: who is handed gradients while others are still being computed.
+    """
+
+    with_grad: bool = True
+    early: EarlyGradients | None = None
+    out_spec: Any = None
+
+
 @contextmanager
 def without_inference_mode() -> Iterator[None]:
     """For tensors that other calls write to: those of inference mode can be written in it only."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def layout_of(step: Step, time_dim: int | None, in_dims: InDims | None, x: Tree) -> Layout:
-    """Where time, rows and a shared batch axis lie in a call with such an ``x``."""
-    layout = Layout.of(step, time_dim, x, batch_axes=0 if in_dims is None else 1)
-    return layout if in_dims is None else SharedLayout(layout.time_dim, *in_dims[1:])
 
 
 def settings_of(recipe: Recipe, device_type: str) -> Settings:

@@ -76,7 +76,7 @@ class CapturedExecutable(Executable):
         if is_early or self.failed or _is_capturing(device):
             return super().run(groups, with_grad=with_grad, early=early)
         steps = groups["x"][0].shape[0]
-        by_loss = self.plan.loss.graphs_for(steps).graphs.program(with_grad).captured
+        by_loss = self.plan.loss.graphs_for(steps).program(with_grad).captured
         captures = [*self.plan.captures, *by_loss]
         closed_over = tuple(_as_captured(tensor, device) for tensor in captures)
         key = (with_grad, steps, *_numerics(), closed_over)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._trees import Tree
 from ..contract.output import SegmentOutput
+from .call import CallInfo
 from .call_cache import CheckedCall, flatten
 from .train_segment import TrainSegment
 
@@ -46,7 +47,7 @@ class ConsecutiveCalls:
             and self._looks_of(params, x, y) == self._looks
         ):
             result = self.segment.run_checked(
-                checked, [self._params, self._state, [x], [y]], params, state
+                checked, [self._params, self._state, [x], [y]], params, state, CallInfo()
             )
         else:
             result = self.segment(params, state, x, y)

@@ -15,15 +15,13 @@ from ..compiler.plan import Plan, make_plan
 from ..compiler.signature import Recipe, without_autocast
 from ..compiler.tracing.constants import Change
 from ..compiler.tracing.trace import TRACING
-from ..contract.output import EarlyGradients
-from .call import Call, without_inference_mode
+from .call import Call, CallInfo, without_inference_mode
 from .capture import make_executable
 from .compile_cache import use_a_folder_that_works
 from .execute import Executable
 from .fallback import on_first_that_works
 from .index_errors import note_whole_numbers
 from .programs import Count
-from .vmap import CallInfo
 
 _MANY_TRACES = 8
 _MOST_TRACES_IN_A_CALL = 4  # other threads may change what the step reads, but not that often
@@ -51,15 +49,13 @@ class Executables:
     def run(
         self,
         call: Call,
-        with_grad: bool,
         info: CallInfo,
         tensors: Sequence[Tensor],
         executable: Executable | None = None,
-        early: EarlyGradients | None = None,
     ) -> list[Tensor]:
         """The segment on plain tensors: finds or makes the plan, and runs it on its backend."""
         try:
-            return self._run(call, with_grad, info, tensors, executable, early)
+            return self._run(call, info, tensors, executable)
         except (IndexError, RuntimeError) as error:
             note_whole_numbers(error, call.groups(tensors))
             raise
@@ -67,12 +63,11 @@ class Executables:
     def _run(
         self,
         call: Call,
-        with_grad: bool,
         info: CallInfo,
         tensors: Sequence[Tensor],
         executable: Executable | None,
-        early: EarlyGradients | None,
     ) -> list[Tensor]:
+        with_grad, early = info.with_grad, info.early
         # A program reads memory, in which a lazy conjugate or negative is not yet computed.
         tensors = [
             leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf
@@ -100,22 +95,19 @@ class Executables:
             noted = None if early is None else early.noting(callers)
             first = executable
 
-            def run(backend: Backend) -> tuple[list[Tensor], Executable]:
-                is_first = backend is first.backend
-                tried = first if is_first else self._on(first.plan, backend)
+            def run(backend: Backend) -> list[Tensor]:
+                if backend is first.backend:
+                    return first.run(groups, with_grad=with_grad, early=noted)
+                other = self._on(first.plan, backend)
                 # What was handed over was sent: another backend does not send it once more.
-                early = noted if is_first else None
-                return tried.run(groups, with_grad=with_grad, early=early), tried
+                result = other.run(groups, with_grad=with_grad)
+                first.instead = self._by_key[call.key(tensors)] = other
+                return result
 
             device_type = tensors[0].device.type
-            (result, ran), messages = on_first_that_works(
-                run, executable.backend, self._recipe.step.name, device_type, callers
+            return on_first_that_works(
+                run, first.backend, self._recipe.step.name, device_type, callers
             )
-            if ran is not executable:
-                executable.instead = self._by_key[call.key(tensors)] = ran
-            for message in messages:
-                warn(message, RuntimeWarning)
-            return result
 
     def of(self, call: Call, tensors: Sequence[Tensor]) -> Executable:
         """The executable for a call, made if it is the first of its kind."""
@@ -136,12 +128,9 @@ class Executables:
         backend = choose(self._backend)
         if self._backend != "auto":
             return self._on(plan, backend)
-        executable, messages = on_first_that_works(
+        return on_first_that_works(
             lambda backend: self._on(plan, backend), backend, self._recipe.step.name, device_type
         )
-        for message in messages:
-            warn(message, RuntimeWarning)
-        return executable
 
     def _up_to_date(
         self, call: Call, tensors: Sequence[Tensor], executable: Executable

@@ -7,21 +7,22 @@ program from the parameters to their gradients: there, what a call costs counts 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from .._trees import in_groups
 from ..backends import Backend
 from ..compiler.adjoint import Loop
 from ..compiler.blocks import DistributedLoop, MapBlock, ScanBlock
 from ..compiler.graphs import Node, nbytes, owner_of, reachable_from
+from ..compiler.loss import ANY_STEPS
 from ..compiler.plan import Plan
-from ..compiler.program import run_loop
 from ..contract.output import EarlyGradients
 from .early_gradients import can_hand_over, hand_over, reverse_in_parts
+from .phases import Chunk, Forward, LoopInputs, LoopOutputs
 from .programs import Count, Programs
 from .sliding_window import reverse_windows
 
@@ -34,25 +35,6 @@ _CHUNK_BYTES_GPU = 1 << 30
 _LEAST_STEPS = 16
 # A segment whose blocks hand each other fewer bytes per step than this is never cut.
 _UNCUT_BYTES = 64 << 10
-
-
-class LoopInputs(NamedTuple):
-    """What the loops of a segment read."""
-
-    fixed: list[Tensor]  # parameters, buffers, captured tensors, initial state
-    x: list[Tensor]  # with reset and mask
-    targets: list[Tensor]  # what the loss reads besides the outputs: y and mask
-    carries: list[Tensor]
-
-
-class LoopOutputs(NamedTuple):
-    """What the loops of a segment return; no ``grads`` and ``d_probes`` without a gradient."""
-
-    grads: list[Tensor]  # of the trained invariants
-    carries: list[Tensor]
-    loss: Tensor
-    out: list[Tensor]
-    d_probes: list[Tensor]  # at every step
 
 
 class Executable(Programs):
@@ -104,136 +86,60 @@ class Executable(Programs):
 
     def _run_as_one_program(self, inputs: LoopInputs, with_grad: bool) -> LoopOutputs:
         """From the parameters to their gradients, in one call."""
-        loops = self.plan.loops
-        key, graphs = self.plan.loss.graphs_for(inputs.x[0].shape[0])
-        loss = graphs.program(with_grad)
-        name = ("segment" if with_grad else "evaluate", key)
-        args = [*inputs.fixed, *inputs.x, *inputs.targets, *inputs.carries, *loss.captured]
+        loss = self.plan.loss.graphs_for(inputs.x[0].shape[0]).program(with_grad)
+        name = ("segment" if with_grad else "evaluate", loss.key)
+        given = [*inputs, loss.captured]
+        args = [tensor for group in given for tensor in group]
         if name not in self.functions:
+            as_written, sizes = self.as_written, [len(group) for group in given]
+
+            def function(*args: Tensor) -> list[Tensor]:
+                *groups, captured = in_groups(args, sizes)
+                own, own_loss = LoopInputs(*groups), loss._replace(captured=captured)
+                result = as_written.run_phases(own, [None], own_loss, with_grad)
+                return [
+                    *result.grads, *result.carries, result.loss, *result.out, *result.d_probes
+                ]  # fmt: skip
+
             first = len(inputs.fixed)
-            last = first + len(inputs.x) + len(inputs.targets)
-            function = self._segment_program(inputs, loss.graph, with_grad)
-            self.build_once(name, function, args, first, last if key is None else first)
+            last = first + len(inputs.x) + len(inputs.targets) if loss.key is ANY_STEPS else first
+            self.build_once(name, function, args, first, last)
         flat = self.functions[name](*args)
         n_probes = len(self.reverse.loop.stacked) if with_grad else 0
-        first_probe = len(flat) - n_probes
-        first_out = first_probe - loops.outs
-        first_carry = first_out - 1 - len(inputs.carries)
-        return LoopOutputs(
-            flat[:first_carry],
-            flat[first_carry : first_out - 1],
-            flat[first_out - 1],
-            flat[first_out:first_probe],
-            flat[first_probe:],
-        )
-
-    def _segment_program(
-        self, inputs: LoopInputs, loss_graph: Callable[..., list[Tensor]], with_grad: bool
-    ) -> Callable[..., list[Tensor]]:
-        """``(*inputs, *captured by the loss) -> [*grads, *carries, loss, *out, *d_probes]``."""
-        plan, run_scan = self.plan, self.backend.run_scan
-        forward, reverse = self.forward if with_grad else self.evaluate, self.reverse
-        ends = list(accumulate(map(len, inputs)))
-
-        def function(*args: Tensor) -> list[Tensor]:
-            fixed, x = args[: ends[0]], args[ends[0] : ends[1]]
-            targets, carries = args[ends[1] : ends[2]], args[ends[2] : ends[3]]
-            of_loss = [*targets, *args[ends[3] :]]
-            steps = x[0].shape[0]
-            prepared = plan.preparation.prepare(*fixed) if plan.preparation is not None else []
-            invariants = [*fixed, *prepared]
-            finals, stacked, _ = run_loop(forward, run_scan, invariants, x, carries, steps)
-            out, saved = stacked[: plan.loops.outs], stacked[plan.loops.outs :]
-            if not with_grad:
-                return [*finals, *loss_graph(*out, *of_loss), *out]
-            loss, *d_outs = loss_graph(*out, *of_loss)
-            d_carries = plan.loops.zero_gradients(x[0].device)
-            sequences = [*x, *saved, *d_outs]
-            _, d_probes, grads = run_loop(
-                reverse, run_scan, invariants, sequences, d_carries, steps
-            )
-            if plan.finish is not None:
-                grads += plan.finish(*fixed, *plan.of_prepared(grads, len(fixed)))
-            return [*grads, *finals, loss, *out, *d_probes]
-
-        return function
+        after_grads = [len(inputs.carries), 1, self.plan.loops.outs, n_probes]
+        groups = in_groups(flat, [len(flat) - sum(after_grads), *after_grads])
+        grads, carries, (value,), out, d_probes = groups
+        return LoopOutputs(grads, carries, value, out, d_probes)
 
     def _run_in_chunks(
         self, inputs: LoopInputs, with_grad: bool, early: EarlyGradients | None
     ) -> LoopOutputs:
-        """In chunks of steps: all of them forward, the loss, all of them in reverse."""
-        plan, (fixed, x, targets, carries) = self.plan, inputs
-        prepared: list[Tensor] = []
-        if plan.preparation is not None:
-            prepared = self.call("prepare", plan.preparation.prepare, fixed)
-        invariants = [*fixed, *prepared]
-        steps = x[0].shape[0]
+        steps = inputs.x[0].shape[0]
         # The windows of a sliding gradient read from all steps.
-        bounds = _chunks(steps, self.chunk if plan.sliding is None else steps)
+        chunks = _chunks(steps, self.chunk if self.plan.sliding is None else steps)
+        loss = self.plan.loss.graphs_for(steps).program(with_grad)
+        return self.run_phases(inputs, chunks, loss, with_grad, early)
 
-        name, loop = ("forward", self.forward) if with_grad else ("evaluate", self.evaluate)
-        n_carries, n_outs = len(carries), plan.loops.outs
-        outs: list[list[Tensor]] = []
-        saved: list[list[Tensor]] = []
-        for first, last in bounds:
-            x_chunk = [leaf[first:last] for leaf in x] if len(bounds) > 1 else x
-            result = self.run_chunk(name, loop, invariants, x_chunk, carries)
-            carries = result[:n_carries]
-            outs.append(result[n_carries : n_carries + n_outs])
-            saved.append(result[n_carries + n_outs :])
-        out = [_joined(chunks) for chunks in zip(*outs, strict=True)]
-        key, graphs = plan.loss.graphs_for(steps)
-        graph, captured = graphs.program(with_grad)
-        n_symbolic = len(out) + len(targets) if key is None else 0
-        loss, *d_outs = self.call(
-            ("loss", with_grad, key), graph, [*out, *targets, *captured], n_symbolic
-        )
-        if not with_grad:
-            return LoopOutputs([], carries, loss, out, [])
-        d_probes: list[Tensor] = []
-        if plan.sliding is not None:
-            sequences = [*x, *saved[0]]
-            grads = reverse_windows(self, plan.sliding, self.windows, invariants, sequences, d_outs)
-        else:
-            grads, d_probes = self._reverse(bounds, invariants, x, saved, d_outs, loss, early)
-        if plan.finish is not None:
-            d_prepared = plan.of_prepared(grads, len(fixed))
-            grads += self.call("finish", plan.finish, [*fixed, *d_prepared])
-        return LoopOutputs(grads, carries, loss, out, d_probes)
-
-    def _reverse(
+    def run_reverse(
         self,
-        bounds: list[tuple[int, int]],
-        invariants: list[Tensor],
-        x: list[Tensor],
-        saved: list[list[Tensor]],
+        chunks: Sequence[Chunk],
+        forward: Forward,
         d_outs: list[Tensor],
         loss: Tensor,
         early: EarlyGradients | None,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradient of each trained invariant, and that of each probe at every step.
-
-        The last chunk comes first; the gradients of invariants are summed over the chunks.
-        """
-        loop = self.reverse
-        d_carries = self.plan.loops.zero_gradients(x[0].device)
-        n_carries, n_probes = len(d_carries), len(loop.loop.stacked)
-        sums: list[Tensor] = []
-        probes: list[list[Tensor]] = []
-        for first, last in reversed(bounds):
-            x_chunk, d_chunk = x, d_outs
-            if len(bounds) > 1:
-                x_chunk, d_chunk = ([leaf[first:last] for leaf in part] for part in (x, d_outs))
-            sequences = [*x_chunk, *saved.pop(), *d_chunk]
-            if early is not None and first == 0:
-                grads = reverse_in_parts(self, early, loss, invariants, sequences, d_carries, sums)
-                return grads, []
-            result = self.run_chunk("reverse", loop, invariants, sequences, d_carries)
-            d_carries = result[:n_carries]
-            probes.insert(0, result[n_carries : n_carries + n_probes])
-            chunk_sums = result[n_carries + n_probes :]
-            sums = [p + q for p, q in zip(sums, chunk_sums, strict=True)] if sums else chunk_sums
-        return sums, [_joined(chunks) for chunks in zip(*probes, strict=True)]
+        """In windows, or with gradients handed over from the first chunk, if that is asked for."""
+        sliding, invariants = self.plan.sliding, forward.invariants
+        if sliding is not None:
+            sequences = [*forward.x, *forward.saved[0]]
+            grads = reverse_windows(self, sliding, self.windows, invariants, sequences, d_outs)
+            return grads, []
+        if early is None:
+            return super().run_reverse(chunks, forward, d_outs, loss, early)
+        first, *later = chunks
+        d_carries, sums, _ = self.reverse_chunks(later, forward, d_outs)
+        sequences = forward.last_read(first, d_outs)
+        return reverse_in_parts(self, early, loss, invariants, sequences, d_carries, sums), []
 
     def _of_params(self, grads: list[Tensor]) -> list[Tensor]:
         """The parameters' gradients, zero for those that have none.
@@ -243,7 +149,7 @@ class Executable(Programs):
         plan, s = self.plan, self.plan.signature
         trained = plan.loops.trained_invariants
         by_index = dict(zip(trained, grads, strict=False))
-        if plan.preparation is not None and plan.preparation.finish is not None:
+        if plan.preparation is not None and plan.finish is not None:
             for i, grad in zip(plan.preparation.trained, grads[len(trained) :], strict=True):
                 by_index[i] = by_index[i] + grad
         axes = [level.size for level in reversed(s.levels)]
@@ -264,36 +170,25 @@ class Executable(Programs):
     def _parts(self, state: list[Tensor]) -> list[Tensor]:
         """The parts of the state, each with the axis of every level of vmap."""
         s, parts = self.plan.signature, []
-        shared = 1 if s.shared is not None else 0
         for leaf, info, packing in zip(state, s.state, self.plan.packings, strict=True):
-            for i, level in enumerate(reversed(s.levels)):
-                if not info.batched[len(s.levels) - 1 - i]:
+            for i, (level, has_axis) in enumerate(s.axes_of(info)):
+                if not has_axis:
                     leaf = leaf.unsqueeze(i).expand(*leaf.shape[:i], level.size, *leaf.shape[i:])
-            if s.shared is not None and not info.shared:
-                i = len(s.levels)
-                leaf = leaf.unsqueeze(i).expand(*leaf.shape[:i], s.shared.size, *leaf.shape[i:])
-            parts += packing.unpack(leaf.detach(), len(s.levels) + shared)
+            parts += packing.unpack(leaf.detach(), s.batch_axes)
         return [part.contiguous() for part in parts]
 
     def _packed(self, parts: list[Tensor]) -> list[Tensor]:
         """The leaves of the state, from their parts."""
-        s, leaves, rest = self.plan.signature, [], list(parts)
-        axes = len(s.levels) + (1 if s.shared is not None else 0)
-        for packing in self.plan.packings:
-            leaves.append(packing.pack(rest[: packing.count], axes))
-            rest = rest[packing.count :]
-        return leaves
+        packings, axes = self.plan.packings, self.plan.signature.batch_axes
+        groups = in_groups(parts, [packing.count for packing in packings])
+        return [p.pack(own, axes) for p, own in zip(packings, groups, strict=True)]
 
 
-def _joined(chunks: tuple[Tensor, ...]) -> Tensor:
-    return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
-
-
-def _chunks(steps: int, chunk: int) -> list[tuple[int, int]]:
-    """Bounds of nearly equal chunks of about ``chunk`` steps; a few may be half as long again."""
+def _chunks(steps: int, chunk: int) -> list[Chunk]:
+    """Nearly equal chunks of about ``chunk`` steps; a few may be half as long again."""
     count = max(1, round(steps / chunk))
     edges = [steps * i // count for i in range(count + 1)]
-    return list(pairwise(edges))
+    return [None] if count == 1 else [slice(*bounds) for bounds in pairwise(edges)]
 
 
 def _in_shared_memory(loop: Loop, outs: int) -> set[int]:

@@ -172,8 +172,7 @@ def _block(
         runs = f"{backend.name}: needs no carry of its own, all steps in one call"
         return BlockReport(phase, "map", f"of {shown}", gemms, other, flops, size, runs)
     gemms, other, flops = _work(block.module, steps, f"{steps} times")
-    stored = [c for c, flag in zip(block.carries, block.history, strict=True) if flag]
-    size = steps * sum(map(nbytes, [*block.sequences, *block.emits, *stored]))
+    size = steps * sum(map(nbytes, [*block.sequences, *block.emits, *block.with_history]))
     size += steps * sum(map(nbytes, block.invariants))
     kind = "linear scan" if block.linear else "scan"
     why = "elementwise affine in its carry" if block.linear else "its carry feeds itself"

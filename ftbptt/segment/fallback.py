@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from .._messages import first_line
+from .._warnings import warn
 from ..backends import Backend, fallback
 
 T = TypeVar("T")
@@ -19,16 +20,18 @@ def on_first_that_works(
     step_name: str,
     device_type: str,
     callers: Sequence[BaseException] = (),
-) -> tuple[T, list[str]]:
-    """on_first_that_works : what to do on a backend, the one to begin with -> (result, warnings)
+) -> T:
+    """on_first_that_works : what to do on a backend, the one to begin with -> its result
 
-    If it fails, it is done on the next slower one. ``callers``: errors of the caller's own code. If
-    all fail, as where the data are at fault, the last error is raised.
+    If it fails, it is done on the next slower one, with a warning once that works.
+    ``callers``: errors of the caller's own code. If all fail, as where the data are at fault, the
+    last error is raised.
     """
     messages: list[str] = []
     while True:
         try:
-            return attempt(backend), messages
+            result = attempt(backend)
+            break
         except torch.OutOfMemoryError:
             raise  # another backend needs more memory
         except Exception as error:
@@ -42,3 +45,6 @@ def on_first_that_works(
                 "error."
             )
         backend = other
+    for message in messages:
+        warn(message, RuntimeWarning)
+    return result

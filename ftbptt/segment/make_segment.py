@@ -12,9 +12,9 @@ from .._trees import Tree
 from ..backends import NAMES
 from ..compiler.signature import Recipe
 from ..contract.as_step import as_step
+from ..contract.layout import InDims
 from ..contract.loss import Loss, of_first
 from ..contract.step import Step, StepFunction
-from .call import InDims
 from .train_segment import TrainSegment
 
 
@@ -133,10 +133,11 @@ def make_train_segment(
         )
     if tapped:
         step, loss = step.with_taps(_names(taps)), of_first(loss)
-    recipe = Recipe(step, loss, initial_state, recompute, context, window, stride)
-    return TrainSegment(
-        recipe, backend, time_dim, in_dims, tapped=tapped, reuse_output=reuse_output
-    )
+    recipe = Recipe(
+        step, loss, initial_state, recompute, context, window, stride, time_dim=time_dim,
+        in_dims=in_dims,
+    )  # fmt: skip
+    return TrainSegment(recipe, backend, tapped=tapped, reuse_output=reuse_output)
 
 
 def _window(window: int | None, stride: int) -> tuple[int | None, int]:

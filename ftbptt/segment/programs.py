@@ -29,10 +29,10 @@ from ..backends.base import Function
 from ..compiler.blocks import DistributedLoop
 from ..compiler.distribute import distribute
 from ..compiler.plan import Plan
-from ..compiler.program import run_loop
 from ..compiler.sliding_window import WindowedLoop, split_windows
 from ..compiler.tracing.trace import TRACING
 from .compile_cache import built_somewhere
+from .phases import Phases
 
 
 @dataclass
@@ -42,18 +42,25 @@ class Count:
     value: int = 0
 
 
-class Programs:
-    """Functions on tensors, by name. A function that is built serves every K."""
+class Programs(Phases):
+    """The same, each function compiled. A function that is built serves every K."""
 
     def __init__(self, plan: Plan, backend: Backend, compiled: Count | None = None) -> None:
-        self.plan, self.backend, self.compiled = plan, backend, compiled or Count()
+        loops = plan.loops
+        super().__init__(
+            plan,
+            backend,
+            *(
+                distribute(loop, backend.fusion)
+                for loop in (loops.forward, loops.evaluate, loops.reverse)
+            ),
+        )
+        # What a program is traced from. It does not refer to this object: what a dropped segment
+        # holds, on a GPU its memory, is freed at once.
+        self.as_written = Phases(plan, backend, self.forward, self.evaluate, self.reverse)
+        self.compiled = compiled or Count()
         self.functions: dict[Any, Function] = {}
-        # Keeps the blocks alive that operators refer to by number. None refers to this object: what
-        # a dropped segment holds, on a GPU its memory, is freed at once.
-        self._sources: list[Function] = []
-        self.forward = distribute(plan.loops.forward, backend.fusion)
-        self.evaluate = distribute(plan.loops.evaluate, backend.fusion)
-        self.reverse = distribute(plan.loops.reverse, backend.fusion)
+        self._sources: list[Function] = []  # keeps blocks alive that operators refer to by number
 
     @cached_property
     def windowed(self) -> WindowedLoop:
@@ -64,32 +71,26 @@ class Programs:
         self,
         name: Any,
         distributed: DistributedLoop,
-        invariants: list[Tensor],
-        sequences: list[Tensor],
-        carries: list[Tensor],
+        invariants: Sequence[Tensor],
+        sequences: Sequence[Tensor],
+        carries: Sequence[Tensor],
     ) -> list[Tensor]:
-        """One chunk of a loop: ``[*final carries, *stacked, *sums]``."""
-        n_inv, n_seq = len(invariants), len(sequences)
+        args = [*invariants, *sequences, *carries]
         if name not in self.functions:
-            run_scan = self.backend.run_scan
+            as_written, first = self.as_written, len(invariants)
+            last = first + len(sequences)
 
             def function(*args: Tensor) -> list[Tensor]:
-                invariants, sequences = args[:n_inv], args[n_inv : n_inv + n_seq]
-                finals, stacked, sums = run_loop(
-                    distributed, run_scan, invariants, sequences,
-                    args[n_inv + n_seq :], sequences[0].shape[0],
-                )  # fmt: skip
-                return [*finals, *stacked, *sums]
+                return as_written.run_chunk(
+                    name, distributed, args[:first], args[first:last], args[last:]
+                )
 
-            self.build_once(
-                name, function, [*invariants, *sequences, *carries], n_inv, n_inv + n_seq
-            )
-        return self.functions[name](*invariants, *sequences, *carries)
+            self.build_once(name, function, args, first, last)
+        return self.functions[name](*args)
 
     def call(
         self, name: Any, graph: Function, args: Sequence[Tensor], n_symbolic: int = 0
     ) -> list[Tensor]:
-        """Axis 0 of the first ``n_symbolic`` arguments is that of the steps, for any K."""
         if name not in self.functions:
             self.build_once(name, graph, args, 0, n_symbolic)
         return self.functions[name](*args)

@@ -1,4 +1,4 @@
-"""``TrainSegment``: the checks of a call, and how it meets ``torch.func.vmap``."""
+"""``TrainSegment``: what the caller calls."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..contract.loss import Loss, of_first
 from ..contract.output import EarlyGradients, SegmentOutput, TappedOutput
 from .argument_checks import check_no_gradient_is_lost
 from .arguments import lay_out
-from .call import Call, InDims, Results, layout_of, settings_of
+from .call import Arguments, Call, CallInfo, Results, settings_of
 from .call_cache import CallCache, CheckedCall, FlatArguments, like
 from .chunk_check import check_steps_are_alone
 from .executables import Executables
 from .explain import Explanation, explain
 from .probes import find_taps, taps_of, with_probes
-from .vmap import CallInfo, SegmentFunction
+from .vmap import SegmentFunction
 
 
 class TrainSegment:
@@ -67,15 +67,12 @@ class TrainSegment:
         self,
         recipe: Recipe,
         backend: str,
-        time_dim: int | None,
-        in_dims: InDims | None,
         *,
         tapped: bool = False,
         reuse_output: bool = False,
     ) -> None:
         self.recipe, self._backend, self.tapped = recipe, backend, tapped
         self.reuses_output = reuse_output
-        self._time_dim, self._in_dims = time_dim, in_dims
         self._executables = Executables(recipe, backend, reuse_output=reuse_output)
         # By the key of a call: what its step taps, and what it has for constants.
         self._taps: dict[Any, tuple[Constants, dict[str, Tensor]]] = {}
@@ -107,7 +104,7 @@ class TrainSegment:
         reset: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> SegmentOutput:
-        return self._segment(params, state, x, y, reset, mask, with_grad=True)
+        return self._segment(Arguments(params, state, x, y, reset, mask), CallInfo())
 
     def with_early_gradients(
         self,
@@ -125,7 +122,8 @@ class TrainSegment:
         All are returned as well. Not under ``torch.func.vmap``. Where ``backend="auto"`` falls back
         to another backend, gradients that were not handed over by then are only returned.
         """
-        return self._segment(params, state, x, y, reset, mask, with_grad=True, early=early)
+        given = Arguments(params, state, x, y, reset, mask)
+        return self._segment(given, CallInfo(early=early))
 
     def evaluate(
         self,
@@ -152,7 +150,8 @@ class TrainSegment:
         >>> train_segment.evaluate(params, None, x, torch.zeros(7, 2, 5)).grads is None
         True
         """
-        return self._segment(params, state, x, y, reset, mask, with_grad=False)
+        given = Arguments(params, state, x, y, reset, mask)
+        return self._segment(given, CallInfo(with_grad=False))
 
     def explain(
         self,
@@ -179,7 +178,7 @@ class TrainSegment:
         >>> print(train_segment.explain(params, None, x, torch.zeros(7, 2, 5)))
         GRUCell: ...
         """
-        call, tensors, _ = self._laid_out(params, state, x, y, reset, mask)
+        call, tensors, _ = self._laid_out(Arguments(params, state, x, y, reset, mask))
         executable = self._executables.of(call, tensors)
         steps = call.groups(tensors)["x"][0].shape[0]
         return explain(executable, self.recipe.step.name, steps)
@@ -195,17 +194,17 @@ class TrainSegment:
         mask: Tensor | None = None,
     ) -> tuple[Plan, dict[str, list[Tensor]]]:
         """The plan of such a call, and its arguments, flat and with time in front, by group."""
-        call, tensors, _ = self._laid_out(params, state, x, y, reset, mask)
+        call, tensors, _ = self._laid_out(Arguments(params, state, x, y, reset, mask))
         return self._executables.of(call, tensors).plan, call.groups(tensors)
 
     def layout(self, x: Tree) -> Layout:
         """Where time and rows lie in data like ``x``."""
-        return layout_of(self.recipe.step, self._time_dim, self._in_dims, x)
+        return self.recipe.layout(x)
 
     def row_axis(self, leaf: Tensor) -> int:
         """The axis of the rows in a leaf of the state."""
-        if self._in_dims is not None:
-            return self._in_dims[1] or 0
+        if self.recipe.in_dims is not None:
+            return self.recipe.in_dims[1] or 0
         return self.recipe.step.row_axis(leaf)
 
     @property
@@ -237,14 +236,10 @@ class TrainSegment:
             step, new_loss = step.with_states(self.tapped), of_first(new_loss)
         if loss is not None:
             new_loss = loss(new_loss)
-        context = self.recipe.context if context is None else context
-        return TrainSegment(
-            replace(self.recipe, step=step, loss=new_loss, context=context),
-            self._backend,
-            self._time_dim if time_dim is None else time_dim,
-            self._in_dims,
-            tapped=self.tapped,
-        )
+        given = {"context": context, "time_dim": time_dim}
+        others: Any = {name: value for name, value in given.items() if value is not None}
+        recipe = replace(self.recipe, step=step, loss=new_loss, **others)
+        return TrainSegment(recipe, self._backend, tapped=self.tapped)
 
     @property
     def context(self) -> int:
@@ -256,48 +251,37 @@ class TrainSegment:
 
     # -- one call -------------------------------------------------------------------------------
 
-    def _segment(
-        self,
-        params: Tree,
-        state: Tree,
-        x: Tree,
-        y: Tree,
-        reset: Tensor | None,
-        mask: Tensor | None,
-        *,
-        with_grad: bool,
-        early: EarlyGradients | None = None,
-    ) -> SegmentOutput:
+    def _segment(self, given: Arguments, info: CallInfo) -> SegmentOutput:
         if torch.compiler.is_compiling():  # around the caller's code: a segment is compiled already
             from .dynamo import outside  # which imports torch's compiler
 
-            given = (params, state, x, y, reset, mask)
-            return outside(self._segment, *given, with_grad=with_grad, early=early)
-        mapped = inside_functorch()
+            return outside(self._segment, given, info)
+        params, state, x, y, _, _ = given
+        mapped, in_dims, with_grad = inside_functorch(), self.recipe.in_dims, info.with_grad
         key = arguments = None
-        if not mapped and self._in_dims is None and state is not None and not self.tapped:
-            arguments = FlatArguments.of((params, state, x, y, reset, mask))
+        if not mapped and in_dims is None and state is not None and not self.tapped:
+            arguments = FlatArguments.of(given)
         if arguments is not None:
             key = (arguments.key, with_grad, *self.surroundings(arguments.device_type))
             checked = self._call_cache.find(key)
             x_and_y = arguments.leaves[2:4]
             is_refused = with_grad and any(t.requires_grad for leaves in x_and_y for t in leaves)
             if checked is not None and not is_refused:
-                return self.run_checked(checked, arguments.leaves, params, state, with_grad, early)
+                return self.run_checked(checked, arguments.leaves, params, state, info)
         if with_grad:
             check_no_gradient_is_lost(params, () if self.tapped else x, y)
-        call, tensors, layout = self._laid_out(params, state, x, y, reset, mask)
-        info = CallInfo()
+        call, tensors, layout = self._laid_out(given)
         if mapped:
             if inside_derivative():
                 raise RuntimeError(
                     "a segment is not differentiable: it returns the gradients itself, as .grads, "
                     "and everything detached. Call it outside of torch.func.grad, vjp and jvp."
                 )
-            flat = SegmentFunction.apply(self._executables, call, with_grad, info, *tensors)
+            info = CallInfo(with_grad)  # nothing is handed over early
+            flat = SegmentFunction.apply(self._executables, call, info, *tensors)
         else:
-            flat = tuple(self._executables.run(call, with_grad, info, tensors, early=early))
-            if not self._is_seen_to_step and self._in_dims is None:
+            flat = tuple(self._executables.run(call, info, tensors))
+            if not self._is_seen_to_step and in_dims is None:
                 start = tree_unflatten(call.groups(tensors)["state"], call.specs.state)
                 self._is_seen_to_step = check_steps_are_alone(
                     self.recipe.step, params, start, layout.time_first(x)
@@ -309,15 +293,14 @@ class TrainSegment:
         results = call.results(flat, with_grad)
         if with_grad and not mapped:
             results = _with_strides_of(call.groups(tensors)["params"], results)
-        return self._output(call, layout, results, info, with_grad, mapped)
+        return self._output(call, layout, results, info, mapped)
 
     def _output(
-        self, call: Call, layout: Layout, results: Results[Tensor], info: CallInfo, with_grad: bool,
-        mapped: bool,
-    ) -> SegmentOutput:  # fmt: skip
+        self, call: Call, layout: Layout, results: Results[Tensor], info: CallInfo, mapped: bool
+    ) -> SegmentOutput:
         """What the caller gets: in the structure and the layout of the arguments."""
         grads: Tree = () if mapped else None  # vmap returns nothing but tensors
-        if with_grad:
+        if info.with_grad:
             grads = tree_unflatten(results.grads, call.specs.params)
         leaves, out_leaves = results.state, results.out
         if isinstance(layout, SharedLayout):
@@ -335,13 +318,9 @@ class TrainSegment:
             return tapped  # a fifth part, for those who asked for it
         return SegmentOutput(grads, state, results.loss, out)
 
-    def _laid_out(
-        self, params: Tree, state: Tree, x: Tree, y: Tree, reset: Any, mask: Any
-    ) -> tuple[Call, list[Tensor], Layout]:
+    def _laid_out(self, given: Arguments) -> tuple[Call, list[Tensor], Layout]:
         """A call, checked, as flat tensors with time in front."""
-        call, tensors, layout = lay_out(
-            self.recipe, self._time_dim, self._in_dims, params, state, x, y, reset, mask
-        )
+        call, tensors, layout = lay_out(self.recipe, given)
         if self.tapped:
             key = call.key(tensors)
             if key not in self._taps or self._taps[key][0].change() is not None:
@@ -360,7 +339,7 @@ class TrainSegment:
 
     def checked_call(self, params: Tree, state: Tree, x: Tree, y: Tree) -> CheckedCall | None:
         """What a call with such arguments runs; None if it has to be checked first."""
-        arguments = FlatArguments.of((params, state, x, y, None, None))
+        arguments = FlatArguments.of(Arguments(params, state, x, y))
         if arguments is None:
             return None
         surroundings = self.surroundings(arguments.device_type)
@@ -372,22 +351,18 @@ class TrainSegment:
         leaves: list[list[Tensor]],
         params: Tree,
         state: Tree,
-        with_grad: bool = True,
-        early: EarlyGradients | None = None,
+        info: CallInfo,
     ) -> SegmentOutput:
         """A call that was checked before. ``leaves`` are those of each argument, not moved."""
         param_leaves, *others = leaves
         before = [*param_leaves, *self.recipe.step.buffers().values(), *checked.initial]
         tensors = [leaf.detach() for leaf in (*before, *(t for group in others for t in group))]
-        info = CallInfo()
-        flat = self._executables.run(
-            checked.call, with_grad, info, tensors, checked.executable, early
-        )
-        results = checked.call.results(flat, with_grad)
-        if with_grad:
+        flat = self._executables.run(checked.call, info, tensors, checked.executable)
+        results = checked.call.results(flat, info.with_grad)
+        if info.with_grad:
             results = _with_strides_of(param_leaves, results)
         return SegmentOutput(
-            like(params, results.grads) if with_grad else None,
+            like(params, results.grads) if info.with_grad else None,
             like(state, results.state),
             results.loss,
             tree_unflatten(results.out, info.out_spec),

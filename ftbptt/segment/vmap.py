@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compiler.signature import Level
-from .call import Call
-
-
-class Runs(Protocol):
-    """The executables of a segment, as far as vmap is concerned."""
-
-    def run(self, call: Call, with_grad: bool, info: CallInfo, tensors: Any) -> list[Tensor]: ...
-
-
-class CallInfo:
-    """What a call learns while it runs, passed through torch.func as it is."""
-
-    out_spec: Any = None
+from .call import Call, CallInfo
+from .executables import Executables
 
 
 class SegmentFunction(torch.autograd.Function):
@@ -29,10 +18,8 @@ class SegmentFunction(torch.autograd.Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(
-        executables: Runs, call: Call, with_grad: bool, info: CallInfo, *tensors: Tensor
-    ) -> Any:
-        return tuple(executables.run(call, with_grad, info, tensors))
+    def forward(executables: Executables, call: Call, info: CallInfo, *tensors: Tensor) -> Any:
+        return tuple(executables.run(call, info, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -46,19 +33,20 @@ class SegmentFunction(torch.autograd.Function):
     def vmap(
         info: Any,
         in_dims: Any,
-        executables: Runs,
+        executables: Executables,
         call: Call,
-        with_grad: bool,
         call_info: CallInfo,
         *tensors: Tensor,
     ) -> Any:
-        dims = in_dims[4:]
+        dims = in_dims[3:]
         moved = [
             t if d is None else t.movedim(d, 1 if is_sequence else 0)
             for t, d, is_sequence in zip(tensors, dims, call.is_sequence(), strict=True)
         ]
         level = Level(info.batch_size, info.randomness)
         call = call.under_vmap(level, [d is not None for d in dims])
-        flat = SegmentFunction.apply(executables, call, with_grad, call_info, *moved)
-        before_out = len(flat) - len(call.results(flat, with_grad).out)  # what has no axis of time
+        flat = SegmentFunction.apply(executables, call, call_info, *moved)
+        before_out = len(flat) - len(
+            call.results(flat, call_info.with_grad).out
+        )  # what has no axis of time
         return flat, tuple(0 if i < before_out else 1 for i in range(len(flat)))

@@ -187,11 +187,11 @@ class Scaled(nn.Module):
 
 CHANGES: dict[str, Callable[[Scaled], Any]] = {
     "'rate' of Scaled": lambda m: setattr(m, "rate", 3.0),
-    "'of_class' of Scaled": lambda m: setattr(Scaled, "of_class", 3.0),
+    "'of_class' of the class Scaled": lambda m: setattr(Scaled, "of_class", 3.0),
     "item 'a' of the attribute 'with_rates'": lambda m: m.with_rates.update(a=3.0),
     "item 1 of the attribute 'rates'": lambda m: m.rates.__setitem__(1, 4.0),
     "'rates' of Scaled": lambda m: setattr(m, "rates", [0.0, 0.0]),
-    "'negative_slope' of LeakyReLU": lambda m: setattr(m.slope, "negative_slope", 0.3),
+    "'slope.negative_slope' of Scaled": lambda m: setattr(m.slope, "negative_slope", 0.3),
     "'constant' of Scaled": lambda m: setattr(m, "constant", torch.tensor(3.0)),
     "'rate' of Config": lambda m: setattr(m.config, "rate", 3.0),
     "'rate' of Namespace": lambda m: setattr(m.options, "rate", 3.0),
@@ -385,10 +385,10 @@ def test_what_a_class_and_a_function_hold(monkeypatch: pytest.MonkeyPatch) -> No
     segment = make_train_segment(made.step, made.loss, backend="eager")
     check(segment, made, 4)
     monkeypatch.setattr(Settings, "rate", 3.0)
-    with pytest.warns(RuntimeWarning, match="the attribute 'rate' of Settings has changed"):
+    with pytest.warns(RuntimeWarning, match="'rate' of the class Settings has changed"):
         check(segment, made, 4)
     read.rate = 3.0  # type: ignore[attr-defined]
-    with pytest.warns(RuntimeWarning, match="the attribute 'rate' of read has changed"):
+    with pytest.warns(RuntimeWarning, match="'rate' of the function read has changed"):
         check(segment, made, 4)
     monkeypatch.setitem(globals(), "Settings", type("Settings", (), {"rate": 4.0}))
     with pytest.warns(RuntimeWarning, match="the global variable 'Settings' has changed"):

@@ -97,7 +97,7 @@ def test_a_weight_that_is_put_into_an_attribute() -> None:
             h = torch.tanh(x_t + h @ self.weight)
             return h, h
 
-    refused(WeightDrop(), "changes its attribute 'weight'.*functional_call on the inner module")
+    refused(WeightDrop(), "changes the attribute 'weight'.*functional_call on the inner module")
 
 
 def test_a_container_in_a_module() -> None:
@@ -113,7 +113,7 @@ def test_a_container_in_a_module() -> None:
             return h, h
 
     module = Logs()
-    refused(module, "changes its attribute 'inner.stats'")
+    refused(module, "changes the attribute 'inner.stats'")
     assert module.inner.stats == {"calls": 0}
 
 
@@ -177,7 +177,7 @@ def test_a_callable_object() -> None:
 
     counts = Counts()
     for step in (counts, counts.step):
-        refused(step, "changes its attribute 'calls'")
+        refused(step, "changes the attribute 'calls'")
     assert counts.calls == 0
 
 
@@ -251,7 +251,7 @@ def test_what_a_step_reaches() -> None:
     refused(noted_by_class, "changes the global variable 'seen_by_all'")
     refused(DerivedCell(), "step DerivedCell changes the global variable 'calls_of_all'")
     model = Model()
-    refused(model.step, "step step changes its attribute 'calls'")
+    refused(model.step, "step step changes the attribute 'calls'")
     assert (calls_of_all, seen_by_all, model.calls) == (0, [], 0)
 
 
@@ -301,7 +301,7 @@ def test_a_table_that_an_object_keeps_at_the_first_call() -> None:
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         return lazy @ h * params["w"], h + x_t
 
-    refused(step, "changes its attribute 'table'.*Compute a constant before the first call")
+    refused(step, "changes the attribute 'table'.*Compute a constant before the first call")
     assert lazy.table is None
 
 

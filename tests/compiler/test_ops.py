@@ -363,7 +363,7 @@ def test_a_single_step_has_the_graphs_of_more_where_they_are_the_same(name: str)
         made.step, made.loss, backend="eager", time_dim=made.time_dim or None
     )
     plan, _ = segment.plan(*made.data(3))
-    assert plan.loss.graphs_for(1)[0] is None
+    assert plan.loss.graphs_for(1).key is None
 
 
 # What a readout often ends with: batched over the steps, so torch must have a rule for vmap.

@@ -305,7 +305,7 @@ class Remembers(nn.Module):
 
 def test_a_module_with_its_state_in_an_attribute() -> None:
     module = Remembers()
-    message = r"step Remembers changes its attribute 'h'.*from the state and return it"
+    message = r"step Remembers changes the attribute 'h'.*from the state and return it"
     with pytest.raises(RuntimeError, match=message):
         call(module)
     assert module.h is None, "the module is as it was"
@@ -323,7 +323,7 @@ class CountsCalls(nn.Module):
 
 
 def test_a_module_that_counts_its_calls() -> None:
-    with pytest.raises(RuntimeError, match="changes its attribute 'calls'"):
+    with pytest.raises(RuntimeError, match="changes the attribute 'calls'"):
         call(CountsCalls())
 
 

@@ -83,7 +83,7 @@ class Wrong(TrainSegment):
 
 def wrong() -> Wrong:
     correct = make_train_segment(recurrence, mse, backend="eager")
-    return Wrong(correct.recipe, "eager", None, None)
+    return Wrong(correct.recipe, "eager")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class Scan:
         own = [list(tensors) for tensors in given or self.given]
         assert _shapes(own) == _shapes(self.given), "a block is for rows of one number"
         steps = own[1][0].shape[0]
-        result = backend.run_scan(self.block, *own, steps, reverse)
+        result = backend.run_scan(replace(self.block, reverse=reverse), *own, steps)
         histories = [history for history in result.histories if history is not None]
         return [*result.finals, *histories, *result.emits, *result.totals]
 

@@ -244,7 +244,7 @@ def test_elements_of_an_elementwise_loop_are_rows() -> None:
 
     sequences = [random(4, 3, 5, seed=1), random(4, 3, 1, seed=2)]
     scan = Scan(step, [random(5)], sequences, [random(3, 5)])
-    assert _source_for(scan.block, False)[1].rows.dims == (3, 5)
+    assert _source_for(scan.block)[1].rows.dims == (3, 5)
     scan.check()
 
 

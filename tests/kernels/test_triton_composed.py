@@ -74,7 +74,7 @@ def scan_of(function: Next, steps: int, rows: tuple[int, ...], **options: Any) -
 
 
 def source(scan: Scan) -> str:
-    return _source_for(scan.block, False)[2]
+    return _source_for(scan.block)[2]
 
 
 @pytest.mark.parametrize("name", AFFINE)
@@ -158,7 +158,7 @@ def test_low_precision_is_rounded_at_every_step() -> None:
     of_bfloat16 = [random(17, 3, dtype=torch.bfloat16)]
     given = [random(3, dtype=torch.bfloat16)]
     assert "def run_composed(" not in source(Scan(step, given, of_bfloat16, given))
-    found = _source_for(scan_of(AFFINE["decay"], 3, (2,)).block, False)[1]
+    found = _source_for(scan_of(AFFINE["decay"], 3, (2,)).block)[1]
     assert affine_next(found) is not None
 
 

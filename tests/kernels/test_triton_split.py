@@ -46,7 +46,7 @@ def order(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
 
 
 def parts(scan: Scan) -> int:
-    (line,) = [x for x in _source_for(scan.block, False)[2].splitlines() if x.startswith("PARTS")]
+    (line,) = [x for x in _source_for(scan.block)[2].splitlines() if x.startswith("PARTS")]
     return int(line.split("= ")[1].split(",")[0])
 
 
@@ -54,7 +54,7 @@ def test_programs_that_would_wait_too_often(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(triton_kernel, "_MOST_MEETINGS", 0)
     scan = Scan(gated, *data_for(4, (17,), 33))
     with pytest.raises(Unsupported, match=r"its . programs would wait for each other . times a"):
-        _source_for(scan.block, reverse=False)
+        _source_for(scan.block)
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, CELLS))
@@ -79,7 +79,7 @@ def test_what_others_still_read_is_not_written() -> None:
         return [torch.tanh(x[0] + torch.sigmoid(carried[0]) @ given[0])], []
 
     scan = Scan(step, [random(16, 16)], [random(4, 3, 16, seed=1)], [random(3, 16)], [False])
-    source = _source_for(scan.block, False)[2]
+    source = _source_for(scan.block)[2]
     assert source.count("= meet(") == 1
     assert "scratch0" in source
     scan.check()
@@ -95,7 +95,7 @@ def test_deviations_from_a_mean_are_not_exchanged() -> None:
         return [torch.tanh(x[0] + b * c)], [a]
 
     scan = Scan(step, [random(16, 32)], [random(4, 17, 16, seed=1)], [random(17, 16)])
-    source = _source_for(scan.block, False)[2]
+    source = _source_for(scan.block)[2]
     assert source.count("= meet(") == 2  # before the product, and before the mean
     assert source.count("tl.dot(") == 2  # its halves, from which it is stored as well
     scan.check()
@@ -129,7 +129,7 @@ def test_what_a_reduction_computes_itself_is_little(operations: int, meetings: i
         return [torch.tanh(x[0] + a * (b - b.mean(-1, keepdim=True)))], []
 
     scan = Scan(step, [random(16, 16)], [random(4, 3, 16, seed=1)], [random(3, 16)])
-    assert _source_for(scan.block, False)[2].count("= meet(") == meetings
+    assert _source_for(scan.block)[2].count("= meet(") == meetings
     scan.check()
 
 

@@ -9,29 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..._trees import tree_leaves, tree_map
 from ..graphs import VIEWS, Node, aten, matrix_product, new_node, value_of
+from ..loop_values import LoopValues
 from .convolution import weight_gradient
-
-
-class LoopValues(Protocol):
-    """What a loop that has run knows of the nodes of its step."""
-
-    steps: Any
-
-    def sequence(self, node: Node) -> Tensor:
-        """The values at all steps, ``[K, ...]``."""
-
-    def total(self, node: Node) -> Tensor:
-        """Their sum over the steps."""
-
-    def invariant(self, node: Node) -> Tensor:
-        """The value of a node that is the same at every step."""
 
 
 @dataclass(frozen=True)

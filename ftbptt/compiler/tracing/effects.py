@@ -8,30 +8,20 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..._random_state import random_state_outside_torch, same_random_state
-from ..._reach import is_bound, is_cache, names_in, own_classes, reached_by
+from ..._reach import is_cache, reached_by
 from ...contract.step import Step
 from .random_draws import draws_of_this_thread
+from .variables import ABSENT, scopes_of
 
 T = TypeVar("T")
-_ABSENT = object()  # the value of a variable that is not bound
-
-
-@dataclass(frozen=True)
-class Variables:
-    """Variables of one scope that can be rebound. ``describe(name)`` is for error messages."""
-
-    describe: Callable[[str], str]
-    read: Callable[[], dict[str, Any]]
-    write: Callable[[str, Any], None]
 
 
 @dataclass(frozen=True)
@@ -94,7 +84,7 @@ def without_step_effects(step: Step, trace: Callable[[], T]) -> T:
 def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[Change]]:
     """The result of ``trace``, and the changes that were made meanwhile, which are undone."""
     reached = list(reached_by(root))
-    scopes = [(scope, scope.read()) for scope in _scopes(root, reached)]
+    scopes = [(scope, scope.read()) for scope in scopes_of(root, reached)]
     caches = [(value, value.cache_info().misses) for value in reached if is_cache(value)]
     containers = [
         (scope.describe(name), value, _content(value))
@@ -109,11 +99,11 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[Change]]
         for scope, before in scopes:
             after = scope.read()
             for name in before.keys() | after.keys():
-                value, old_value = after.get(name, _ABSENT), before.get(name, _ABSENT)
+                value, old_value = after.get(name, ABSENT), before.get(name, ABSENT)
                 if value is not old_value:
-                    redo = partial(scope.write, name, value)
+                    redo = partial(scope.bind, name, value)
                     changes.append(Change(scope.describe(name), redo, isinstance(value, Tensor)))
-                    scope.write(name, old_value)
+                    scope.bind(name, old_value)
         for cached, misses in caches:
             if cached.cache_info().misses != misses:  # it holds fake tensors now
                 cached.cache_clear()
@@ -123,89 +113,6 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[Change]]
                 changes.append(Change(description, partial(_refill, container, content)))
                 _refill(container, old_content)
     return result, changes
-
-
-def _scopes(root: Any, reached: list[Any]) -> Iterator[Variables]:
-    modules = root.named_modules() if isinstance(root, nn.Module) else ()
-    paths = {module: f"{path}." for path, module in modules if path}
-    classes: dict[type, None] = {}  # in order
-    for value in reached:
-        if isinstance(value, FunctionType):
-            yield _captured(value)
-            yield _globals(value)
-            function = f"the function {value.__name__}"
-            yield Variables(_of(function), partial(dict, vars(value)), _writer(vars(value)))
-        elif isinstance(value, type):
-            classes |= dict.fromkeys(own_classes(value))
-        else:
-            yield _attributes(value, paths.get(value, "") if isinstance(value, nn.Module) else "")
-            classes |= dict.fromkeys(own_classes(type(value)))
-    yield from map(_class_attributes, classes)
-
-
-def _of(owner: str) -> Callable[[str], str]:
-    return lambda name: f"the attribute {name!r} of {owner}"
-
-
-def _class_attributes(owner: type) -> Variables:
-    def read() -> dict[str, Any]:
-        return {name: v for name, v in vars(owner).items() if not name.startswith("__")}
-
-    def write(name: str, value: Any) -> None:
-        if value is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, value)
-
-    return Variables(_of(f"the class {owner.__name__}"), read, write)
-
-
-def _attributes(owner: Any, prefix: str) -> Variables:
-    def read() -> dict[str, Any]:
-        # torch's recurrent layers keep lists of their weights, which functional_call replaces.
-        return {k: v for k, v in vars(owner).items() if not k.startswith("_flat_weight")}
-
-    return Variables(lambda name: f"its attribute {prefix + name!r}", read, _writer(vars(owner)))
-
-
-def _globals(function: FunctionType) -> Variables:
-    module_globals = function.__globals__
-
-    def read() -> dict[str, Any]:
-        names = names_in(function.__code__)
-        return {name: module_globals[name] for name in names if name in module_globals}
-
-    return Variables(lambda name: f"the global variable {name!r}", read, _writer(module_globals))
-
-
-def _writer(variables: dict[str, Any]) -> Callable[[str, Any], None]:
-    def write(name: str, value: Any) -> None:
-        if value is _ABSENT:
-            variables.pop(name, None)
-        else:
-            variables[name] = value
-
-    return write
-
-
-def _captured(function: FunctionType) -> Variables:
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-    def write(name: str, value: Any) -> None:
-        if value is not _ABSENT:
-            cells[name].cell_contents = value
-
-    return Variables(
-        lambda name: f"the captured variable {name!r}",
-        lambda: _captured_variables(function),
-        write,
-    )
-
-
-def _captured_variables(function: FunctionType) -> dict[str, Any]:
-    """The variables that a function closes over, by name."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells if is_bound(cell)}
 
 
 def _content(container: Any) -> Any:

@@ -31,6 +31,7 @@ from ..._interrupt import uninterrupted
 from ..._trees import (
     Tree,
     TreeSpec,
+    in_groups,
     keystr,
     tree_flatten,
     tree_flatten_with_path,
@@ -225,10 +226,7 @@ def trace_step(
     out_specs: list[TreeSpec] = []  # one, once run() was called
 
     def run(*leaves: Tensor) -> list[Tensor]:
-        trees, start = [], 0
-        for size, spec in zip(sizes, specs, strict=True):
-            trees.append(tree_unflatten(list(leaves[start : start + size]), spec))
-            start += size
+        trees = list(map(tree_unflatten, in_groups(leaves, sizes), specs))
         given = tree_map(lambda leaf: leaf, trees[0])
         with FunctionOverrides("step"), with_autocast(autocast):
             result = step.apply(*trees)

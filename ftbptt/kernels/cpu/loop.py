@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from ..accesses import RowPattern
-from ..rowloop import Memory, Product, Read, RowLoop, Value, compute_dtype, reads
+from ..rowloop import Memory, Product, RowLoop, compute_dtype, reads
 from .nest import NestPrinter, c_type, memory_name
 from .schedule import Nest, make_schedule
 
@@ -251,14 +251,13 @@ class _Printer:
         return f"{pointer} + {offset}" if offset else pointer
 
     def _product(self, op: Product) -> Iterator[str]:
-        source, value = op.row.source, op.value
-        a, c = source.memory if isinstance(source, Value) else source, value.memory
+        value, a, c = op.value, op.row.memory, op.value.memory
         assert a is not None
         assert c is not None
-        offset = op.row.offset + (source.offset if isinstance(source, Value) else 0)
         t = c_type(compute_dtype(value.dtype))
         lda, ldc, rows = a.pattern.unit if a.kind == "sequence" else a.size, c.size, "rows"
-        a_pointer, c_pointer = self._tile_pointer(a, offset), self._tile_pointer(c, value.offset)
+        a_pointer = self._tile_pointer(a, op.row.start)
+        c_pointer = self._tile_pointer(c, value.offset)
         packed = f"packed{op.weight}.data()"
         if op.grouped:
             # ``tile.group`` counts the groups of the weight with the most grouped axes; a weight
@@ -283,9 +282,8 @@ class _Printer:
         for nest in nests:
             for op in nest.operations:
                 for read in reads(op.expression):
-                    memory = _memory_of(read)
-                    if memory is not None:
-                        used[memory] = None
+                    if read.memory is not None:
+                        used[read.memory] = None
                 if op.value in self.schedule.stored and op.value.memory is not None:
                     used[op.value.memory] = None
         for memory in used:
@@ -297,7 +295,3 @@ class _Printer:
         for nest in nests:
             yield from NestPrinter(nest, self.schedule.stored).lines()
         yield "}"
-
-
-def _memory_of(read: Read) -> Memory | None:
-    return read.source.memory if isinstance(read.source, Value) else read.source

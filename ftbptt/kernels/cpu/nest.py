@@ -162,13 +162,9 @@ class NestPrinter:
         return text if self.type is None or literal.dtype == torch.bool else f"V({text})"
 
     def _load(self, read: Read, left: str) -> str:
-        source, offset = read.source, read.offset
-        if isinstance(source, Value):
-            if source in self.mapped and is_same_index(read, self.nest.shape):
-                return f"v_{source.name}"
-            memory, offset = source.memory, offset + source.offset
-        else:
-            memory = source
+        source, memory, offset = read.source, read.memory, read.start
+        if source in self.mapped and is_same_index(read, self.nest.shape):
+            return f"v_{source.name}"
         assert memory is not None
         key = (memory, offset, read.strides)
         pointer = f"row_{memory_name(memory)} + {self._index(offset, read.strides)}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..accesses import RowPattern, contiguous
+from ..accesses import contiguous
 from ..expressions import dtypes
 from ..rowloop import (
     Map,
@@ -214,11 +214,10 @@ def _reads_of(op: Operation) -> Iterable[Read]:
 
 def _assign_memory(loop: RowLoop, stored: set[Value]) -> None:
     """Gives a scratch memory to each stored value that has none."""
-    every_row = (0, len(loop.rows.dims))
     for op in loop.operations:
         if op.value in stored and op.value.memory is None:
-            pattern = RowPattern(every_row, op.value.size)
-            op.value.memory = Memory("scratch", -1, op.value.dtype, op.value.size, pattern)
+            size = op.value.size
+            op.value.memory = Memory("scratch", -1, op.value.dtype, size, loop.rows.part_each(size))
 
 
 def _number_scratch(

@@ -1,0 +1,133 @@
+"""The variables that the Python of a step or loss can read and rebind, scope by scope.
+
+``effects`` sees what a trace rebinds, ``constants`` what is bound to another value afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from types import CellType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from ..._reach import globals_in, is_bound, own_classes
+
+ABSENT: Any = object()  # the value of a variable that is not bound
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The variables of one scope.
+
+    ``names()``: those that are bound now; ``get(name)``: what one of them is bound to, quickly.
+    ``bind(name, value)`` binds it to another value, or to none (``ABSENT``). ``describe(name)`` is
+    for messages. ``owner``: the object whose attributes they are; None for other variables.
+    """
+
+    names: Callable[[], Iterable[str]]
+    get: Callable[[str], Any]
+    bind: Callable[[str, Any], None]
+    describe: Callable[[str], str]
+    owner: Any = None
+
+    def read(self) -> dict[str, Any]:
+        """What each is bound to now."""
+        return {name: self.get(name) for name in self.names()}
+
+
+def scopes_of(root: Any, reached: Iterable[Any]) -> Iterator[Scope]:
+    """scopes_of : a function or module, what is reached from it -> the scopes of all that
+
+    ``reached`` is what ``_reach.reached_by`` finds. The attributes of a submodule are described by
+    its path in the root.
+    """
+    paths = dict(_paths(root)) if isinstance(root, nn.Module) else {}
+    classes: dict[type, None] = {}  # in order
+    for value in reached:
+        if isinstance(value, FunctionType):
+            yield _captured(value)
+            yield _globals(value)
+            yield _in_dict(vars(value), _attribute(f"the function {value.__name__}"), value)
+        elif isinstance(value, type):
+            classes |= dict.fromkeys(own_classes(value))
+        else:
+            path = paths.get(value) if isinstance(value, nn.Module) else None
+            named = type(value).__name__ if path is None else type(root).__name__
+            yield _in_dict(vars(value), _attribute(named, path or ""), value)
+            classes |= dict.fromkeys(own_classes(type(value)))
+    yield from map(_of_class, classes)
+
+
+def _paths(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    return ((module, f"{path}.") for path, module in root.named_modules() if path)
+
+
+def _attribute(owner: str, path: str = "") -> Callable[[str], str]:
+    return lambda name: f"the attribute {path + name!r} of {owner}"
+
+
+def _in_dict(
+    variables: dict[str, Any],
+    describe: Callable[[str], str],
+    owner: Any = None,
+    names: Collection[str] | None = None,
+) -> Scope:
+    """``names``: those of the scope, if it is not all of the dict."""
+
+    def bound() -> Iterable[str]:
+        if names is not None:
+            return variables.keys() & names
+        # torch's recurrent layers keep lists of their weights, which functional_call replaces.
+        return [name for name in variables if not name.startswith("_flat_weight")]
+
+    def bind(name: str, value: Any) -> None:
+        if value is ABSENT:
+            variables.pop(name, None)
+        else:
+            variables[name] = value
+
+    return Scope(bound, variables.get, bind, describe, owner)
+
+
+def _globals(function: FunctionType) -> Scope:
+    names = set(globals_in(function.__code__))
+    return _in_dict(function.__globals__, lambda name: f"the global variable {name!r}", names=names)
+
+
+def _of_class(owner: type) -> Scope:
+    attributes = vars(owner)
+
+    def bind(name: str, value: Any) -> None:
+        if value is ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+    return Scope(
+        lambda: [name for name in attributes if not name.startswith("__")],
+        attributes.get,
+        bind,
+        _attribute(f"the class {owner.__name__}"),
+        owner,
+    )
+
+
+def _captured(function: FunctionType) -> Scope:
+    cells: dict[str, CellType] = dict(
+        zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    )
+
+    def get(name: str) -> Any:
+        cell = cells[name]
+        return cell.cell_contents if is_bound(cell) else None
+
+    def bind(name: str, value: Any) -> None:
+        if value is not ABSENT:
+            cells[name].cell_contents = value
+
+    def bound() -> Iterable[str]:
+        return [name for name, cell in cells.items() if is_bound(cell)]
+
+    return Scope(bound, get, bind, lambda name: f"the captured variable {name!r}")
