@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dis
+import site
+import sys
+import sysconfig
 from argparse import Namespace
+from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
 from itertools import islice
-from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import nn
 
-_MOST_ITEMS = 1000  # of a container: what is longer holds data
+_MOST_ITEMS = 64  # of a container: what is longer holds data
 # Methods that Python calls, but not for a step or a loss.
 _NOT_OF_STEPS = {
     "__init__", "__new__", "__del__", "__init_subclass__", "__class_getitem__", "__set_name__",
@@ -21,65 +25,139 @@ _NOT_OF_STEPS = {
 }  # fmt: skip
 _CACHE = type(cache(lambda: None))
 _OF_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
+_BY_NAME = {"getattr", "hasattr", "setattr", "attrgetter", "vars", "__dict__"}  # given as strings
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_OWN_PACKAGE = __name__.partition(".")[0]
+_NOT_OF_CALLER = {"torch", "functorch", "numpy", _OWN_PACKAGE, *sys.stdlib_module_names}
+_INSTALLED = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {*site.getsitepackages(), site.getusersitepackages(), "/usr/lib/python3/dist-packages"}
+)
 
 
 def reached_by(root: Any) -> Iterator[Any]:
     """reached_by : function, module or what is called as one -> functions, modules, others
 
-    The others are objects and classes.
+    The others are objects, classes, ``partial`` functions, and Python modules.
 
     Itself and what it reads, each once. A function reads what it closes over, its defaults, and
-    what it names as globals, if these are modules, containers, or the caller's own, that is, of
-    the same file (classes too); a method what it is bound to, a ``partial`` what it binds, an
-    object of the caller's what it holds, and a module its submodules and such objects. Of the
-    classes of all these: the methods whose names occur in the code of any function so far, and
-    those that Python and torch call; none of torch's own.
+    what it names as globals; a method what it is bound to, a ``partial`` what it binds, a module
+    or an object what it holds, a container its items, and a Python module what any code so far
+    names. All of this only where it is a module, a container, or the caller's own: of the program
+    that runs, of the root's package, or of a file of what is reached. Of the classes of all these:
+    the methods whose names occur in any code so far, and those that Python and torch call.
     """
     seen: dict[int, Any] = {}  # kept alive, so that no other object gets their ids
     owners: dict[int, Any] = {}  # of methods
-    files = set[str]()  # those of the functions and modules so far
+    own = _Own()
     classes: dict[type, None] = {}  # in order
+    python_modules: dict[ModuleType, None] = {}
     names = {"forward", "backward", "setup_context"}  # that torch calls; then those in code
     waiting = [root]
-    # Methods come last: what names one may be reached after its class.
-    while waiting := waiting or [m for m in _methods_of(classes, names) if id(m) not in seen]:
+
+    def wait_for(values: Iterable[Any]) -> None:
+        waiting.extend(value for value in values if id(value) not in seen and own.follows(value))
+
+    while waiting:
         value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if isinstance(value, nn.Module):
-            yield value
-            files.add(type(value).__module__)
-            classes |= dict.fromkeys(own_classes(type(value)))
-            waiting += value.children()
-            waiting += [part for part in vars(value).values() if _is_own(part, files)]
-        elif isinstance(value, MethodType):
-            waiting.append(value.__func__)
-            owners[id(value.__self__)] = value.__self__
-            waiting.append(value.__self__)
-        elif isinstance(value, partial):
-            waiting += [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, FunctionType):
-            yield value
-            files.add(value.__module__)
-            names.update(names_in(value.__code__))
-            waiting += [cell.cell_contents for cell in value.__closure__ or () if is_bound(cell)]
-            waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-            waiting += _globals_of(value)
-        elif isinstance(value, (list, tuple)):
-            waiting += value[:_MOST_ITEMS]
-        elif isinstance(value, dict):
-            waiting += islice(value.values(), _MOST_ITEMS)
-        elif isinstance(value, type):
-            if value.__module__ in files or id(value) in owners:
+        if id(value) not in seen:
+            seen[id(value)] = value
+            if isinstance(value, nn.Module):
+                yield value
+                own.add_file(type(value).__module__)
+                classes |= dict.fromkeys(own_classes(type(value)))
+                wait_for(vars(value).values())
+            elif isinstance(value, MethodType):
+                owners[id(value.__self__)] = value.__self__
+                waiting += [value.__func__, value.__self__]
+            elif isinstance(value, partial):
+                yield value
+                wait_for([value.func, *value.args, *value.keywords.values()])
+            elif isinstance(value, FunctionType):
+                yield value
+                own.add_file(value.__module__)
+                names.update(names_in(value.__code__))
+                wait_for(_read_by(value))
+            elif isinstance(value, _SEQUENCES):
+                wait_for(islice(value, _MOST_ITEMS))
+            elif isinstance(value, dict):
+                wait_for(islice(value.values(), _MOST_ITEMS))
+            elif isinstance(value, ModuleType):
+                yield value
+                python_modules[value] = None
+            elif isinstance(value, type):
                 yield value
                 classes |= dict.fromkeys(own_classes(value))
-        elif hasattr(value, "__dict__") and (
-            callable(value) or id(value) in owners or _is_own(value, files)
-        ):
-            yield value
-            classes |= dict.fromkeys(own_classes(type(value)))
-            waiting += vars(value).values()
+            elif hasattr(value, "__dict__"):
+                yield value
+                classes |= dict.fromkeys(own_classes(type(value)))
+                wait_for(vars(value).values())
+        if not waiting:  # what code names comes last: that may be reached after its owner
+            wait_for(vars(m)[name] for m in python_modules for name in vars(m).keys() & names)
+            waiting += [method for method in _methods_of(classes, names) if id(method) not in seen]
+
+
+class _Own:
+    """What belongs to the caller, and what is followed."""
+
+    def __init__(self) -> None:
+        self._files: set[str] = set()  # of the functions and modules so far
+        self._package: str | None = None  # that of the first which is not ours
+
+    def add_file(self, module_name: str) -> None:
+        self._files.add(module_name)
+        if self._package is None and _package(module_name) not in _NOT_OF_CALLER:
+            self._package = _package(module_name)
+
+    def follows(self, value: Any) -> bool:
+        kind = type(value)
+        if isinstance(value, (nn.Module, MethodType, partial, dict, *_SEQUENCES, _CACHE)):
+            return True
+        if isinstance(value, FunctionType):
+            # A wrapper, such as a decorator makes it, or one of ours around the caller's function.
+            is_wrapper = value.__closure__ is not None and _package(value.__module__) != "torch"
+            return is_wrapper or self._package is None or self._has(value.__module__)
+        if isinstance(value, type):
+            return self._has(value.__module__)
+        if isinstance(value, ModuleType):
+            return _is_of_program(value.__name__)
+        is_callable = callable(value) and _package(kind.__module__) not in _NOT_OF_CALLER
+        is_record = isinstance(value, (SimpleNamespace, Namespace))  # has nothing but attributes
+        return hasattr(value, "__dict__") and (
+            is_callable or is_record or self._has(kind.__module__)
+        )
+
+    def _has(self, module_name: str) -> bool:
+        package = _package(module_name)
+        return package not in _NOT_OF_CALLER and (
+            package == self._package or module_name in self._files or _is_of_program(module_name)
+        )
+
+
+def _package(module_name: str | None) -> str:
+    return (module_name or "").partition(".")[0]
+
+
+@cache
+def _is_of_program(module_name: str) -> bool:
+    """Whether a Python module is part of the program that runs, and of no installed library."""
+    if module_name == "__main__":
+        return True
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    return (
+        _package(module_name) not in _NOT_OF_CALLER
+        and file is not None
+        and not file.startswith(_INSTALLED)
+    )
+
+
+def _read_by(function: FunctionType) -> Iterator[Any]:
+    """What a function closes over, its defaults, and the global variables that it reads."""
+    yield from (cell.cell_contents for cell in function.__closure__ or () if is_bound(cell))
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    variables = function.__globals__
+    yield from (variables[name] for name in globals_in(function.__code__) if name in variables)
 
 
 def modules_read_by(function: Any) -> list[nn.Module]:
@@ -93,11 +171,30 @@ def modules_read_by(function: Any) -> list[nn.Module]:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """The names that code, and the code nested in it, may look up."""
+    """The names that code, and the code nested in it, may look up; also with ``getattr``."""
     yield from code.co_names
+    yield from _strings_in(code)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from names_in(constant)
+
+
+def _strings_in(code: CodeType) -> Iterator[str]:
+    """The names that code may look up with ``getattr``, ``hasattr`` and the like."""
+    if not _BY_NAME.isdisjoint(code.co_names):
+        yield from (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+
+
+def names_read_by(reached: Iterable[Any]) -> set[str]:
+    """The names that the code of functions may look up, of what :func:`reached_by` finds."""
+    functions = (value for value in reached if isinstance(value, FunctionType))
+    return {name for function in functions for name in names_in(function.__code__)}
+
+
+def names_asked_by(reached: Iterable[Any]) -> set[str]:
+    """Of these, the names that code asks for (``hasattr``), which need not be there."""
+    functions = (value for value in reached if isinstance(value, FunctionType))
+    return {name for function in functions for name in _strings_in(function.__code__)}
 
 
 def globals_in(code: CodeType) -> Iterator[str]:
@@ -120,36 +217,13 @@ def is_bound(cell: CellType) -> bool:
 
 
 def own_classes(kind: type) -> list[type]:
-    """A class and those that it is derived from, but torch's and built-in ones."""
-    return [
-        base
-        for base in kind.__mro__
-        if base.__module__ != "builtins" and base.__module__.partition(".")[0] != "torch"
-    ]
+    """A class and those that it is derived from, but Python's, torch's and this package's."""
+    return [base for base in kind.__mro__ if _package(base.__module__) not in _NOT_OF_CALLER]
 
 
 def is_cache(value: Any) -> bool:
     """Whether it is what ``functools.cache`` and ``lru_cache`` make of a function."""
     return isinstance(value, _CACHE)
-
-
-def _globals_of(function: FunctionType) -> list[Any]:
-    own = function.__globals__
-    values = [own.get(name) for name in names_in(function.__code__)]
-    return [
-        value
-        for value in values
-        if isinstance(value, (nn.Module, MethodType, partial, list, tuple, dict))
-        or (isinstance(value, FunctionType) and value.__globals__ is own)
-        or (isinstance(value, type) and value.__module__ == function.__module__)
-        or is_cache(value)
-        or _is_own(value, {function.__module__})
-    ]
-
-
-def _is_own(value: Any, files: set[str]) -> bool:
-    """Whether its class is the caller's, or has nothing but attributes."""
-    return type(value).__module__ in files or isinstance(value, (SimpleNamespace, Namespace))
 
 
 def _methods_of(classes: Iterable[type], names: set[str]) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,16 @@ def is_persistent(module: nn.Module, key: str) -> bool:
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """As ``named_children()``, and it changes with the module; see :func:`own_parameters`."""
     return module._modules
+
+
+def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
+    """The hooks that a call of the module runs before it; torch has no public way to ask."""
+    return module._forward_pre_hooks
+
+
+def forward_hooks(module: nn.Module) -> dict[int, Any]:
+    """The hooks that a call of the module runs after it."""
+    return module._forward_hooks
 
 
 @contextmanager

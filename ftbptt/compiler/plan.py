@@ -107,7 +107,7 @@ def make_plan(
     """
     s = signature
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    constants = Constants(recipe.functions())
+    constants = Constants(recipe.functions(), given=recipe.step.module)
     traced = trace_segment_step(recipe, s, buffer_names, mode, constants)
     prepare, graph = split_invariants(traced.graph, len(traced.invariants))
     trained = [i for i in range(len(s.params)) if differentiable(traced.examples[i])]

@@ -118,8 +118,13 @@ class Recipe:
         return layout if self.in_dims is None else SharedLayout(layout.time_dim, *self.in_dims[1:])
 
     @cached_property
-    def _modules_of_loss(self) -> list[nn.Module]:
-        return modules_read_by(self.loss)
+    def _modules(self) -> list[nn.Module]:
+        read = (module for function in self.functions() for module in modules_read_by(function))
+        return list(dict.fromkeys(read))
+
+    def find_modules_again(self) -> None:
+        """After a change of what the functions read."""
+        self.__dict__.pop("_modules", None)
 
     def functions(self) -> list[Any]:
         """The caller's, which are traced."""
@@ -127,8 +132,8 @@ class Recipe:
         return [self.step.root, self.loss, *start]
 
     def modes(self) -> tuple[bool, ...]:
-        """Which modules of the step and of the loss are in train mode."""
-        return (*self.step.modes(), *[module.training for module in self._modules_of_loss])
+        """Which modules that the functions read are in train mode: it changes what they do."""
+        return tuple([module.training for module in self._modules])
 
 
 def vmapped(

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .._compat.modules import COMPILED_PREFIX, is_persistent, parametrizations_kept_apart
-from .._reach import modules_read_by
 from .._trees import Tree
 from .taps import Collector, collecting, owners
 
@@ -123,16 +122,8 @@ class Step:
         return [] if self.module is None else _tied(self.module)
 
     @cached_property
-    def _modules(self) -> list[nn.Module]:
-        return modules_read_by(self.root)
-
-    @cached_property
     def _layers(self) -> list[nn.RNNBase]:
         return [] if self.module is None else layers_of(self.module)
-
-    def modes(self) -> tuple[bool, ...]:
-        """Which of the modules that the step reads are in train mode: it changes what it does."""
-        return tuple(module.training for module in self._modules)
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers: constants of a segment, read anew at each call."""

@@ -89,11 +89,10 @@ def _like(tree: Tree, leaves: Iterator[Tensor]) -> Tree:
 
 @dataclass(frozen=True)
 class CheckedCall:
-    """What a checked call runs, and its initial state."""
+    """What a checked call runs."""
 
     call: Call
     executable: Executable
-    initial: list[Tensor]
 
 
 class CallCache:

@@ -157,6 +157,7 @@ class Executables:
         """The executable for a call after a change outside: made anew, if it computes another."""
         key = call.key(tensors)
         self._by_key.pop(key, None)
+        self._recipe.find_modules_again()
         executable = self.of(call, tensors)
         if not change.is_read and executable.plan.computes_as(before.plan):
             before.plan.constants.take_over(executable.plan.constants)

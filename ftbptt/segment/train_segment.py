@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._compat.running import inside_derivative, inside_functorch
 from .._strides import with_strides_of
-from .._trees import Tree, tree_unflatten
+from .._trees import Tree, in_order_of, tree_leaves, tree_unflatten
 from ..compiler.plan import Plan
 from ..compiler.signature import Recipe
 from ..compiler.tracing.constants import Constants
@@ -287,9 +287,8 @@ class TrainSegment:
                     self.recipe.step, params, start, layout.time_first(x)
                 )
             if key is not None and layout.time_dim == 0:
-                initial = call.groups(tensors)["initial_state"]
                 executable = self._executables.of(call, tensors)
-                self._call_cache.keep(key, CheckedCall(call, executable, initial))
+                self._call_cache.keep(key, CheckedCall(call, executable))
         results = call.results(flat, with_grad)
         if with_grad and not mapped:
             results = _with_strides_of(call.groups(tensors)["params"], results)
@@ -324,18 +323,26 @@ class TrainSegment:
         if self.tapped:
             key = call.key(tensors)
             if key not in self._taps or self._taps[key][0].change() is not None:
-                constants = Constants([self.recipe.step.root])
+                constants = Constants([self.recipe.step.root], given=self.recipe.step.module)
                 self._taps[key] = constants, find_taps(self.recipe.step, call, tensors)
             call, tensors = with_probes(call, tensors, self._taps[key][1])
         return call, tensors, layout
 
     def surroundings(self, device_type: str) -> tuple[Any, ...]:
-        """What a call depends on besides its arguments: buffers and settings."""
-        buffers = self.recipe.step.buffers().items()
+        """What a call depends on besides its arguments: buffers, initial state and settings."""
+        buffers = self.recipe.step.buffers()
         return (
-            tuple((name, b.shape, b.dtype, b.device) for name, b in buffers),
+            *buffers,
+            *[(t.shape, t.dtype, t.device) for t in (*buffers.values(), *self._initial_leaves())],
             *settings_of(self.recipe, device_type),
         )
+
+    def _initial_leaves(self, like_state: Tree = None) -> list[Tensor]:
+        """The leaves of an ``initial_state`` that is given as tensors, in the order of a state."""
+        initial = self.recipe.initial_state
+        if initial is None or callable(initial):
+            return []
+        return tree_leaves(initial if like_state is None else in_order_of(like_state, initial))
 
     def checked_call(self, params: Tree, state: Tree, x: Tree, y: Tree) -> CheckedCall | None:
         """What a call with such arguments runs; None if it has to be checked first."""
@@ -355,7 +362,8 @@ class TrainSegment:
     ) -> SegmentOutput:
         """A call that was checked before. ``leaves`` are those of each argument, not moved."""
         param_leaves, *others = leaves
-        before = [*param_leaves, *self.recipe.step.buffers().values(), *checked.initial]
+        before = [*param_leaves, *self.recipe.step.buffers().values()]
+        before += self._initial_leaves(state)
         tensors = [leaf.detach() for leaf in (*before, *(t for group in others for t in group))]
         flat = self._executables.run(checked.call, info, tensors, checked.executable)
         results = checked.call.results(flat, info.with_grad)

@@ -8,69 +8,91 @@ dropout rate, are numbers in it, and so is what torch reads from a tensor outsid
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from itertools import chain
+from numbers import Number
+from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from ..._compat.modules import own_modules
+from ..._compat.modules import (
+    forward_hooks,
+    forward_pre_hooks,
+    own_buffers,
+    own_modules,
+    own_parameters,
+)
 from ..._compat.running import version_of
 from ..._compat.tracing import FakeTensor
-from ..._reach import modules_read_by, names_in, own_classes, reached_by
+from ..._reach import names_asked_by, names_read_by, own_classes, reached_by
 from ..graphs import aten
 from .variables import Scope, scopes_of
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-_CONTAINERS = (dict, list)
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
-_WATCHED = (*_PLAIN, *_CONTAINERS, *_FUNCTIONS, tuple, Tensor)
+_VALUES = (Number, bool, str, bytes, type(None), torch.dtype, torch.device)
+_SETS_AND_RANGES = (frozenset, range, slice)
+_CONTAINERS = (dict, list, set, deque)
 _MOST_ITEMS = 64  # of a container: what is longer holds data
 
 
 class Constants:
     """The constants of all traces of these functions and modules, as they are now."""
 
-    def __init__(self, roots: Iterable[Any]) -> None:
-        roots = list(roots)
-        self._watched = [watched for root in roots for watched in _watched_in(root)]
-        modules = (module for root in roots for module in modules_read_by(root))
-        self._children = [_children_of(module) for module in modules if own_modules(module)]
-        self._numbers: list[_Number] = []
+    def __init__(self, roots: Iterable[Any], given: nn.Module | None) -> None:
+        """``given``: the module whose parameters and buffers a call is given."""
+        self._watched: list[_Watched] = []
+        modules: dict[nn.Module, None] = {}  # in order
+        for root in roots:
+            reached = list(reached_by(root))
+            modules |= dict.fromkeys(v for v in reached if isinstance(v, nn.Module))
+            self._watched += _watched_in(root, reached)
+        self._children = _Parts("submodule", [(own_modules(m), m) for m in modules])
+        passed = set() if given is None else set(given.modules())
+        tensors_of = (own_parameters, own_buffers)
+        outside = [(of(m), m) for m in modules if m not in passed for of in tensors_of]
+        hooks = [of(m) for m in modules for of in (forward_pre_hooks, forward_hooks)]
+        # Hooks have numbers for names, and are seldom exchanged: how many there are says enough.
+        numbers = range(len(hooks))
+        self._watched.append(
+            _Watched(numbers, partial(map, len, hooks), lambda _: "a module's hook")
+        )
+        if outside:
+            self._watched.append(_Parts("parameter or buffer", outside))
+        self._tensors_read: list[_TensorRead] = []
 
     def change(self) -> Change | None:
         """The first that has changed; None if none has.
 
         Raises RuntimeError for a submodule that was replaced: more than a trace depends on that.
         """
-        for children in self._children:
-            if (replaced := children.change()) is not None:
-                raise RuntimeError(
-                    f"step or loss: {replaced.name} was replaced since the segment was made. Make "
-                    "a new segment, by make_train_segment."
-                )
+        if (replaced := self._children.change()) is not None:
+            raise RuntimeError(
+                f"step or loss: {replaced.name} was replaced, added or removed since the segment "
+                "was made. Make a new segment, by make_train_segment."
+            )
         for watched in self._watched:
             if (change := watched.change()) is not None:
                 return change
-        for number in self._numbers:
-            if number.has_changed():
+        for tensor_read in self._tensors_read:
+            if tensor_read.has_changed():
                 return Change("the number in a tensor from outside", is_read=True)
         return None
 
     def take_over(self, other: Constants) -> None:
         """The values that those of a later trace have, which gave the same graph."""
         self._watched = other._watched
-        self._numbers += [n for n in other._numbers if not any(map(n.is_of_same, self._numbers))]
+        self.add_tensors_read(tensor for read in other._tensors_read if (tensor := read.tensor()))
 
-    def add_numbers(self, tensors: Iterable[Tensor]) -> None:
-        """Adds the numbers of tensors outside, which a trace has read."""
+    def add_tensors_read(self, tensors: Iterable[Tensor]) -> None:
+        """Adds tensors outside whose numbers a trace has read."""
+        known = [read.tensor() for read in self._tensors_read]
         for tensor in tensors:
-            number = _Number(tensor)
-            if not any(map(number.is_of_same, self._numbers)):
-                self._numbers.append(number)
+            if not any(tensor is other for other in known):
+                self._tensors_read.append(_TensorRead(tensor))
 
 
 class Change(NamedTuple):
@@ -81,7 +103,10 @@ class Change(NamedTuple):
 
 
 class _Watched:
-    """Variables or items. ``read()`` gives their values, quickly: it is for each call."""
+    """Variables or items. ``read()`` gives their values, quickly: it is for each call.
+
+    ``describe(name)`` is for messages; None: there are more or fewer of them.
+    """
 
     def __init__(
         self,
@@ -94,14 +119,31 @@ class _Watched:
 
     def change(self) -> Change | None:
         """The first variable that is another one; equal numbers are taken for the same."""
-        if all(map(operator.is_, self.read(), self.values)):
-            return None
         values = [*self.read()]
+        if len(values) == len(self.values) and all(map(operator.is_, values, self.values)):
+            return None
         for name, value, before in zip(self._names, values, self.values, strict=False):
             if not _is_same(value, before):
                 return Change(self._describe(name), is_read=False)
+        if len(values) != len(self.values):
+            return Change(self._describe(None), is_read=False)
         self.values = values
         return None
+
+
+class _Parts(_Watched):
+    """What modules hold apart from their attributes, each in a dict that changes with them."""
+
+    def __init__(self, what: str, parts: Sequence[tuple[dict[str, Any], nn.Module]]) -> None:
+        names = [(name, type(owner).__name__) for held, owner in parts for name in held]
+        dicts = [held for held, _ in parts]
+
+        def describe(name: Any) -> str:
+            return f"a {what}" if name is None else f"the {what} {name[0]!r} of {name[1]}"
+
+        super().__init__(
+            names, lambda: chain.from_iterable([held.values() for held in dicts]), describe
+        )
 
 
 def _is_same(value: Any, other: Any) -> bool:
@@ -111,82 +153,102 @@ def _is_same(value: Any, other: Any) -> bool:
         return False
     if isinstance(value, tuple):
         return len(value) == len(other) and all(map(_is_same, value, other))
-    return isinstance(value, _PLAIN) and value == other
+    if isinstance(value, _SETS_AND_RANGES):
+        return bool(value == other)
+    return isinstance(value, _VALUES) and repr(value) == repr(other)  # tells 0.0 from -0.0
 
 
-class _Number:
-    """The number in a tensor."""
+class _TensorRead:
+    """A tensor outside whose numbers were read."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = ref(tensor)
-        self._version, self._value = version_of(tensor), tensor.item()
-
-    def is_of_same(self, other: _Number) -> bool:
-        return self.tensor() is other.tensor()
+        self._version, self._values = version_of(tensor), tensor.detach().clone()
 
     def has_changed(self) -> bool:
         tensor = self.tensor()
-        if tensor is None or (version_of(tensor) == self._version and not tensor.is_inference()):
+        if tensor is None:
             return False
-        if tensor.item() != self._value:
+        # The version does not count writes through .data or NumPy; reading it waits for a GPU.
+        if tensor.is_cuda and version_of(tensor) == self._version and not tensor.is_inference():
+            return False
+        if not _has_equal_values(tensor, self._values):
             return True
-        self._version = version_of(tensor)  # written to, with the same number
+        self._version = version_of(tensor)  # written to, with the same numbers
         return False
 
 
-def noting_tensors_read(tensors: list[Tensor]) -> dict[Any, Callable[[Tensor], Any]]:
-    """A decomposition that adds those to ``tensors`` whose number is read, and no fake ones."""
+def _has_equal_values(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    both_are_nan = (tensor != tensor) & (other != other)
+    return torch.equal(tensor, other) or bool(((tensor == other) | both_are_nan).all())
 
-    def note(tensor: Tensor) -> Any:
-        if not isinstance(tensor, FakeTensor):
-            tensors.append(tensor)
+
+def noting_tensors_read(tensors: list[Tensor]) -> dict[Any, Callable[..., Any]]:
+    """Decompositions that add those to ``tensors`` whose numbers are read, and no fake ones."""
+
+    def note(*args: Any, **_: Any) -> Any:
+        given = [arg for arg in args if isinstance(arg, Tensor)]
+        if not any(isinstance(tensor, FakeTensor) for tensor in given):
+            tensors.extend(given)
         return NotImplemented
 
-    return {aten._local_scalar_dense.default: note}
+    reading = (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default)
+    return dict.fromkeys(reading, note)
 
 
-def _watched_in(root: Any) -> Iterator[_Watched]:
+def _watched_in(root: Any, reached: list[Any]) -> Iterator[_Watched]:
     """The variables that are read by a function or module, and by what it calls."""
-    reached = list(reached_by(root))
-    codes = [value.__code__ for value in reached if isinstance(value, FunctionType)]
-    named = {name for code in codes for name in names_in(code)}
-    own = {id(value) for value in reached}
+    named, asked = names_read_by(reached), names_asked_by(reached)
     for scope in scopes_of(root, reached):
-        # Of an object whose attributes are watched it is also watched which it is.
-        names = sorted(
-            name
-            for name in _named_of(scope, named)
-            if isinstance(value := scope.get(name), _WATCHED) or id(value) in own
-        )
+        read = _read_in(scope, named, asked)
+        names = sorted(name for name in read if not isinstance(scope.get(name), ModuleType))
         if names:
             yield _Watched(names, partial(map, scope.get, names), scope.describe)
         for name in names:
             yield from _items(scope.get(name), scope.describe(name))
 
 
-def _named_of(scope: Scope, named: set[str]) -> Iterable[str]:
-    """Those of a scope that code names. The code of torch's own modules is not known: all."""
-    names, owner = scope.names(), scope.owner
+def _read_in(scope: Scope, named: set[str], asked: set[str]) -> Iterable[str]:
+    """The variables of a scope that code names, or asks for.
+
+    Also those that are not there yet, but would hide one of a class.
+    """
+    names, owner = {*scope.names()}, scope.owner
     if owner is None:
         return names
-    if not isinstance(owner, nn.Module):
-        return named.intersection(names)
-    kind = type(owner)
-    is_of_torch = {*kind.__mro__} - {*own_classes(kind), nn.Module, object}
-    read = [n for n in names if (not n.startswith("_") if is_of_torch else n in named)]
-    return [name for name in read if name != "training"]  # there is a trace for each mode
-
-
-def _children_of(module: nn.Module) -> _Watched:
-    children, owner = own_modules(module), type(module).__name__
-    return _Watched([*children], children.values, lambda n: f"the submodule {n!r} of {owner}")
+    kind = owner if isinstance(owner, type) else type(owner)
+    of_classes = {name for base in own_classes(kind) for name in vars(base)}
+    read = (names | {name for name in of_classes if not name.startswith("__")}) & named
+    if owner is kind:
+        return read
+    read |= asked
+    if isinstance(owner, nn.Module):
+        read.add("forward")  # which torch calls; the code of torch's own modules is not known
+        kinds = [kind for kind in type(owner).__mro__ if kind is not nn.Module]
+        if any(kind.__module__.startswith("torch.") for kind in kinds):
+            read |= {name for name in names if not name.startswith("_")}
+        read.discard("training")  # there is a trace for each mode
+    return read
 
 
 def _items(container: Any, name: str) -> Iterator[_Watched]:
-    """What a dict or a list holds, such as a configuration."""
+    """What a dict, a list or a set holds, such as a configuration."""
     if not isinstance(container, _CONTAINERS) or len(container) > _MOST_ITEMS:
         return
     keys = container if isinstance(container, dict) else range(len(container))
-    items = container.values if isinstance(container, dict) else container.copy
-    names = ["the length", *(f"the item {key!r}" for key in keys)]
-    yield _Watched(names, lambda: (len(container), *items()), lambda n: f"{n} of {name}")
+    names = [f"the item {key!r}" for key in keys]
+    if isinstance(container, dict):
+        names += [f"the key {key!r}" for key in keys]
+    yield _Watched(
+        names,
+        partial(_content, container),
+        lambda n: f"the length of {name}" if n is None else f"{n} of {name}",
+    )
+
+
+def _content(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [*container.values(), *container]
+    return list(container)

@@ -138,7 +138,7 @@ def trace_function(
         if put_custom_gradients_into is not None:
             put_custom_gradients_into(module.graph)
     if constants is not None:
-        constants.add_numbers(tensors_read)
+        constants.add_tensors_read(tensors_read)
     _make_batchable(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from functools import partial
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from ..._reach import globals_in, is_bound, own_classes
+from ..._reach import globals_in, is_bound, names_read_by, own_classes
 
 ABSENT: Any = object()  # the value of a variable that is not bound
 
@@ -37,19 +38,24 @@ class Scope:
         return {name: self.get(name) for name in self.names()}
 
 
-def scopes_of(root: Any, reached: Iterable[Any]) -> Iterator[Scope]:
+def scopes_of(root: Any, reached: Collection[Any]) -> Iterator[Scope]:
     """scopes_of : a function or module, what is reached from it -> the scopes of all that
 
     ``reached`` is what ``_reach.reached_by`` finds. The attributes of a submodule are described by
     its path in the root.
     """
     paths = dict(_paths(root)) if isinstance(root, nn.Module) else {}
+    names = names_read_by(reached)
     classes: dict[type, None] = {}  # in order
     for value in reached:
         if isinstance(value, FunctionType):
             yield _captured(value)
             yield _globals(value)
             yield _in_dict(vars(value), _attribute(f"the function {value.__name__}"), value)
+        elif isinstance(value, partial):
+            yield _of_partial(value)
+        elif isinstance(value, ModuleType):
+            yield _in_dict(vars(value), _variable_of(value.__name__), names=names)
         elif isinstance(value, type):
             classes |= dict.fromkeys(own_classes(value))
         else:
@@ -66,6 +72,10 @@ def _paths(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 def _attribute(owner: str, path: str = "") -> Callable[[str], str]:
     return lambda name: f"the attribute {path + name!r} of {owner}"
+
+
+def _variable_of(module: str) -> Callable[[str], str]:
+    return lambda name: f"the variable {name!r} of the module {module}"
 
 
 def _in_dict(
@@ -112,6 +122,16 @@ def _of_class(owner: type) -> Scope:
         _attribute(f"the class {owner.__name__}"),
         owner,
     )
+
+
+def _of_partial(function: partial[Any]) -> Scope:
+    arguments = {str(i): value for i, value in enumerate(function.args)} | function.keywords
+    return Scope(
+        arguments.keys,
+        arguments.get,
+        lambda *_: None,
+        lambda name: f"the argument {name} of a partial",
+    )  # which binds them for good; what they hold may change
 
 
 def _captured(function: FunctionType) -> Scope:
