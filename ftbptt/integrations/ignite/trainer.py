@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,47 +161,15 @@ def create_supervised_tbptt_trainer(
             check_positive(name, bound)
     carried = state is not None
     initial = None if state is None or isinstance(state, str) else tree_map(Tensor.detach, state)
-    windows = BatchWindows(Truncation(k1, k2), dim, reset)
     updates = _Updates(optimizer, scaler, clip_norm, clip_value, accumulate)
-    chunks: dict[int, Chunks] = {}  # by the axis of time: dim may count from the end
-
-    def run_chunk(chunk: Chunk, hidden: Tree, window: BatchWindow) -> ChunkOutput:
-        if window.axis not in chunks:
-            chunks[window.axis] = Chunks(
-                model, loss_fn, window.axis, backend=backend, initial=initial, autocast=autocast,
-                scaler=scaler,
-            )  # fmt: skip
-        updates.before_chunk()
-        weight = 1.0 if accumulate == 1 else window.steps / k2
-        output = chunks[window.axis].run(chunk, hidden, window.save_at, weight)
-        updates.after_chunk(weight)
-        return output
-
-    def iteration(engine: Engine, batch: Any) -> float:
-        losses: list[float] = []
-        steps: list[int] = []
-        hidden = engine.state.hidden if carried else None  # type: ignore[attr-defined]
-        for window in windows.of(batch):
-            x, y = prepare_batch((window.x, window.y), device=device, non_blocking=non_blocking)
-            x_device = next((t.device for t in tree_leaves(x) if isinstance(t, Tensor)), None)
-            chunk = Chunk(x, y, None if window.reset is None else window.reset.to(x_device))
-            engine.fire_event(Tbptt_Events.TIME_ITERATION_STARTED)
-            model.train()
-            hidden = _detached(hidden, x_device)
-            output = run_chunk(chunk, hidden, window)
-            if not window.repeats_start:
-                hidden = output.state if window.save_at is None else output.saved
-            if carried:
-                engine.state.hidden = _detached(output.state, None)  # type: ignore[attr-defined]
-            loss = output.loss.item()
-            engine.state.output = loss  # type: ignore[assignment]
-            losses.append(loss)
-            steps.append(window.steps)
-            engine.fire_event(Tbptt_Events.TIME_ITERATION_COMPLETED)
-        if loss_mean == "chunks" or len(set(steps)) == 1:
-            return sum(losses) / len(losses)
-        return sum(map(operator.mul, losses, steps)) / sum(steps)
-
+    iteration = _Iteration(
+        model, BatchWindows(Truncation(k1, k2), dim, reset), updates,
+        partial(prepare_batch, device=device, non_blocking=non_blocking),
+        partial(
+            Chunks, model, loss_fn, backend=backend, initial=initial, autocast=autocast,
+            scaler=scaler,
+        ), k2, carried, loss_mean,
+    )  # fmt: skip
     engine = Engine(iteration)
     engine.register_events(*Tbptt_Events)
     if accumulate > 1:
@@ -254,6 +223,59 @@ class _Updates:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+
+
+@dataclass
+class _Iteration:
+    """What the engine does with a batch.
+
+    ``make_chunks``: of the axis of time; ``carried``: the hidden state goes on to the next batch.
+    """
+
+    model: nn.Module
+    windows: BatchWindows
+    updates: _Updates
+    prepare: Callable[[Any], Any]
+    make_chunks: Callable[[int], Chunks]
+    k2: int
+    carried: bool
+    loss_mean: str
+    chunks: dict[int, Chunks] = field(default_factory=dict)  # by axis: dim may count from the end
+
+    def __call__(self, engine: Engine, batch: Any) -> float:
+        """Makes the updates of the batch; returns its mean loss."""
+        losses: list[float] = []
+        steps: list[int] = []
+        hidden = engine.state.hidden if self.carried else None  # type: ignore[attr-defined]
+        for window in self.windows.of(batch):
+            x, y = self.prepare((window.x, window.y))
+            x_device = next((t.device for t in tree_leaves(x) if isinstance(t, Tensor)), None)
+            chunk = Chunk(x, y, None if window.reset is None else window.reset.to(x_device))
+            engine.fire_event(Tbptt_Events.TIME_ITERATION_STARTED)
+            self.model.train()
+            hidden = _detached(hidden, x_device)
+            output = self._run(chunk, hidden, window)
+            if not window.repeats_start:
+                hidden = output.state if window.save_at is None else output.saved
+            if self.carried:
+                engine.state.hidden = _detached(output.state, None)  # type: ignore[attr-defined]
+            loss = output.loss.item()
+            engine.state.output = loss  # type: ignore[assignment]
+            losses.append(loss)
+            steps.append(window.steps)
+            engine.fire_event(Tbptt_Events.TIME_ITERATION_COMPLETED)
+        if self.loss_mean == "chunks" or len(set(steps)) == 1:
+            return sum(losses) / len(losses)
+        return sum(map(operator.mul, losses, steps)) / sum(steps)
+
+    def _run(self, chunk: Chunk, hidden: Tree, window: BatchWindow) -> ChunkOutput:
+        if window.axis not in self.chunks:
+            self.chunks[window.axis] = self.make_chunks(window.axis)
+        self.updates.before_chunk()
+        weight = 1.0 if self.updates.accumulate == 1 else window.steps / self.k2
+        output = self.chunks[window.axis].run(chunk, hidden, window.save_at, weight)
+        self.updates.after_chunk(weight)
+        return output
 
 
 def _carry(engine: Engine, initial: Tree) -> None:
