@@ -37,6 +37,53 @@ class _Numbers(NamedTuple):
     due: float  # losses are to be read; only the first rank says so
     seconds: float  # that the run took; of the first rank only
 
+    @staticmethod
+    def of(
+        stats: WindowStats | None = None,
+        *,
+        is_first: bool = False,
+        more: bool = False,
+        due: bool = False,
+        seconds: float = 0.0,
+    ) -> _Numbers:
+        """Those of one rank; ``stats`` is None if it has no window that counts."""
+        weight, loss, tokens = 0.0, 0.0, 0
+        if stats is not None:
+            if stats.loss.dim():
+                raise ValueError(
+                    "mesh: ranks share the mean of one loss, but the segment returns one of shape "
+                    f"{list(stats.loss.shape)}. An ensemble needs no mesh: each rank trains its"
+                    " own, ftbptt.distributed.own_models."
+                )
+            weight, loss, tokens = float(stats.weight), float(stats.loss), stats.tokens
+        high, low = divmod(weight, _BASE)
+        return _Numbers(
+            weight_high=high,
+            weight_low=low,
+            weighted_loss=weight * loss if weight else 0.0,  # the loss may be NaN
+            tokens=tokens,
+            has_stats=stats is not None,
+            more=more,
+            due=due and is_first,
+            seconds=seconds if is_first else 0.0,
+        )
+
+    @property
+    def weight(self) -> float:
+        return self.weight_high * _BASE + self.weight_low
+
+    @property
+    def divisor(self) -> float:
+        """What makes a mean of a sum over the valid steps."""
+        return max(self.weight, 1.0)
+
+    def stats(self, dtype: torch.dtype, steps: int) -> WindowStats | None:
+        """The statistics, of ``steps`` steps of time; None if no rank has a window that counts."""
+        if not self.has_stats:
+            return None
+        loss = torch.tensor(self.weighted_loss / self.divisor, dtype=dtype)
+        return WindowStats(loss, int(self.weight), steps, int(self.tokens))
+
 
 class JointUpdate(NamedTuple):
     """The result of all ranks.
@@ -116,7 +163,11 @@ class RankSync:
         learner, grads = self.learner, None
         if stats is not None and learner.gathered is not None:
             grads = learner.gathered[0]
-        joint = self._join(grads, stats, more=more, due=due, stops=stops, seconds=seconds)
+        numbers = _Numbers.of(
+            stats, is_first=self.ranks.rank == 0, more=more, due=due, seconds=seconds
+        )
+        steps = 0 if stats is None else stats.steps
+        joint = self._join(grads, numbers, steps, _STOPPING if stops else 0)
         if joint.failed:
             self.has_left = True
             first = joint.failed[0]
@@ -156,66 +207,28 @@ class RankSync:
         if self.has_left or not self.ranks.alive:
             return
         self.has_left = True
-        self._join(None, None, failed=True)
+        self._join(None, _Numbers.of(), 0, _FAILED)
         self.ranks.gather(reason)
 
     def _join(
-        self,
-        grads: list[Tensor] | None,
-        stats: WindowStats | None,
-        *,
-        more: bool = False,
-        due: bool = False,
-        stops: bool = False,
-        failed: bool = False,
-        seconds: float = 0.0,
+        self, grads: list[Tensor] | None, numbers: _Numbers, steps: int, status: int
     ) -> JointUpdate:
-        """Sums gradients and numbers over the ranks. A collective.
+        """Sums gradients and numbers over the ranks, and gathers their statuses. A collective.
 
-        ``grads`` and ``stats`` are None if this rank has no window that counts. ``due`` and
-        ``seconds`` are read on the first rank only.
+        ``grads`` is None if this rank has no window that counts; else its window has ``steps``.
         """
-        weight, loss, tokens = 0.0, 0.0, 0
-        if stats is not None:
-            if stats.loss.dim():
-                raise ValueError(
-                    "mesh: ranks share the mean of one loss, but the segment returns one of shape "
-                    f"{list(stats.loss.shape)}. An ensemble needs no mesh: each rank trains its"
-                    " own, ftbptt.distributed.own_models."
-                )
-            weight, loss, tokens = float(stats.weight), float(stats.loss), stats.tokens
         reduction = self._begun = self._begun or self._new_reduction()
-        is_first = self.ranks.rank == 0
-        high, low = divmod(weight, _BASE)
-        numbers = _Numbers(
-            weight_high=high,
-            weight_low=low,
-            weighted_loss=weight * loss if weight else 0.0,
-            tokens=tokens,
-            has_stats=stats is not None,
-            more=more,
-            due=due and is_first,
-            seconds=seconds if is_first else 0.0,
-        )
         statuses = [0] * self.ranks.size
-        statuses[self.ranks.rank] = _FAILED if failed else _STOPPING * stops
-        sums = reduction.finish(grads, weight, [*numbers, *statuses])
+        statuses[self.ranks.rank] = status
+        sums = reduction.finish(grads, numbers.weight, [*numbers, *statuses])
         self._begun = None  # only now: after an error, leave() has to complete the reduction
         self.bytes_reduced += reduction.nbytes
-        total = _Numbers(*sums[: len(numbers)])
-        all_statuses = sums[len(numbers) :]
-        total_weight = total.weight_high * _BASE + total.weight_low
-        divisor = max(total_weight, 1.0)
-        joint_stats = None
-        if total.has_stats:
-            dtype = torch.promote_types(self.learner.trained[0].dtype.to_real(), torch.float32)
-            mean_loss = torch.tensor(total.weighted_loss / divisor, dtype=dtype)
-            steps = 0 if stats is None else stats.steps
-            joint_stats = WindowStats(mean_loss, int(total_weight), steps, int(total.tokens))
+        total, all_statuses = _Numbers(*sums[: len(numbers)]), sums[len(numbers) :]
+        dtype = torch.promote_types(self.learner.trained[0].dtype.to_real(), torch.float32)
         return JointUpdate(
-            joint_stats,
+            total.stats(dtype, steps),
             more=bool(total.more),
-            grads=reduction.mean(divisor),
+            grads=reduction.mean(total.divisor),
             due=bool(total.due),
             seconds=total.seconds,
             stopping=[rank for rank, status in enumerate(all_statuses) if status == _STOPPING],
