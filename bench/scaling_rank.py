@@ -21,6 +21,8 @@ from ftbptt.contract.output import EarlyGradients
 from ftbptt.distributed.reduction import buckets_of
 from ftbptt.training import train_stream
 
+from .turns import in_turns
+
 STEPS, ROWS, INPUTS = 64, 32, 64
 SIZES = [8, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22]  # bytes of an all-reduce
 Mesh = Any
@@ -170,20 +172,9 @@ def optimizers(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any
         for updated in results[1:]:
             for a, b in zip(updated, results[0], strict=True):
                 torch.testing.assert_close(a, b)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        for name, way in ways.items():
-            dist.barrier()
-            seconds = []
-            for _ in range(each):
-                began = time.perf_counter()
-                way()
-                seconds.append(time.perf_counter() - began)
-            if turn:
-                times[name].append(statistics.median(seconds))
     states = {"all": adam, "zero": zero_adam.optim, "dtensor": sharded_adam}
     return {
-        "seconds": times,
+        "seconds": in_turns(ways, rounds, each, before=dist.barrier),
         "numbers": {name: _numbers(optimizer) for name, optimizer in states.items()},
     }
 

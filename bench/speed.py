@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +12,9 @@ from torch import Tensor
 from ftbptt import as_step, reference_segment
 
 from .charmodel import CharLM
+from .turns import in_turns
 
-ROUNDS, LEAST_ROUNDS, LONGEST = 15, 3, 8.0  # on a slow machine fewer rounds, about 8 seconds
+ROUNDS, LONGEST = 15, 8.0  # on a slow machine fewer rounds, about 8 seconds
 
 
 def compare_speed(
@@ -32,45 +31,18 @@ def compare_speed(
     def whole_chunk() -> None:
         torch.autograd.grad(loss(model(x, state)[0], y), list(model.parameters()))
 
-    medians = interleaved(
+    def wait() -> None:
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+
+    times = in_turns(
         {
             "compiled train_segment": lambda: train_segment(params, state, x, y),
             "eager loop with autograd": lambda: reference_segment(step, loss, params, state, x, y),
             "nn.LSTM on the chunk, autograd": whole_chunk,
         },
-        x.device,
-    )
+        ROUNDS, 1, wait=wait, longest=LONGEST,
+    )  # fmt: skip
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     base = next(iter(medians.values()))
     return {name: f"{1e3 * s:8.2f} ms   {s / base:5.2f}x" for name, s in medians.items()}
-
-
-def interleaved(
-    calls: dict[str, Callable[[], object]], device: torch.device, rounds: int = ROUNDS
-) -> dict[str, float]:
-    """Median seconds of each call; the calls take turns, garbage collection is off."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    ends = time.perf_counter() + LONGEST
-    try:
-        for turn in range(rounds):
-            if turn >= LEAST_ROUNDS and time.perf_counter() > ends:
-                break
-            for name, call in calls.items():
-                _wait(device)
-                start = time.perf_counter()
-                call()
-                _wait(device)
-                times[name].append(time.perf_counter() - start)
-    finally:
-        if collecting:
-            gc.enable()
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

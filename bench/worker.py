@@ -24,6 +24,7 @@ import torch
 from .calls import Call, Skip, one_line
 from .cases import Case, build
 from .peers import find
+from .turns import gc_off
 
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # in glibc's malloc.h
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
@@ -89,16 +90,12 @@ def _time(call: Call, seconds: float) -> list[float]:
     """Seconds of each call for about ``seconds``, at least one, after one that does not count."""
     call()
     times: list[float] = []
-    gc.collect()
-    gc.disable()
-    try:
+    with gc_off():
         ends = time.perf_counter() + seconds
         while not times or time.perf_counter() < ends:
             start = time.perf_counter()
             call()
             times.append(time.perf_counter() - start)
-    finally:
-        gc.enable()
     return times
 
 
