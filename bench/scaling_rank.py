@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -127,6 +127,28 @@ def reductions(rounds: int) -> list[tuple[int, float]]:
 
 def optimizers(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any]:
     """Updates from gradients to parameters, with Adam's state replicated or sharded in two ways."""
+    ways = _ways(mesh, hidden)
+    calls = {name: way.update for name, way in ways.items()}
+    for _ in range(3):  # the three are the same update
+        first, *others = (update() for update in calls.values())
+        for updated in others:
+            for a, b in zip(updated, first, strict=True):
+                torch.testing.assert_close(a, b)
+    return {
+        "seconds": in_turns(calls, rounds, each, before=dist.barrier),
+        "numbers": {name: _numbers(way.optimizer) for name, way in ways.items()},
+    }
+
+
+class _Way(NamedTuple):
+    """``update() -> parameters``, and what holds its state on this rank."""
+
+    update: Callable[[], list[Tensor]]
+    optimizer: torch.optim.Optimizer
+
+
+def _ways(mesh: Mesh, hidden: int) -> dict[str, _Way]:
+    """Updates of the same parameters from the same gradients, summed over the ranks."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def parameters() -> list[nn.Parameter]:
@@ -136,15 +158,12 @@ def optimizers(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any
     size = dist.get_world_size()
     grads = [torch.randn_like(p) for p in parameters()]
 
-    def summed() -> list[Tensor]:
+    def with_all(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat)
         parts = (flat / size).split([grad.numel() for grad in grads])
-        return [part.reshape(grad.shape) for part, grad in zip(parts, grads, strict=True)]
-
-    def with_all(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        for p, grad in zip(params, summed(), strict=True):
-            p.grad = grad
+        for p, part in zip(params, parts, strict=True):
+            p.grad = part.reshape(p.shape)
         optimizer.step()
         return [p.detach() for p in params]
 
@@ -162,20 +181,10 @@ def optimizers(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any
         sharded_adam.step()
         return [p.full_tensor().detach() for p in sharded]  # type: ignore[attr-defined]
 
-    ways: dict[str, Callable[[], list[Tensor]]] = {
-        "all": lambda: with_all(replicated, adam),
-        "zero": lambda: with_all(zero, zero_adam),
-        "dtensor": with_shards,
-    }
-    for _ in range(3):  # the three are the same update
-        results = [way() for way in ways.values()]
-        for updated in results[1:]:
-            for a, b in zip(updated, results[0], strict=True):
-                torch.testing.assert_close(a, b)
-    states = {"all": adam, "zero": zero_adam.optim, "dtensor": sharded_adam}
     return {
-        "seconds": in_turns(ways, rounds, each, before=dist.barrier),
-        "numbers": {name: _numbers(optimizer) for name, optimizer in states.items()},
+        "all": _Way(lambda: with_all(replicated, adam), adam),
+        "zero": _Way(lambda: with_all(zero, zero_adam), zero_adam.optim),
+        "dtensor": _Way(with_shards, sharded_adam),
     }
 
 
