@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -208,6 +208,11 @@ def check_leaves(chunk: Chunk) -> Chunk:
     return chunk
 
 
+def map_leaves(change: Callable[[Any], Any], tree: Tree) -> Tree:
+    """The tree with ``change(leaf)`` for each leaf. None stays: a part that a chunk lacks."""
+    return tree_map(lambda leaf: None if leaf is None else change(leaf), tree)
+
+
 def has_only_tensors(chunk: Chunk) -> bool:
     return all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_leaves(tuple(chunk)))
 
@@ -219,7 +224,7 @@ def as_tensors(chunk: Chunk) -> Chunk:
     import numpy
 
     def as_tensor(leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor):
             return leaf
         array = numpy.array(leaf)
         try:
@@ -229,4 +234,5 @@ def as_tensors(chunk: Chunk) -> Chunk:
                 f"data: has an array of {array.dtype}, of which torch makes no tensor. Convert it."
             ) from error
 
-    return Chunk(*tree_map(as_tensor, tuple(chunk)))
+    converted: Chunk = map_leaves(as_tensor, chunk)
+    return converted

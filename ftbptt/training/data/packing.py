@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._random_state import random_state, same_random_state, set_random_state
-from ..._trees import Tree, tree_leaves, tree_map
+from ..._trees import Tree, tree_leaves
 from ...distributed.shares import share_of
-from .chunk import Chunk, TimeAxes, as_tensors, check_leaves, error_prefix
+from .chunk import Chunk, TimeAxes, as_tensors, check_leaves, error_prefix, map_leaves
 from .contiguous import checked_layout
 
 
@@ -173,10 +173,9 @@ class PackedSequences:
                 _copy_steps(y, held[i].y, target, row, source)
                 at = end
         chunk = Chunk(x, y, reset, mask)
-        if not self.time_dim:
-            return chunk
-        return Chunk(*tree_map(lambda leaf: None if leaf is None else leaf.transpose(0, 1),
-                               tuple(chunk)))  # fmt: skip
+        if self.time_dim:
+            chunk = map_leaves(lambda leaf: leaf.transpose(0, 1), chunk)
+        return chunk
 
     def _drop_before(self, start: int) -> None:
         """Drops the sequences that end before a step, which no window reads any more."""
@@ -218,10 +217,10 @@ class PackedSequences:
                 f"{self._lengths[number]}."
             )
         chunk = as_tensors(chunk)
-        no_steps = tree_map(lambda leaf: None if leaf is None else leaf[:0], chunk)
+        no_steps = map_leaves(lambda leaf: leaf[:0], chunk)
         if self._example is None:
             # A copy: a slice would keep the memory of the sequence alive.
-            self._example = tree_map(lambda leaf: None if leaf is None else leaf.clone(), no_steps)
+            self._example = map_leaves(torch.clone, no_steps)
         elif _kinds(no_steps) != _kinds(self._example):
             raise ValueError(
                 f"sequences[{number}]: is not like one before it. All must have the same "
@@ -238,9 +237,7 @@ class PackedSequences:
         return self._example
 
     def _zeros(self, tree: Tree, steps: int) -> Tree:
-        if tree is None:
-            return None
-        return tree_map(lambda leaf: leaf.new_zeros((steps, self.rows, *leaf.shape[1:])), tree)
+        return map_leaves(lambda leaf: leaf.new_zeros((steps, self.rows, *leaf.shape[1:])), tree)
 
     # -- reading again ----------------------------------------------------------------------------
 
@@ -273,7 +270,7 @@ def _copy_steps(batch: Tree, sequence: Tree, target: slice, row: int, source: sl
 
 
 def _kinds(tree: Tree) -> Any:
-    return tree_map(lambda leaf: None if leaf is None else (leaf.dtype, leaf.shape), tree)
+    return map_leaves(lambda leaf: (leaf.dtype, leaf.shape), tree)
 
 
 def _load(sequences: Any, number: int) -> tuple[Chunk, int]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._trees import tree_leaves, tree_map
-from .chunk import Chunk
+from ..._trees import tree_leaves
+from .chunk import Chunk, map_leaves
 
 
 class Mover:
@@ -45,10 +45,11 @@ class Mover:
 
     def _move(self, chunk: Chunk) -> Chunk:
         def move_leaf(leaf: Any) -> Any:
-            if leaf is None or leaf.device == self.device:
+            if leaf.device == self.device:
                 return leaf
             if self.aside and leaf.device.type == "cpu":
                 leaf = leaf.pin_memory()
             return leaf.to(self.device, non_blocking=True)
 
-        return Chunk(*tree_map(move_leaf, tuple(chunk)))
+        moved: Chunk = map_leaves(move_leaf, chunk)
+        return moved
