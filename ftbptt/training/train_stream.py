@@ -19,7 +19,6 @@ from .._checks import check_bool, check_device, check_int, check_tensors, check_
 from .._trees import Tree, tree_map
 from ..contract.output import SegmentOutput
 from ..distributed.ranks import Ranks
-from ..distributed.shares import share_of
 from ..segment.train_segment import TrainSegment
 from .checkpoints.file import as_bytes, check_writable, has_checkpoint, is_special, previous
 from .checkpoints.stores import FileStore, SharedStore, Store
@@ -314,7 +313,7 @@ def _own_source(
         return source, transforms
     if isinstance(source, Shareable):
         if (rows := getattr(source, "rows", None)) is not None:
-            segments.first_row = share_of(rows, ranks.rank, ranks.size).start
+            segments.set_share(rows, ranks.rank, ranks.size)
         return source.share(ranks.rank, ranks.size), transforms
     if isinstance(source, ChunkStream):
         source.begin_as(ranks.gather(source.beginning())[0])

@@ -139,14 +139,20 @@ class DataLayout:
         """The states of micro-batches as one."""
         return join_rows(states, self.row_axis)
 
+    def set_share(self, rows: int, rank: int, size: int) -> None:
+        """Says of how many rows the data to come is a rank's share.
+
+        Raises ValueError if there are fewer rows than ranks.
+        """
+        self.first_row = share_of(rows, rank, size).start
+
     def own_rows(self, rank: int, size: int, chunk: Chunk) -> Chunk:
-        """The rows of a chunk that belong to a rank."""
+        """The part of a chunk in the rows of a rank."""
         layout = self.layout(chunk.x)
         x = tree_leaves(chunk.x)[0]
         if x.dim() <= layout.x_rows:
             raise ValueError("mesh: x has no rows that could be shared out.")
-        # Raises if there are fewer rows than ranks.
-        self.first_row = share_of(x.shape[layout.x_rows], rank, size).start
+        self.set_share(x.shape[layout.x_rows], rank, size)
         return split_rows(chunk, (), size, layout, self.row_axis)[rank][0]
 
     def own_state(self, rank: int, size: int, state: Tree) -> Tree:
