@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .calls import Call, Result, Skip, by_autograd
 from .cases import Problem, loss
-from .peers import eager, engine, jax_scan, library, torch_func
+from .peers import eager, engine, jax_scan, library, library_layer, torch_func
 
 Make = Callable[[Problem, Tensor], Call]
 
@@ -73,7 +73,7 @@ def split(problem: Problem, reset: Tensor) -> Call:
         index[: end - start, i] = torch.arange(start, end) * rows + row
         valid[: end - start, i] = True
     index, valid = index.to(reset.device), valid.to(reset.device)
-    layer, leaves, readout = _library_layer(problem)
+    layer, leaves = library_layer(problem.case, problem.model, problem.x)
     starts_row = torch.tensor([start == 0 and not reset[0, row] for row, start, _ in pieces])
     piece_rows = torch.tensor([piece.row for piece in pieces]).to(reset.device)
     starts = [
@@ -83,23 +83,12 @@ def split(problem: Problem, reset: Tensor) -> Call:
 
     def value_of() -> Tensor:
         x = problem.x.flatten(0, 1)[index]
-        out = readout(layer(x, tuple(starts))[0])
+        out = problem.model.readout(layer(x, tuple(starts))[0])
         y = problem.y.flatten(0, 1)[index]
         squares: Tensor = (out - y).square() * valid[..., None]
         return squares.sum() / problem.y.numel()
 
     return by_autograd(value_of, leaves)
-
-
-def _library_layer(problem: Problem) -> tuple[Any, dict[str, Tensor], Any]:
-    case, model = problem.case, problem.model
-    layer = torch.nn.LSTM(case.inputs, case.hidden).to(problem.x)
-    leaves = dict(model.named_parameters())
-    for name, p in layer.named_parameters():
-        cell_name = f"cells.0.{name.removesuffix('_l0')}"
-        p.data.copy_(leaves[cell_name].data)
-        leaves[cell_name] = p
-    return layer, leaves, model.readout
 
 
 def _lstm_step(params: dict[str, Tensor], x_t: Tensor, state: Any) -> tuple[Tensor, Any]:

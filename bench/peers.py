@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .calls import Call, Result, Skip, by_autograd
-from .cases import Part, Problem, loss
+from .cases import Case, Part, Problem, loss
+from .cells import Stack
 
 
 @dataclass(frozen=True)
@@ -119,23 +120,33 @@ def unrolled_compile(problem: Problem) -> Call:
     return by_autograd(lambda: compiled(problem.x, problem.y, problem.state), problem.params)
 
 
+_LAYERS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
+
+
+def library_layer(case: Case, model: Stack, like: Tensor) -> tuple[Any, dict[str, Tensor]]:
+    """torch's layer with the weights of the model's cells, on the device and of the dtype of
+    ``like``; and the parameters of the model with those of the layer in place of the cells'.
+    """
+    layer = _LAYERS[case.kind](case.inputs, case.hidden, case.layers).to(like)
+    layer_parameters = dict(layer.named_parameters())
+    leaves: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+        leaves[name] = p
+        if name.startswith("cells."):
+            _, depth, of_cell = name.split(".")
+            leaves[name] = layer_parameters[f"{of_cell}_l{depth}"]
+            leaves[name].data.copy_(p.data)
+    return layer, leaves
+
+
 def library(problem: Problem) -> Call:
     """``nn.LSTM`` or ``nn.GRU`` over the full chunk, then the readout; models one by one."""
     case = problem.case
-    layers: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
-    if case.kind not in layers or case.per_sequence:
-        raise Skip("torch has no such layer" if case.kind not in layers else "has no vmap")
+    if case.kind not in _LAYERS or case.per_sequence:
+        raise Skip("torch has no such layer" if case.kind not in _LAYERS else "has no vmap")
 
     def of(part: Part) -> Call:
-        layer = layers[case.kind](case.inputs, case.hidden, case.layers).to(part.x)
-        layer_parameters = dict(layer.named_parameters())
-        leaves = {}
-        for name, p in part.model.named_parameters():
-            leaves[name] = p
-            if name.startswith("cells."):
-                _, depth, of_cell = name.split(".")
-                leaves[name] = layer_parameters[f"{of_cell}_l{depth}"]
-                leaves[name].data.copy_(p.data)
+        layer, leaves = library_layer(case, part.model, part.x)
         state: Any = torch.stack(part.state) if case.kind == "gru" else None
         if case.kind == "lstm":
             state = tuple(torch.stack(leaf) for leaf in zip(*part.state, strict=True))
