@@ -301,7 +301,7 @@ class Trainer:
         learner = self.learner
         learner.check(state["learner"])
         buffers = self.windows.segments.saved_buffers()
-        saved_buffers = state.get("buffers", buffers)  # older checkpoints have none
+        saved_buffers = state["buffers"]
         check_names("buffers", sorted(buffers), sorted(saved_buffers))
         check_like("buffers", "model", buffers, [saved_buffers[name] for name in buffers])
         device = tree_leaves(learner.params)[0].device
