@@ -91,6 +91,21 @@ def check_initial_state(initial_state: Any) -> None:
             )
 
 
+def check_function(name: str, value: Any, arguments: str) -> None:
+    """Raises TypeError for what is no function, and for a class in place of an object of it.
+
+    ``arguments`` are those that it is called with, as in "(out, y)".
+    """
+    expected = f"{name}: expected a function {name}{arguments}, found"
+    if isinstance(value, type):
+        raise TypeError(
+            f"{expected} the class {value.__name__}. Make an object of it, such as "
+            f"{value.__name__}()."
+        )
+    if not callable(value):
+        raise TypeError(f"{expected} {type(value).__name__}.")
+
+
 def check_bool(name: str, value: Any) -> None:
     """Raises TypeError for what is neither True nor False, such as the text "no"."""
     if not isinstance(value, bool):

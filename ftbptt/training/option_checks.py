@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 
-from .._checks import check_number, check_one_of, check_positive
+from .._checks import check_function, check_number, check_one_of, check_positive
 from .reports.events import Events
 
 ON_NONFINITE = ("stop", "skip", "raise")
@@ -29,9 +29,9 @@ def check_types(
     ):
         if option is not None and not isinstance(option, kind):
             raise TypeError(f"{name}: expected {expected}, found {option!r}.")
-    for name, function in (("stop", stop), ("prepare", prepare)):
-        if function is not None and (isinstance(function, type) or not callable(function)):
-            raise TypeError(f"{name}: expected a function, found {function!r}.")
+    for name, function, arguments in (("stop", stop, "(loss)"), ("prepare", prepare, "(x, y)")):
+        if function is not None:
+            check_function(name, function, arguments)
 
 
 def check_scheduler(scheduler: Any, *, is_saved: bool) -> None:

@@ -240,9 +240,14 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "clip": ({"clip_norm": 0.0}, ValueError, "clip_norm: expected a number above 0"),
     "mean": ({"loss_mean": "all"}, ValueError, "loss_mean: expected one of steps, chunks"),
     "backend": ({"backend": "gpu"}, ValueError, "backend: expected one of auto"),
-    "loss": ({"loss": 3}, TypeError, "loss_fn: expected a function, found int"),
-    "reset": ({"reset": torch.ones(3)}, TypeError, "reset: expected a function, found Tensor"),
-}
+    "loss": ({"loss": 3}, TypeError, r"loss_fn: expected a function loss_fn\(out, y\), found int"),
+    "a class as loss": (
+        {"loss": nn.MSELoss}, TypeError, r"loss_fn: .* the class MSELoss\. .* as MSELoss\(\)"
+    ),
+    "reset": (
+        {"reset": torch.ones(3)}, TypeError, r"reset: expected a function reset\(batch\), found Ten"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)

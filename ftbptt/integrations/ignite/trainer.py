@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
-from ..._checks import check_int, check_one_of, check_positive
+from ..._checks import check_function, check_int, check_one_of, check_positive
 from ..._trees import Tree, keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ...backends import NAMES
 from ...training.data.chunk import Chunk
@@ -150,10 +150,10 @@ def create_supervised_tbptt_trainer(
         )
     accumulate = check_int("accumulate", accumulate, 1)
     _check_state(state)
-    for name, function in (("loss_fn", loss_fn), ("prepare_batch", prepare_batch)):
-        _check_callable(name, function)
+    check_function("loss_fn", loss_fn, "(out, y)")
+    check_function("prepare_batch", prepare_batch, "(batch, device=..., non_blocking=...)")
     if reset is not None:
-        _check_callable("reset", reset)
+        check_function("reset", reset, "(batch)")
     check_one_of("loss_mean", loss_mean, LOSS_MEANS)
     check_one_of("backend", backend, NAMES)
     for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
@@ -300,11 +300,6 @@ def _detached(hidden: Tree, device: torch.device | None) -> Tree:
     if hidden is None:
         return None
     return apply_to_tensor(hidden, lambda leaf: leaf.detach().to(device or leaf.device))
-
-
-def _check_callable(name: str, function: Any) -> None:
-    if not callable(function):
-        raise TypeError(f"{name}: expected a function, found {type(function).__name__}.")
 
 
 def _check_state(state: Tree) -> None:
