@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .._compat.tracing import FakeTensorMode
-from .._trees import TreeSpec, tree_unflatten
-from ..contract.step import Step
+from .._trees import TreeSpec
 from .graphs import VIEWS, Node, aten
 from .rewrites.empty import without_empty_values
 from .rewrites.reset_mask import with_reset_and_mask
@@ -51,7 +50,7 @@ def trace_segment_step(
     """The step on the parts of its state, with what else is done at every step around it."""
     with mode:
         state = [leaf.example() for leaf in s.state]
-    base = _trace_callers_step(recipe.step, s, buffer_names, state, mode, constants)
+    base = trace_step(recipe.step, s, buffer_names, state, mode, constants)
     n_passed = len(s.params) + len(s.buffers)  # captures follow what the step was called with
     n_fixed = n_passed + len(base.captures)
     row_axes = [recipe.step.row_axis(leaf) for leaf in state]
@@ -101,31 +100,6 @@ def trace_segment_step(
         packings=packings,
         out_spec=base.out_spec,
         outs=base.outs,
-    )
-
-
-def _trace_callers_step(
-    step: Step,
-    s: Signature,
-    buffer_names: Sequence[str],
-    state: list[Tensor],
-    mode: FakeTensorMode,
-    constants: Constants,
-) -> StepGraph:
-    """The caller's step, as it is called: on the full state."""
-    with mode:
-        params, buffers, inputs = (
-            [leaf.example() for leaf in group] for group in (s.params, s.buffers, s.x)
-        )
-    return trace_step(
-        step,
-        mode,
-        tree_unflatten(params, s.specs.params),
-        dict(zip(buffer_names, buffers, strict=True)),
-        tree_unflatten(inputs, s.specs.x),
-        tree_unflatten(state, s.specs.state),
-        s.autocast,
-        constants,
     )
 
 

@@ -22,10 +22,11 @@ from ..._trees import (
 )
 from ...contract.step import Step
 from ..graphs import Node, aten, inputs_of, needed_for, value_of
+from ..signature import Leaf
 
 
-def floating_dtypes(tree: Tree) -> set[torch.dtype]:
-    return {leaf.dtype for leaf in tree_flatten(tree)[0] if leaf.is_floating_point()}
+def floating_dtypes(leaves: Sequence[Leaf]) -> set[torch.dtype]:
+    return {leaf.dtype for leaf in leaves if leaf.dtype.is_floating_point}
 
 
 def checked_pair(result: Any, state: Tree, x_only: set[torch.dtype]) -> tuple[Tree, Tree]:

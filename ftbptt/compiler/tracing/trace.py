@@ -32,15 +32,14 @@ from ..._trees import (
     Tree,
     TreeSpec,
     in_groups,
-    keystr,
+    leaf_names,
     tree_flatten,
-    tree_flatten_with_path,
     tree_map,
     tree_unflatten,
 )
 from ...contract.step import Step
 from ..graphs import aten
-from ..signature import Autocast, with_autocast
+from ..signature import Signature, with_autocast
 from .captures import lift_captures
 from .constants import Constants, noting_tensors_read
 from .custom_gradient import custom_gradients_as_nodes
@@ -199,71 +198,90 @@ def _size(tensor: Tensor, dim: int) -> Any:
     return tensor.shape[dim]
 
 
+def step_trees(
+    s: Signature, buffer_names: Sequence[str], leaves: Sequence[Tensor]
+) -> tuple[Tree, dict[str, Tensor], Tree, Tree]:
+    """What a step is called with, from its leaves: ``(params, buffers, x_t, state)``."""
+    sizes = [len(group) for group in (s.params, s.buffers, s.x, s.state)]
+    params, buffers, x_t, state = in_groups(leaves, sizes)
+    return (
+        tree_unflatten(params, s.specs.params),
+        dict(zip(buffer_names, buffers, strict=True)),
+        tree_unflatten(x_t, s.specs.x),
+        tree_unflatten(state, s.specs.state),
+    )
+
+
 def trace_step(
     step: Step,
+    s: Signature,
+    buffer_names: Sequence[str],
+    state: Sequence[Tensor],
     mode: FakeTensorMode,
-    params: Tree,
-    buffers: dict[str, Tensor],
-    x_t: Tree,
-    state: Tree,
-    autocast: Autocast | None,
     constants: Constants,
 ) -> StepGraph:
-    """trace_step : step, fake params, buffers, x_t and state, the caller's autocast -> StepGraph
+    """trace_step : step, signature of a call, fake leaves of the full state -> StepGraph
 
     Raises TypeError or ValueError if the step does not return ``(out_t, state)`` with the state in
     the structure, dtypes and shapes it came in with, or if it multiplies tensors of different
     dtypes; RuntimeError if it cannot be traced.
     """
-    groups = (params, buffers, x_t, state)
-    flat, specs = zip(*(tree_flatten(group) for group in groups), strict=True)
-    names = [
-        f"{name}{keystr(path)}"
-        for name, group in zip(("params", "buffers", "x", "state"), groups, strict=True)
-        for path, _ in tree_flatten_with_path(group)[0]
-    ]
-    sizes = [len(leaves) for leaves in flat]
+    with mode:
+        examples = [*(leaf.example() for leaf in (*s.params, *s.buffers, *s.x)), *state]
+    params_before, _, x_before, state_before = step_trees(s, buffer_names, examples)
     out_specs: list[TreeSpec] = []  # one, once run() was called
 
     def run(*leaves: Tensor) -> list[Tensor]:
-        trees = list(map(tree_unflatten, in_groups(leaves, sizes), specs))
-        given = tree_map(lambda leaf: leaf, trees[0])
-        with FunctionOverrides("step"), with_autocast(autocast):
-            result = step.apply(*trees)
-        forbid_change_of_params(step, given, trees[0])
-        x_only = floating_dtypes(x_t) - floating_dtypes(params)
-        out, state_after = checked_pair(result, state, x_only)
+        params, buffers, x_t, state = step_trees(s, buffer_names, leaves)
+        given = tree_map(lambda leaf: leaf, params)
+        with FunctionOverrides("step"), with_autocast(s.autocast):
+            result = step.apply(params, buffers, x_t, state)
+        forbid_change_of_params(step, given, params)
+        x_only = floating_dtypes(s.x) - floating_dtypes(s.params)
+        out, state_after = checked_pair(result, state_before, x_only)
         out_leaves, spec = tree_flatten(out)
         out_specs[:] = [spec]
         return [*out_leaves, *tree_flatten(state_after)[0]]
 
     def traced() -> fx.GraphModule:
+        given = {"x_t": x_before, "state": state_before, "params": params_before}
         try:
-            with explain_trace_errors("step", step, x_t=x_t, state=state, params=params):
+            with explain_trace_errors("step", step, **given):
                 return trace_function(
                     run, examples, mode, before_autograd=True, constants=constants
                 )
         except Exception as error:
-            misfit = step.misfit(params)
+            misfit = step.misfit(params_before)
             if misfit is None:
                 raise
             raise ValueError(misfit) from error
 
-    examples = [leaf for leaves in flat for leaf in leaves]
     module = without_step_effects(step, traced)
     failures_as_nan(module)
-    forbid_input_mutation(step, module, names)
-    forbid_mutation("step", module)
-    forbid_strided_memory(step, module)
-    if autocast is None:
-        forbid_mixed_dtypes(step, module, names)
-    n_params, n_buffers, _, n_state = sizes
+    _check_step(step, module, s, buffer_names)
     captures = lift_captures(
         "step",
         module,
-        after=n_params + n_buffers,
+        after=len(s.params) + len(s.buffers),
         remedy="Pass it in params (for a module use torch.func.functional_call, or give the module "
         "itself as step), or detach it.",
     )
-    outs = len(module.graph.output_node().args[0]) - n_state
+    outs = len(module.graph.output_node().args[0]) - len(s.state)
     return StepGraph(module, captures, out_specs[0], outs)
+
+
+def _check_step(
+    step: Step, module: fx.GraphModule, s: Signature, buffer_names: Sequence[str]
+) -> None:
+    """Raises what :func:`trace_step` does for what the step does, as its graph shows it."""
+    names = [
+        *leaf_names("params", s.specs.params),
+        *(f"buffers[{name!r}]" for name in buffer_names),
+        *leaf_names("x", s.specs.x),
+        *leaf_names("state", s.specs.state),
+    ]
+    forbid_input_mutation(step, module, names)
+    forbid_mutation("step", module)
+    forbid_strided_memory(step, module)
+    if s.autocast is None:
+        forbid_mixed_dtypes(step, module, names)
