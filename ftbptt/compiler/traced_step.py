@@ -50,7 +50,7 @@ def trace_segment_step(
     """The step on the parts of its state, with what else is done at every step around it."""
     with mode:
         state = [leaf.example() for leaf in s.state]
-    base = trace_step(recipe.step, s, buffer_names, state, mode, constants)
+    base = trace_step(recipe.step, s, buffer_names, mode, constants)
     n_passed = len(s.params) + len(s.buffers)  # captures follow what the step was called with
     n_fixed = n_passed + len(base.captures)
     row_axes = [recipe.step.row_axis(leaf) for leaf in state]

@@ -9,46 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.tracing import FakeTensorMode, unseen_by_tools, unvalidated_distributions
+from .._compat.tracing import FakeTensorMode
 from .._trees import tree_flatten, tree_unflatten
-from ..compiler.tracing.effects import without_step_effects
-from ..compiler.tracing.errors import explain_trace_errors
-from ..compiler.tracing.function_overrides import FunctionOverrides
-from ..compiler.tracing.trace import TRACING
+from ..compiler.signature import without_autocast
+from ..compiler.tracing.constants import Constants
+from ..compiler.tracing.trace import TRACING, trace_step
 from ..contract.step import Step
 from ..contract.taps import Tap
-from .call import Call
+from .call import Call, without_inference_mode
 
 
-def find_taps(step: Step, call: Call, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What the step of such a call taps, as fake tensors of one step. Runs one on fake tensors."""
-    shapes = call.groups(list(zip(call.shapes, tensors, strict=True)))
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        params, buffers, state, x = (
-            [torch.empty(shape, dtype=t.dtype, device=t.device) for shape, t in shapes[name]]
-            for name in ("params", "buffers", "state", "x")
-        )
+def find_taps(
+    step: Step, call: Call, tensors: Sequence[Tensor], constants: Constants
+) -> dict[str, Tensor]:
+    """What the step of such a call taps, as fake tensors of one step.
 
-    def run() -> dict[str, Tensor]:
-        validated = unvalidated_distributions()
-        with (
-            unseen_by_tools(),
-            mode,
-            validated,
-            FunctionOverrides("step"),
-            explain_trace_errors("step", step),
-        ):
-            (_, tapped), _ = step.apply(
-                tree_unflatten(params, call.specs.params),
-                dict(zip(call.buffer_names, buffers, strict=True)),
-                (tree_unflatten(x, call.specs.x), {}),
-                tree_unflatten(state, call.specs.state),
-            )
-        return tapped
-
-    with TRACING:
-        return without_step_effects(step, run)
+    Traces the step, and raises what that does; ``constants`` gets what it reads.
+    """
+    call, tensors = with_probes(call, tensors, {})
+    s, mode = call.signature(tensors), FakeTensorMode(allow_non_fake_inputs=True)
+    with TRACING, without_autocast(s.autocast), without_inference_mode():
+        traced = trace_step(step, s, call.buffer_names, mode, constants)
+    outs = traced.module.graph.output_node().args[0][: traced.outs]
+    _, tapped = tree_unflatten([node.meta["val"] for node in outs], traced.out_spec)
+    return tapped
 
 
 def with_probes(

@@ -324,7 +324,8 @@ class TrainSegment:
             key = call.key(tensors)
             if key not in self._taps or self._taps[key][0].change() is not None:
                 constants = Constants([self.recipe.step.root], given=self.recipe.step.module)
-                self._taps[key] = constants, find_taps(self.recipe.step, call, tensors)
+                tapped = find_taps(self.recipe.step, call, tensors, constants)
+                self._taps[key] = constants, tapped
             call, tensors = with_probes(call, tensors, self._taps[key][1])
         return call, tensors, layout
 

@@ -198,6 +198,13 @@ def test_marks_of_the_step() -> None:
     assert len(plain) == 4
 
 
+def test_compiled_parts_are_traced_as_they_are_written() -> None:
+    compiled = torch.compile(marked, backend=lambda *_: pytest.fail("compiled"))
+    arguments = problem(Draw(3), B)
+    found = make_train_segment(compiled, mse, backend="eager", taps=True)(*arguments)
+    check_taps(found, *by_hand(*arguments))
+
+
 def test_a_mark_costs_nothing_unless_asked_for() -> None:
     """The plan of a step with marks is that of the same step without."""
 

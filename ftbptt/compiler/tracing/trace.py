@@ -216,18 +216,17 @@ def trace_step(
     step: Step,
     s: Signature,
     buffer_names: Sequence[str],
-    state: Sequence[Tensor],
     mode: FakeTensorMode,
     constants: Constants,
 ) -> StepGraph:
-    """trace_step : step, signature of a call, fake leaves of the full state -> StepGraph
+    """trace_step : step, signature of a call -> StepGraph
 
     Raises TypeError or ValueError if the step does not return ``(out_t, state)`` with the state in
     the structure, dtypes and shapes it came in with, or if it multiplies tensors of different
     dtypes; RuntimeError if it cannot be traced.
     """
     with mode:
-        examples = [*(leaf.example() for leaf in (*s.params, *s.buffers, *s.x)), *state]
+        examples = [leaf.example() for leaf in (*s.params, *s.buffers, *s.x, *s.state)]
     params_before, _, x_before, state_before = step_trees(s, buffer_names, examples)
     out_specs: list[TreeSpec] = []  # one, once run() was called
 
