@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..compiler.blocks import ScanBlock
 from ..compiler.fusion import Fusion
-from ..compiler.program import RunScan
+from ..compiler.run_loop import RunScan
 
 Function = Callable[..., list[Tensor]]
 

@@ -22,7 +22,7 @@ from .._compat.tracing import enable_python_dispatcher, make_fx
 from .._interrupt import uninterrupted
 from ..compiler.blocks import ScanBlock
 from ..compiler.graphs import gemm_flops
-from ..compiler.program import ScanResult
+from ..compiler.run_loop import ScanResult
 from ..kernels.cpu.build import abandon, cancel, finish
 from .base import Backend, Function, histories_by_carry
 from .inductor_workarounds import DECOMPOSITIONS, work_around_defects

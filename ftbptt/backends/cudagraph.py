@@ -20,7 +20,7 @@ from torch import Tensor
 from .._compat.tracing import FakeTensorMode, not_traced
 from ..compiler.blocks import ScanBlock
 from ..compiler.graphs import value_of
-from ..compiler.program import ScanResult
+from ..compiler.run_loop import ScanResult
 from ..compiler.tracing.trace import TRACING
 from .base import Backend, Function, histories_by_carry
 from .compile import build

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..compiler.blocks import ScanBlock
-from ..compiler.program import ScanResult
+from ..compiler.run_loop import ScanResult
 from .base import Backend
 
 

@@ -23,7 +23,7 @@ from .._compat.tracing import not_traced
 from ..compiler.blocks import ScanBlock
 from ..compiler.fusion import Fusion
 from ..compiler.graphs import VIEWS, Node, aten, value_of
-from ..compiler.program import ScanResult
+from ..compiler.run_loop import ScanResult
 from ..kernels.argmax import expand_argmax
 from ..kernels.cpu.build import load, start
 from ..kernels.cpu.loop import print_cpp

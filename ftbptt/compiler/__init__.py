@@ -6,7 +6,7 @@ In the order of the data flow:
 - ``loss``: the caller's loss -> graphs of its value and of its gradient;
 - ``adjoint``: graph -> forward and reverse loop;
 - ``distribute``: loop -> blocks, with ``time_axis``: what has no recurrence, for all steps at once;
-- ``program``: runs the blocks of a loop, or is traced by a backend that compiles them.
+- ``run_loop``: runs the blocks of a loop, or is traced by a backend that compiles them.
 
 ``plan`` calls all but the last two.
 """

@@ -117,8 +117,8 @@ def _unless_it_fails(trace: Callable[[], T]) -> T | None:
         return None
 
 
-class LossTracer:
-    """Traces the loss for outputs like ``outs`` (fake, of one step, without the axes of vmap).
+class SegmentLoss:
+    """The loss of outputs like ``outs`` (fake, of one step, without the axes of vmap), traced.
 
     ``steps`` is the K of the call that it is traced for. ``with_grad`` says which outputs the loss
     has a gradient by.
@@ -139,10 +139,10 @@ class LossTracer:
         self.example_steps = recipe.context + _EXAMPLE_STEPS
         mask = [] if signature.mask is None else [signature.mask]
         batched = (True,) * len(self.levels)
-        shared = signature.shared is not None
-        shapes = [o.shape[1:] if shared else o.shape for o in outs]
+        has_mean_axis = signature.mean_axis is not None
+        shapes = [o.shape[1:] if has_mean_axis else o.shape for o in outs]
         self.outs = [
-            Leaf(tuple(shape), o.dtype, o.device, batched, shared)
+            Leaf(tuple(shape), o.dtype, o.device, batched, has_mean_axis)
             for shape, o in zip(shapes, outs, strict=True)
         ]
         self.leaves = [*self.outs, *signature.y, *mask]
@@ -171,7 +171,7 @@ class LossTracer:
         # The loss has a gradient with respect to none of the outputs.
         self.is_constant = bool(self.outs) and not any(self.with_grad)
 
-    def computes_as(self, other: LossTracer) -> bool:
+    def computes_as(self, other: SegmentLoss) -> bool:
         """Whether it is the same for all K. What was traced for one K is not compared."""
         keys = {graphs.key for graphs in (*self._graphs.values(), *other._graphs.values())}
         graph, other_graph = self.traced.graph, other.traced.graph
@@ -358,9 +358,9 @@ class LossTracer:
         if not axes:
             return graph
         batched: Callable[..., list[Tensor]] = for_any_length(graph)
-        if self.signature.shared is not None:
-            (level, shared), *axes = axes
-            batched = _mean(vmapped(batched, [level], [shared], 1, out_dims), level.size)
+        if self.signature.mean_axis is not None:
+            (level, flags), *axes = axes
+            batched = _mean(vmapped(batched, [level], [flags], 1, out_dims), level.size)
         over_levels = vmapped(batched, self.levels, [flags for _, flags in axes], 1, out_dims)
         examples = self._examples(mode, steps, self._axes())
         return trace_function(over_levels, examples, mode, functional=True)
@@ -368,9 +368,13 @@ class LossTracer:
     def _axes(self) -> list[tuple[Level, list[bool]]]:
         """The axes besides time, the innermost first, and which leaves have each."""
         s = self.signature
-        shared = [] if s.shared is None else [(s.shared, [leaf.shared for leaf in self.leaves])]
+        mean = (
+            []
+            if s.mean_axis is None
+            else [(s.mean_axis, [leaf.has_mean_axis for leaf in self.leaves])]
+        )
         return [
-            *shared,
+            *mean,
             *(
                 (level, [leaf.batched[i] for leaf in self.leaves])
                 for i, level in enumerate(s.levels)

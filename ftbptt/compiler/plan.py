@@ -17,7 +17,7 @@ from .._compat.tracing import FakeTensorMode
 from .._trees import TreeSpec, differentiable
 from .adjoint import LoopPair, StepRoles, make_loops
 from .graphs import has_same_code, reachable_from
-from .loss import LossTracer
+from .loss import SegmentLoss
 from .rewrites.hoist_parameters import Preparation, make_preparation, split_invariants
 from .rewrites.split_state import Packing
 from .signature import Leaf, Recipe, Signature
@@ -44,7 +44,7 @@ class Plan:
     packings: list[Packing]
     preparation: Preparation | None
     loops: LoopPair
-    loss: LossTracer
+    loss: SegmentLoss
     recompute: bool
     sliding: Sliding | None
 
@@ -116,7 +116,7 @@ def make_plan(
         flags = _batched(s, traced.invariants)
         preparation = make_preparation(prepare, s.levels, flags, traced.examples, trained, mode)
     outs = [node.meta["val"] for node in graph.graph.output_node().args[0]][: traced.outs]
-    loss = LossTracer(recipe, s, traced.out_spec, outs, steps, constants)
+    loss = SegmentLoss(recipe, s, traced.out_spec, outs, steps, constants)
     loops = _make_loops(recipe, s, traced, graph, preparation, trained, loss.with_grad, mode)
     return Plan(
         signature=s,

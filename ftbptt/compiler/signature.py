@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._reach import modules_read_by
 from .._trees import Tree, TreeSpec
-from ..contract.layout import InDims, Layout, SharedLayout
+from ..contract.layout import InDims, InDimsLayout, Layout
 from ..contract.loss import Loss
 from ..contract.step import Step
 
@@ -44,14 +44,14 @@ class Leaf:
     """A tensor of a call, without its vmap axes and, for a sequence, without its time axis.
 
     ``batched`` says for each level of vmap, innermost first, whether the leaf has its axis;
-    ``shared`` whether it has that of ``in_dims``.
+    ``has_mean_axis`` whether it has that of ``in_dims``.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     batched: tuple[bool, ...]
-    shared: bool = False
+    has_mean_axis: bool = False
 
     def example(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -80,20 +80,20 @@ class Signature:
     reset: Leaf | None
     mask: Leaf | None
     levels: tuple[Level, ...]
-    shared: Level | None  # the batch axis of in_dims, over which the loss is averaged
+    mean_axis: Level | None  # the batch axis of in_dims, over which the loss is averaged
     time_dim: int
     autocast: Autocast | None
 
     @property
     def batch_axes(self) -> int:
         """How many axes the levels of vmap and ``in_dims`` add."""
-        return len(self.levels) + (self.shared is not None)
+        return len(self.levels) + (self.mean_axis is not None)
 
     def axes_of(self, leaf: Leaf) -> Iterator[tuple[Level, bool]]:
         """These axes, as they follow each other in a tensor, each with whether the leaf has it."""
         yield from reversed(list(zip(self.levels, leaf.batched, strict=True)))
-        if self.shared is not None:
-            yield self.shared, leaf.shared
+        if self.mean_axis is not None:
+            yield self.mean_axis, leaf.has_mean_axis
 
 
 @dataclass
@@ -112,10 +112,10 @@ class Recipe:
     in_dims: InDims | None = None
 
     def layout(self, x: Tree) -> Layout:
-        """Where time, rows and a shared batch axis lie in a call with such an ``x``."""
+        """Where time, rows and the axis of ``in_dims`` lie in a call with such an ``x``."""
         batch_axes = 0 if self.in_dims is None else 1
         layout = Layout.of(self.step, self.time_dim, x, batch_axes)
-        return layout if self.in_dims is None else SharedLayout(layout.time_dim, *self.in_dims[1:])
+        return layout if self.in_dims is None else InDimsLayout(layout.time_dim, *self.in_dims[1:])
 
     @cached_property
     def _modules(self) -> list[nn.Module]:

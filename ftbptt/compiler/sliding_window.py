@@ -20,7 +20,7 @@ from .adjoint import Loop
 from .blocks import DistributedLoop, ScanBlock, ShiftBlock
 from .distribute import distribute
 from .graphs import Node, needed_for, value_of
-from .program import RunScan
+from .run_loop import RunScan
 from .time_axis.batching import for_any_length
 from .tracing.trace import trace_function
 

@@ -71,11 +71,11 @@ def trace_segment_step(
     changes_state = s.initial or s.reset is not None or s.mask is not None
     if changes_state or recipe.step.has_gradient_factors:
         step = with_reset_and_mask(recipe, s, module, packings, row_axes, n_fixed)
-    if s.shared is not None:
-        flags = [leaf.shared for leaf in (*invariants, *sequences)] + [True] * len(parts)
-        step = vmapped(step, [s.shared], [flags])
+    if s.mean_axis is not None:
+        flags = [leaf.has_mean_axis for leaf in (*invariants, *sequences)] + [True] * len(parts)
+        step = vmapped(step, [s.mean_axis], [flags])
         with mode:
-            examples = with_level_axes(examples, [s.shared], [flags])
+            examples = with_level_axes(examples, [s.mean_axis], [flags])
     graph = module
     if step is not module or any(packing.dim is not None for packing in packings):
         graph = trace_function(step, examples, mode, before_autograd=True, constants=constants)

@@ -1,4 +1,4 @@
-"""Where time, rows and a shared batch axis lie in the caller's data; inside, time is axis 0."""
+"""Where time, rows and the axis of ``in_dims`` lie in the caller's data; inside, time is axis 0."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class SharedLayout(Layout):
+class InDimsLayout(Layout):
     """As Layout, with a batch axis that the step does not see (``in_dims``) right behind time.
 
     ``state_dim``, ``x_dim`` and ``y_dim`` are where the caller has that axis, or None.

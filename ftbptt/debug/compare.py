@@ -20,7 +20,7 @@ from .._trees import (
     tree_unflatten,
 )
 from ..compiler.signature import Recipe
-from ..contract.layout import Layout, SharedLayout
+from ..contract.layout import InDimsLayout, Layout
 from ..contract.output import SegmentOutput
 from ..contract.reference import reference_segment
 from ..contract.step import Step
@@ -151,7 +151,7 @@ def compare_to_reference(
     plan, groups = train_segment.plan(params, state, x, y, reset=reset, mask=mask)
     result = train_segment(params, state, x, y, reset=reset, mask=mask)
     layout = train_segment.layout(x)
-    state_dim = layout.state_dim if isinstance(layout, SharedLayout) else None
+    state_dim = layout.state_dim if isinstance(layout, InDimsLayout) else None
     if state is None:  # start where the segment does: the plan has resolved the initial state
         state, state_dim = tree_unflatten(groups["state"], plan.signature.specs.state), None
         reset = layout.flags_back(groups["reset"][0]) if groups["reset"] else None
@@ -193,7 +193,7 @@ class _EagerLoop:
             )  # fmt: skip
 
         arguments = (state, x, y, self.reset, self.mask)
-        if not isinstance(layout, SharedLayout):
+        if not isinstance(layout, InDimsLayout):
             return run_sequence(*arguments)
         of_flags = (None if f is None else layout.flag_axes(f.dim())[1] for f in arguments[3:])
         dims = (self.state_dim, layout.x_dim, layout.y_dim, *of_flags)

@@ -17,7 +17,7 @@ from ..backends import EAGER
 from ..compiler.distribute import distribute
 from ..compiler.graphs import nbytes, value_of
 from ..compiler.plan import Plan
-from ..compiler.program import run_loop
+from ..compiler.run_loop import run_loop
 from ..compiler.sliding_window import Sliding, on_windows
 from ..segment.execute import Executable
 
@@ -88,7 +88,7 @@ def _norms_by_leaf(
         parts = [d_carries[carry] for carry in carries if carry in d_carries]
         if not parts:
             continue
-        if plan.signature.shared is not None:
+        if plan.signature.mean_axis is not None:
             row_axis: int | None = 0
         else:
             row_axis = None if row_axes is None else packing.row_axis(row_axes[i])

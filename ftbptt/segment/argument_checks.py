@@ -23,11 +23,11 @@ _WITHOUT_INPUT = "For a step without an input give torch.zeros(K), which says ho
 class Argument:
     """One argument of the caller, flattened; every leaf of it a tensor.
 
-    ``shared``: its leaves have the batch axis of ``in_dims``.
+    ``has_mean_axis``: its leaves have the batch axis of ``in_dims``.
     """
 
-    def __init__(self, name: str, tree: Tree, shared: bool = False) -> None:
-        self.name, self.tree, self.shared = name, tree, shared
+    def __init__(self, name: str, tree: Tree, has_mean_axis: bool = False) -> None:
+        self.name, self.tree, self.has_mean_axis = name, tree, has_mean_axis
         if isinstance(tree, Tensor):  # the most frequent tree, and the slowest to ask pytree for
             self.leaves, self.spec = [tree], _LEAF
         elif type(tree) is tuple and not tree:
@@ -168,12 +168,12 @@ def check_axis(argument: Argument, i: int, axis: int) -> None:
         )
 
 
-def check_batches(argument: Argument, shared: Level, axis: int) -> None:
+def check_batches(argument: Argument, mean_axis: Level, axis: int) -> None:
     for i, leaf in enumerate(argument.leaves):
-        if leaf.shape[axis] != shared.size:
+        if leaf.shape[axis] != mean_axis.size:
             raise ValueError(
                 f"{argument.path(i)}: has {leaf.shape[axis]} sequences on the axis that in_dims "
-                f"names, but x has {shared.size}."
+                f"names, but x has {mean_axis.size}."
             )
 
 
@@ -217,7 +217,7 @@ def check_flag_rows(argument: Argument, states: Argument, recipe: Recipe) -> Non
     name = argument.name
     for flags in argument.leaves:
         shape = list(flags.shape)
-        if len(shape) == 1 or argument.shared:
+        if len(shape) == 1 or argument.has_mean_axis:
             continue
         for i, leaf in enumerate(states.leaves):
             axis = recipe.step.row_axis(leaf)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._trees import Tree, in_order_of, tree_unflatten
 from ..compiler.signature import Level, Recipe, Specs
-from ..contract.layout import Layout, SharedLayout
+from ..contract.layout import InDimsLayout, Layout
 from ..contract.step import start_of
 from .argument_checks import (
     Argument,
@@ -42,15 +42,15 @@ def lay_out(recipe: Recipe, given: Arguments) -> tuple[Call, list[Tensor], Layou
             f"x: has {steps} steps, all of them context without a loss (context={recipe.context}). "
             "Give more steps."
         )
-    shared = _move_time_first(xs, ys, layout)
-    reset = _flags_first("reset", reset, steps, layout, shared)
-    mask = _flags_first("mask", mask, steps, layout, shared)
-    initial, states = _initial_and_state(recipe, params, state, xs, shared, state_dim)
+    mean_axis = _move_time_first(xs, ys, layout)
+    reset = _flags_first("reset", reset, steps, layout, mean_axis)
+    mask = _flags_first("mask", mask, steps, layout, mean_axis)
+    initial, states = _initial_and_state(recipe, params, state, xs, mean_axis, state_dim)
     if state is None and callable(recipe.initial_state):
         # A restart before step 0 lets the gradient through to what computes the state.
-        reset = _restart_at_start(reset, steps, xs.leaves[0], shared)
-    resets = Argument("reset", () if reset is None else reset, shared is not None)
-    masks = Argument("mask", () if mask is None else mask, shared is not None)
+        reset = _restart_at_start(reset, steps, xs.leaves[0], mean_axis)
+    resets = Argument("reset", () if reset is None else reset, mean_axis is not None)
+    masks = Argument("mask", () if mask is None else mask, mean_axis is not None)
     for flags in (resets, masks):
         check_flag_rows(flags, states, recipe)
 
@@ -63,8 +63,10 @@ def lay_out(recipe: Recipe, given: Arguments) -> tuple[Call, list[Tensor], Layou
         counts=Counts(*[len(argument.leaves) for argument in arguments]),
         buffer_names=tuple(buffers),
         shapes=tuple(shape for argument in arguments for shape in _shapes_of_one(argument)),
-        shared=shared,
-        shared_flags=tuple(argument.shared for argument in arguments for _ in argument.leaves),
+        mean_axis=mean_axis,
+        mean_axis_flags=tuple(
+            argument.has_mean_axis for argument in arguments for _ in argument.leaves
+        ),
         time_dim=layout.time_dim,
         settings=settings_of(recipe, xs.leaves[0].device.type),
     )
@@ -73,21 +75,21 @@ def lay_out(recipe: Recipe, given: Arguments) -> tuple[Call, list[Tensor], Layou
 
 def _move_time_first(xs: Argument, ys: Argument, layout: Layout) -> Level | None:
     """Leaves as [K, ...], or [K, B, ...] with the axis of ``in_dims``, which is returned."""
-    if not isinstance(layout, SharedLayout):
+    if not isinstance(layout, InDimsLayout):
         xs.leaves, ys.leaves = layout.time_first(xs.leaves), layout.time_first(ys.leaves)
         return None
     for argument, dim in ((xs, layout.x_dim), (ys, layout.y_dim)):
         argument.leaves = [layout.sequence_first(leaf, dim) for leaf in argument.leaves]
-        argument.shared = dim is not None
-    shared = Level(xs.leaves[0].shape[1], "different")
+        argument.has_mean_axis = dim is not None
+    mean_axis = Level(xs.leaves[0].shape[1], "different")
     for argument in (xs, ys):
-        if argument.shared:
-            check_batches(argument, shared, axis=1)
-    return shared
+        if argument.has_mean_axis:
+            check_batches(argument, mean_axis, axis=1)
+    return mean_axis
 
 
 def _flags_first(
-    name: str, flags: Tensor | None, steps: int, layout: Layout, shared: Level | None
+    name: str, flags: Tensor | None, steps: int, layout: Layout, mean_axis: Level | None
 ) -> Tensor | None:
     """``reset`` or ``mask`` as [K] or [K, B]; as [K, B, ...] with the axis of ``in_dims``."""
     if flags is None:
@@ -95,21 +97,21 @@ def _flags_first(
     first = layout.flags_first(flags)
     if first.shape[0] != steps:
         raise ValueError(f"{name}: has {first.shape[0]} steps, but x has {steps}.")
-    if shared is None:
+    if mean_axis is None:
         return first
     if first.dim() == 1:  # for all sequences
-        return first[:, None].expand(-1, shared.size)
-    if first.shape[1] != shared.size:
+        return first[:, None].expand(-1, mean_axis.size)
+    if first.shape[1] != mean_axis.size:
         axis = layout.flag_axes(flags.dim())[1]
         raise ValueError(
-            f"{name}: has {first.shape[1]} sequences on axis {axis}, but x has {shared.size}. Time "
-            "and sequences are in the order in which x has them."
+            f"{name}: has {first.shape[1]} sequences on axis {axis}, but x has {mean_axis.size}. "
+            "Time and sequences are in the order in which x has them."
         )
     return first
 
 
 def _initial_and_state(
-    recipe: Recipe, params: Tree, state: Tree, xs: Argument, shared: Level | None,
+    recipe: Recipe, params: Tree, state: Tree, xs: Argument, mean_axis: Level | None,
     state_dim: int | None,
 ) -> tuple[Argument, Argument]:  # fmt: skip
     """``initial_state``, if it is given as tensors, and the state, or what None means for it."""
@@ -117,37 +119,39 @@ def _initial_and_state(
     start = () if start is None or callable(start) else in_order_of(state, start)
     initial = Argument("initial_state", start)
     if state is None:  # all sequences start from the same
-        x_0 = tree_unflatten([leaf[0, 0] if shared else leaf[0] for leaf in xs.leaves], xs.spec)
+        x_0 = tree_unflatten([leaf[0, 0] if mean_axis else leaf[0] for leaf in xs.leaves], xs.spec)
         states = Argument("state", start_of(recipe.step, recipe.initial_state, params, x_0))
         state_dim = None
     else:
-        states = Argument("state", state, shared=state_dim is not None)
+        states = Argument("state", state, has_mean_axis=state_dim is not None)
         if initial.leaves and states.spec != initial.spec:
             raise TypeError(
                 "initial_state: expected the structure of the state, found another one.\n"
                 f"  state:         {states.spec}\n  initial_state: {initial.spec}"
             )
-    if shared is None or state_dim is None:
+    if mean_axis is None or state_dim is None:
         check_initial(initial, states, None)
         return initial, states
     for i in range(len(states.leaves)):
         check_axis(states, i, state_dim)
     check_initial(initial, states, state_dim)
     states.leaves = [leaf.movedim(state_dim, 0) for leaf in states.leaves]
-    check_batches(states, shared, axis=0)
+    check_batches(states, mean_axis, axis=0)
     return initial, states
 
 
-def _restart_at_start(reset: Tensor | None, steps: int, x: Tensor, shared: Level | None) -> Tensor:
+def _restart_at_start(
+    reset: Tensor | None, steps: int, x: Tensor, mean_axis: Level | None
+) -> Tensor:
     first = torch.arange(steps, device=x.device) == 0
-    rank = max(1 if shared is None else 2, 0 if reset is None else reset.dim())
+    rank = max(1 if mean_axis is None else 2, 0 if reset is None else reset.dim())
     first = first.reshape(-1, *(1,) * (rank - 1))
     if reset is not None:
         return reset | first
-    return first if shared is None else first.expand(steps, shared.size)
+    return first if mean_axis is None else first.expand(steps, mean_axis.size)
 
 
 def _shapes_of_one(argument: Argument) -> list[tuple[int, ...]]:
     """The shapes of the leaves without the axes of time and of ``in_dims``."""
-    outer = argument.shared + (argument.name in SEQUENCES)
+    outer = argument.has_mean_axis + (argument.name in SEQUENCES)
     return [tuple(leaf.shape[outer:]) for leaf in argument.leaves]

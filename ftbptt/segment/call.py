@@ -70,15 +70,15 @@ class Call:
     """What the tensors of a call are. The tensors travel beside it, in one flat list.
 
     ``shapes`` are those of the leaves without any batch axis, ``batched`` says for each leaf which
-    levels of vmap it has, ``shared_flags`` whether it has the axis of ``in_dims``.
+    levels of vmap it has, ``mean_axis_flags`` whether it has the axis of ``in_dims``.
     """
 
     specs: Specs
     counts: Counts
     buffer_names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    shared: Level | None
-    shared_flags: tuple[bool, ...]
+    mean_axis: Level | None
+    mean_axis_flags: tuple[bool, ...]
     time_dim: int
     settings: Settings
     levels: tuple[Level, ...] = ()
@@ -111,20 +111,20 @@ class Call:
     def key(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """What a plan is cached by; as the signature, but quick to make."""
         kinds = tuple((t.dtype, t.device) for t in tensors)
-        return (self.specs, self.counts, self.buffer_names, self.shapes, kinds, self.shared,
-                self.shared_flags, self.time_dim, self.settings, self.levels,
+        return (self.specs, self.counts, self.buffer_names, self.shapes, kinds, self.mean_axis,
+                self.mean_axis_flags, self.time_dim, self.settings, self.levels,
                 self.batched)  # fmt: skip
 
     def signature(self, tensors: Sequence[Tensor]) -> Signature:
         batched = self.batched or ((),) * len(tensors)
         leaves = map(Leaf, self.shapes, *zip(*((t.dtype, t.device) for t in tensors), strict=True),
-                     batched, self.shared_flags)  # fmt: skip
+                     batched, self.mean_axis_flags)  # fmt: skip
         g = self.groups(list(leaves))
         return Signature(
             self.specs, tuple(g["params"]), tuple(g["buffers"]), tuple(g["initial_state"]),
             tuple(g["state"]), tuple(g["x"]), tuple(g["y"]),
             g["reset"][0] if g["reset"] else None, g["mask"][0] if g["mask"] else None,
-            self.levels, self.shared, self.time_dim, self.settings.autocast,
+            self.levels, self.mean_axis, self.time_dim, self.settings.autocast,
         )  # fmt: skip
 
 

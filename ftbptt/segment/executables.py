@@ -35,7 +35,7 @@ class Executables:
         self._by_key: dict[Any, Executable] = {}
         self.trace_count = 0
         self._traced_in_vain = 0
-        self._is_told = False  # that all gradients are zeros
+        self._warned = False  # that all gradients are zeros
         self._compiled = Count()
 
     @property
@@ -87,8 +87,8 @@ class Executables:
             for source, copy in (*plan.copied, *plan.loss.copied):  # it may have been written to
                 copy.copy_(source)
             groups = call.groups(tensors)
-            if with_grad and not self._is_told and executable.plan.is_detached:
-                self._tell_of_zeros(executable.plan)
+            if with_grad and not self._warned and executable.plan.is_detached:
+                self._warn_of_zero_gradients(executable.plan)
             if self._backend != "auto" or executable.backend.name == "eager":
                 return executable.run(groups, with_grad=with_grad, early=early)
             callers: list[BaseException] = []
@@ -179,8 +179,8 @@ class Executables:
         )
         return executable
 
-    def _tell_of_zeros(self, plan: Plan) -> None:
-        self._is_told = True
+    def _warn_of_zero_gradients(self, plan: Plan) -> None:
+        self._warned = True
         if plan.loss.is_constant:
             why = (
                 "has no gradient by its outputs, so all gradients are zeros: it is detached, or "

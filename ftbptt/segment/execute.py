@@ -24,7 +24,7 @@ from ..contract.output import EarlyGradients
 from .early_gradients import can_hand_over, hand_over, reverse_in_parts
 from .phases import Chunk, Forward, LoopInputs, LoopOutputs
 from .programs import Count, Programs
-from .sliding_window import reverse_windows
+from .reverse_windows import reverse_windows
 
 # What lives only inside a chunk should fit in a CPU's outer cache; but each chunk has a cost that
 # more threads do not lower. With ``recompute`` memory matters more than time.

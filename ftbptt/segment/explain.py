@@ -25,7 +25,7 @@ class BlockReport:
     kind: str  # "map", "scan", "linear scan", "shift", "invariant", "sum"
     title: str
     gemms: list[str]
-    elementwise: int
+    other_operations: int
     flops: int
     bytes: int
     runs: str
@@ -78,7 +78,7 @@ class Explanation:
                 lines.append(phase)
             head = f"  {block.kind:12}{block.title}"
             work = [f"{len(block.gemms)} GEMM" + ("s" if len(block.gemms) != 1 else "")]
-            work += [f"{block.elementwise} other operations"] if block.elementwise else []
+            work += [f"{block.other_operations} other operations"] if block.other_operations else []
             work += [_count(block.flops, "FLOP")] if block.flops else []
             work += [_count(block.bytes, "B")] if block.bytes else []
             lines += [head, f"  {'':12}{', '.join(work)}; {block.runs}"]

@@ -14,7 +14,7 @@ from ..backends.base import Function
 from ..compiler.blocks import DistributedLoop
 from ..compiler.loss import ANY_STEPS, LossProgram
 from ..compiler.plan import Plan
-from ..compiler.program import run_loop
+from ..compiler.run_loop import run_loop
 from ..contract.output import EarlyGradients
 
 # Consecutive steps that run at once; None: all of the segment's.

@@ -42,9 +42,9 @@ def with_probes(
     counts = call.counts
     first = sum(counts[: counts._fields.index("y")])  # the place after the leaves of x
     steps, device = tensors[first - 1].shape[0], tensors[first - 1].device
-    shared = [] if call.shared is None else [call.shared.size]  # each sequence has its own
+    sizes = [] if call.mean_axis is None else [call.mean_axis.size]  # each sequence has its own
     zeros = [
-        torch.zeros((), dtype=t.dtype, device=device).expand(steps, *shared, *t.shape)
+        torch.zeros((), dtype=t.dtype, device=device).expand(steps, *sizes, *t.shape)
         for t in tapped.values()
     ]
     x_tree = tree_unflatten([0] * counts.x, call.specs.x)
@@ -55,7 +55,11 @@ def with_probes(
         specs=call.specs._replace(x=spec),
         counts=counts._replace(x=counts.x + n),
         shapes=(*call.shapes[:first], *(t.shape for t in tapped.values()), *call.shapes[first:]),
-        shared_flags=(*call.shared_flags[:first], *[bool(shared)] * n, *call.shared_flags[first:]),
+        mean_axis_flags=(
+            *call.mean_axis_flags[:first],
+            *[bool(sizes)] * n,
+            *call.mean_axis_flags[first:],
+        ),
         probes=n,
     )
     return call, [*tensors[:first], *zeros, *tensors[first:]]

@@ -15,7 +15,7 @@ from .._trees import Tree, in_order_of, tree_leaves, tree_unflatten
 from ..compiler.plan import Plan
 from ..compiler.signature import Recipe
 from ..compiler.tracing.constants import Constants
-from ..contract.layout import Layout, SharedLayout
+from ..contract.layout import InDimsLayout, Layout
 from ..contract.loss import Loss, of_first
 from ..contract.output import EarlyGradients, SegmentOutput, TappedOutput
 from .argument_checks import check_no_gradient_is_lost
@@ -77,7 +77,7 @@ class TrainSegment:
         # By the key of a call: what its step taps, and what it has for constants.
         self._taps: dict[Any, tuple[Constants, dict[str, Tensor]]] = {}
         self._call_cache = CallCache()
-        self._is_seen_to_step = False  # see check_steps_are_alone
+        self._steps_checked = False  # see check_steps_are_alone
 
     def __getstate__(self) -> dict[str, Any]:
         """What is compiled is neither copied nor pickled, but made again."""
@@ -281,9 +281,9 @@ class TrainSegment:
             flat = SegmentFunction.apply(self._executables, call, info, *tensors)
         else:
             flat = tuple(self._executables.run(call, info, tensors))
-            if not self._is_seen_to_step and in_dims is None:
+            if not self._steps_checked and in_dims is None:
                 start = tree_unflatten(call.groups(tensors)["state"], call.specs.state)
-                self._is_seen_to_step = check_steps_are_alone(
+                self._steps_checked = check_steps_are_alone(
                     self.recipe.step, params, start, layout.time_first(x)
                 )
             if key is not None and layout.time_dim == 0:
@@ -302,7 +302,7 @@ class TrainSegment:
         if info.with_grad:
             grads = tree_unflatten(results.grads, call.specs.params)
         leaves, out_leaves = results.state, results.out
-        if isinstance(layout, SharedLayout):
+        if isinstance(layout, InDimsLayout):
             leaves = [layout.state_back(leaf) for leaf in leaves]
             out_leaves = [layout.sequence_back(leaf) for leaf in out_leaves]
         else:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._checks import check_number
 from .._trees import Tree, differentiable, tree_leaves, tree_map
-from ..contract.layout import Layout, SharedLayout
+from ..contract.layout import InDimsLayout, Layout
 from ..contract.output import SegmentOutput
 from ..segment.make_segment import check_made
 from ..segment.train_segment import TrainSegment
@@ -213,7 +213,7 @@ def _real_dtype(params: Tree, x_leaf: Tensor) -> torch.dtype:
 
 def _laid_out(factors: Tensor, layout: Layout, x_leaf: Tensor) -> Tensor:
     """``factors[K]`` as a leaf of ``x``: time and the rows of ``in_dims`` as in x."""
-    if isinstance(layout, SharedLayout):
+    if isinstance(layout, InDimsLayout):
         rows = x_leaf.shape[layout.x_dim]
         factors = factors.unsqueeze(1).expand(-1, rows)
         return layout.sequence_back(factors.reshape(*factors.shape, *(1,) * (x_leaf.dim() - 2)))

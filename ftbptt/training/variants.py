@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._trees import Tree, tree_leaves
-from ..contract.layout import Layout, SharedLayout
+from ..contract.layout import InDimsLayout, Layout
 from ..contract.loss import Loss
 from ..segment.train_segment import TrainSegment
 from .data.chunk import Chunk
@@ -62,6 +62,6 @@ def with_scale(chunk: Chunk, scale: Tensor, layout: Layout) -> tuple[Tree, Tenso
         return chunk.y, scale.expand(tree_leaves(chunk.y)[0].shape)
     x = tree_leaves(chunk.x)[0]
     sizes = {layout.y_time: x.shape[layout.x_time]}  # of the axes that y would have
-    if layout.y_rows is not None and (isinstance(layout, SharedLayout) or x.dim() > layout.x_rows):
+    if layout.y_rows is not None and (isinstance(layout, InDimsLayout) or x.dim() > layout.x_rows):
         sizes[layout.y_rows] = x.shape[layout.x_rows]
     return (scale.expand([sizes.get(axis, 1) for axis in range(max(sizes) + 1)]),)

@@ -55,7 +55,9 @@ def test_what_follows_a_loop_is_done_in_its_kernel() -> None:
 
     def after_loop(explanation: Explanation) -> list[int]:
         return [
-            b.elementwise for b in explanation.blocks if b.kind == "map" and b.phase == "reverse"
+            b.other_operations
+            for b in explanation.blocks
+            if b.kind == "map" and b.phase == "reverse"
         ][1:]
 
     assert after_loop(apart)

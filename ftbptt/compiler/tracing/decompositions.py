@@ -69,6 +69,25 @@ def _slice_scatter(
     return torch.view_as_complex(torch.slice_scatter(x, part, dim, start, end, step))
 
 
+def _index_put(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Any:
+    """``x[mask] = value`` with a value that broadcasts over the selected positions, as a where.
+
+    (How many positions are selected depends on the values of the mask.)
+    """
+    mask = indices[0]
+    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool:
+        return NotImplemented
+    rest = x.dim() - mask.dim()
+    if values.dim() > rest and all(size == 1 for size in values.shape[: values.dim() - rest]):
+        values = values.reshape(values.shape[values.dim() - rest :])
+    if values.dim() > rest:
+        return NotImplemented
+    mask = mask.reshape(*mask.shape, *(1,) * rest)
+    return torch.where(mask, x + values if accumulate else values, x)
+
+
 def _select_scatter(x: Tensor, part: Tensor, dim: int, index: Any) -> Tensor:
     """As a slice: under vmap torch's is a scatter, whose gradient by the part is too large."""
     index = index if index >= 0 else index + x.shape[dim]
@@ -183,6 +202,8 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten._efficientzerotensor.default: _zeros,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
+    aten.index_put.default: _index_put,
+    aten._neg_view.default: torch.neg,
     **torch_decompositions(_RESIZES),
 }
 

@@ -48,6 +48,7 @@ from .effects import without_step_effects
 from .errors import explain_trace_errors
 from .function_overrides import FunctionOverrides
 from .linalg_checks import failures_as_nan
+from .random_ops import RANDOM_OPS
 from .step_checks import (
     checked_pair,
     floating_dtypes,
@@ -57,7 +58,6 @@ from .step_checks import (
     forbid_mutation,
     forbid_strided_memory,
 )
-from .vmap_rewrites import REWRITES
 
 # torch traces by patching itself, for all threads: one at a time.
 TRACING = threading.RLock()
@@ -105,7 +105,7 @@ def trace_function(
     tensors_read: list[Tensor] = []
     table = {
         **(BEFORE_AUTOGRAD if before_autograd else past_autograd()),
-        **REWRITES,
+        **RANDOM_OPS,
         **noting_tensors_read(tensors_read),
     }
     custom_gradients = custom_gradients_as_nodes() if before_autograd else nullcontext()

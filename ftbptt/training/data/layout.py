@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._trees import Tree, in_order_of, tree_leaves, tree_map
-from ...contract.layout import Layout, SharedLayout, where_rows
+from ...contract.layout import InDimsLayout, Layout, where_rows
 from ...distributed.shares import share_of
 from ...segment.train_segment import TrainSegment
 from .chunk import Chunk, TimeAxes, check_leaves, error_prefix
@@ -114,7 +114,7 @@ class DataLayout:
         rows, layout, steps = self.rows(chunk, state), self.layout(chunk.x), self.steps(chunk)
         all_rows = rows or 1
         weight: int | Tensor = (steps - context) * all_rows
-        if chunk.mask is not None and not isinstance(layout, SharedLayout):
+        if chunk.mask is not None and not isinstance(layout, InDimsLayout):
             weight = valid_steps(chunk.mask, steps, all_rows, context, layout)
         return Counts(rows, weight, steps, steps * all_rows)
 

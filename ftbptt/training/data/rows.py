@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._trees import Tree, tree_leaves, tree_map
-from ...contract.layout import Layout, SharedLayout
+from ...contract.layout import InDimsLayout, Layout
 from .chunk import Chunk
 
 
@@ -25,7 +25,7 @@ def count_rows(
         if flags is not None and (axis := layout.flag_axes(flags.dim())[1]) is not None:
             return int(flags.shape[axis])
     x = tree_leaves(chunk.x)[0]
-    if isinstance(layout, SharedLayout):
+    if isinstance(layout, InDimsLayout):
         return int(x.shape[layout.x_rows])
     if x.dim() < batched_axes:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..compiler.program import run_loop
+from ..compiler.run_loop import run_loop
 from ..compiler.sliding_window import Sliding, on_windows
 from .programs import Programs
 

@@ -1,7 +1,7 @@
-"""Operations without a correct ``vmap`` rule, written with operations that have one.
+"""Random operations without a correct ``vmap`` rule, written with ``rand``, ``randn``, ``randint``.
 
-Applied while a step is traced, before it is differentiated. Noise written in place is one of them:
-the same numbers would be drawn for all steps.
+Applied while a step is traced, before it is differentiated. Noise that is written in place is one
+of them: the same numbers would be drawn for all steps.
 """
 
 from __future__ import annotations
@@ -102,26 +102,7 @@ def _multinomial(
     return scores.argmax(-1, keepdim=True) if samples == 1 else scores.topk(samples).indices
 
 
-def _index_put(
-    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
-) -> Any:
-    """``x[mask] = value`` with a value that broadcasts over the selected positions, as a where.
-
-    (How many positions are selected depends on the values of the mask.)
-    """
-    mask = indices[0]
-    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool:
-        return NotImplemented
-    rest = x.dim() - mask.dim()
-    if values.dim() > rest and all(size == 1 for size in values.shape[: values.dim() - rest]):
-        values = values.reshape(values.shape[values.dim() - rest :])
-    if values.dim() > rest:
-        return NotImplemented
-    mask = mask.reshape(*mask.shape, *(1,) * rest)
-    return torch.where(mask, x + values if accumulate else values, x)
-
-
-REWRITES: dict[Any, Callable[..., Any]] = {
+RANDOM_OPS: dict[Any, Callable[..., Any]] = {
     aten.normal_functional.default: _normal_like,
     aten.normal.float_float: _normal_of_size,
     aten.normal.Tensor_float: _normal,
@@ -136,6 +117,4 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     aten.random.default: _random,
     aten.random.to: _random,
     getattr(aten.random, "from"): _random,
-    aten.index_put.default: _index_put,
-    aten._neg_view.default: torch.neg,
 }
