@@ -65,28 +65,9 @@ def as_step(
             )
         _refuse(options, "a function", but=["state_batch_dim"])
         return Step(step, state_batch_dim=state_batch_dim)
-    if isinstance(step, torch.jit.ScriptModule):
-        raise TypeError(
-            "step: a module of torch.jit.script or torch.jit.trace cannot be run with other "
-            "parameters than its own. Pass the module that it was made from."
-        )
-    if isinstance(step, (nn.DataParallel, DistributedDataParallel)):
-        raise TypeError(
-            f"step: {type(step).__name__} runs a batch on several devices, and reduces gradients "
-            "by itself. Pass the module inside, step.module; for several processes there is "
-            "train_stream(..., mesh=)."
-        )
     step = uncompiled(step)  # what torch.compile wraps is compiled here, as part of the segment
     layers = layers_of(step)
-    for layer in layers:
-        # In a module that takes one step, it may read along another axis than time.
-        if layer.bidirectional and (layer is step or sequence):
-            raise ValueError(
-                f"step: {type(layer).__name__}(bidirectional=True) cannot be trained by TBPTT: "
-                "its backward direction reads the sequence from the end, which a segment of K "
-                "steps does not hold, so no state can be carried to the next segment. Use "
-                "bidirectional=False, or train on whole sequences with autograd."
-            )
+    _refuse_modules(step, sequence, layers)
     if batch_first is None:
         batch_first = any(layer.batch_first for layer in layers)
     if isinstance(step, nn.RNNCellBase):
@@ -105,6 +86,30 @@ def as_step(
         )  # fmt: skip
     _refuse(options, "a module that takes one step", but=["state_batch_dim"])
     return Step(None, step, state_batch_dim=state_batch_dim)
+
+
+def _refuse_modules(step: nn.Module, sequence: bool, layers: Sequence[nn.RNNBase]) -> None:
+    """Raises what :func:`as_step` does for modules of which no step can be made."""
+    if isinstance(step, torch.jit.ScriptModule):
+        raise TypeError(
+            "step: a module of torch.jit.script or torch.jit.trace cannot be run with other "
+            "parameters than its own. Pass the module that it was made from."
+        )
+    if isinstance(step, (nn.DataParallel, DistributedDataParallel)):
+        raise TypeError(
+            f"step: {type(step).__name__} runs a batch on several devices, and reduces gradients "
+            "by itself. Pass the module inside, step.module; for several processes there is "
+            "train_stream(..., mesh=)."
+        )
+    for layer in layers:
+        # In a module that takes one step, it may read along another axis than time.
+        if layer.bidirectional and (layer is step or sequence):
+            raise ValueError(
+                f"step: {type(layer).__name__}(bidirectional=True) cannot be trained by TBPTT: "
+                "its backward direction reads the sequence from the end, which a segment of K "
+                "steps does not hold, so no state can be carried to the next segment. Use "
+                "bidirectional=False, or train on whole sequences with autograd."
+            )
 
 
 def _refuse(options: dict[str, Any], what: str, but: Sequence[str] = ()) -> None:

@@ -240,8 +240,12 @@ def test_bidirectional_is_refused_with_the_reason(kind: type[nn.Module]) -> None
 
 
 def test_a_module_for_several_devices_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"step: DataParallel .* Pass the module inside, step.modu"):
-        as_step(nn.DataParallel(nn.GRUCell(D, H)))
+    parallel = nn.DataParallel(nn.GRUCell(D, H))
+    for own in (parallel, torch.compile(parallel)):
+        with pytest.raises(
+            TypeError, match=r"step: DataParallel .* Pass the module inside, step.m"
+        ):
+            as_step(own)
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "lstm", nn.LSTM, torch.zeros(2)])
