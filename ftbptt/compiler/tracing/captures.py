@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import deepcopy
+
 import torch
 from torch import Tensor, fx
 
 from ..._compat.running import is_fake
-from ..graphs import aten
+from ..graphs import Node, aten
 from .step_checks import forbid_trained_captures
 
 
@@ -16,7 +19,6 @@ def lift_captures(argument: str, module: fx.GraphModule, after: int, remedy: str
     Returns them. Raises TypeError for what cannot be an input, ValueError for a tensor that
     requires grad; ``remedy`` is what to do about that.
     """
-    placeholders = module.graph.find_nodes(op="placeholder")
     nodes = module.graph.find_nodes(op="get_attr")
     values = [getattr(module, node.target) for node in nodes]
     if any(isinstance(value, torch.Generator) for value in values):
@@ -30,12 +32,7 @@ def lift_captures(argument: str, module: fx.GraphModule, after: int, remedy: str
             "be done for all steps at once. Write it with torch.where."
         )
     forbid_trained_captures(argument, module, remedy)
-    for i, node in enumerate(nodes):
-        with module.graph.inserting_before(placeholders[after]):
-            lifted = module.graph.placeholder(f"captured_{i}")
-            lifted.meta = dict(node.meta)
-        node.replace_all_uses_with(lifted)
-        module.graph.erase_node(node)
+    _as_inputs(module.graph, nodes, after)
     module.recompile()
     return values
 
@@ -65,21 +62,23 @@ def numbers_as_nodes(module: fx.GraphModule) -> None:
 
 def with_tensors_as_inputs(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
     """A copy of a graph with the tensors that it holds as its last inputs, and these tensors."""
-    inputs, held, others = [], [], []
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            inputs.append(node)
-        elif node.op == "get_attr" and isinstance(getattr(module, node.target), Tensor):
-            held.append(node)
-        else:
-            others.append(node)
-    graph, copies = fx.Graph(), {}
-    for node in (*inputs, *held):
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in others:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(module, graph), [getattr(module, node.target) for node in held]
+    graph = deepcopy(module.graph)
+    attributes = graph.find_nodes(op="get_attr")
+    held = [node for node in attributes if isinstance(getattr(module, node.target), Tensor)]
+    tensors = [getattr(module, node.target) for node in held]
+    _as_inputs(graph, held, after=len(graph.find_nodes(op="placeholder")))
+    return fx.GraphModule(module, graph), tensors
+
+
+def _as_inputs(graph: fx.Graph, nodes: Sequence[Node], after: int) -> None:
+    """Turns nodes that hold a tensor into inputs, after the first ``after``."""
+    before = next(node for node in list(graph.nodes)[after:] if node not in nodes)
+    for i, node in enumerate(nodes):
+        with graph.inserting_before(before):
+            lifted = graph.placeholder(f"captured_{i}")
+            lifted.meta = dict(node.meta)
+        node.replace_all_uses_with(lifted)
+        graph.erase_node(node)
 
 
 def materialized(tensor: Tensor, device: torch.device) -> Tensor:
