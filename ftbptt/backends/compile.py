@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from .._compat.inductor import inductor_compile, inductor_decompositions, while_loop
 from .._compat.tracing import enable_python_dispatcher, make_fx
 from .._interrupt import uninterrupted
+from .._memory import resolved
 from ..compiler.blocks import ScanBlock
 from ..compiler.graphs import gemm_flops
 from ..compiler.run_loop import ScanResult
@@ -103,8 +104,8 @@ class _ScanLoop:
             self.emits.tensors,
             [carries[i].clone() for i in self.without_history],
             # A while_loop does not take a lazy conjugate.
-            [value.resolve_conj().resolve_neg() for value in sequences],
-            [value.resolve_conj().resolve_neg().contiguous() for value in invariants],
+            [resolved(value) for value in sequences],
+            [resolved(value).contiguous() for value in invariants],
         )
 
     def run(self, tensors: _LoopTensors, first: Any, end: Any, stride: int) -> _LoopTensors:

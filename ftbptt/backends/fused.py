@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._compat.inductor import calls_in_cpp
 from .._compat.tracing import not_traced
+from .._memory import resolved
 from ..compiler.blocks import ScanBlock
 from ..compiler.fusion import Fusion
 from ..compiler.graphs import VIEWS, Node, aten, value_of
@@ -184,7 +185,7 @@ def run_scan(
         assert not block.totals  # fusion creates totals only where there is a kernel
         return _fallback(block).run_scan(block, invariants, sequences, carries, steps)
     # Resolved before their strides are read below: resolving may copy.
-    weights = [invariants[i].resolve_conj().resolve_neg() for i in kernel.weights]
+    weights = [resolved(invariants[i]) for i in kernel.weights]
     kernel_sequences = [_contiguous_steps(sequences[i]) for i in kernel.sequences]
     inputs = [
         *(_contiguous(invariants[i]) for i in kernel.invariants),
@@ -241,12 +242,12 @@ def _fallback(block: ScanBlock) -> Backend:
 
 def _contiguous_steps(sequence: Tensor) -> Tensor:
     """The sequence with each step contiguous; the steps may overlap, as sliding windows do."""
-    sequence = sequence.resolve_conj().resolve_neg()
+    sequence = resolved(sequence)
     return sequence if sequence[0].is_contiguous() else sequence.contiguous()
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    return resolved(tensor).contiguous()
 
 
 def _describe(block: ScanBlock) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._memory import resolved
 from .._warnings import warn
 from ..backends import Backend, choose
 from ..compiler.plan import Plan, make_plan
@@ -68,11 +69,7 @@ class Executables:
         executable: Executable | None,
     ) -> list[Tensor]:
         with_grad, early = info.with_grad, info.early
-        # A program reads memory, in which a lazy conjugate or negative is not yet computed.
-        tensors = [
-            leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf
-            for leaf in tensors
-        ]
+        tensors = [resolved(leaf) for leaf in tensors]
         with torch.no_grad(), without_autocast(call.settings.autocast):
             if executable is None:
                 executable = self.of(call, tensors)

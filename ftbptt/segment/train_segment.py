@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._compat.running import inside_derivative, inside_functorch
-from .._strides import with_strides_of
+from .._memory import with_strides_of
 from .._trees import Tree, in_order_of, tree_leaves, tree_unflatten
 from ..compiler.plan import Plan
 from ..compiler.signature import Recipe

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ..._compat.running import is_fake
+from ..._memory import resolved
 from ..graphs import Node, aten
 from .step_checks import forbid_trained_captures
 
@@ -87,4 +88,4 @@ def materialized(tensor: Tensor, device: torch.device) -> Tensor:
     torch takes single numbers from the CPU beside tensors of any device: a kernel does not.
     """
     tensor = tensor if tensor.dim() else tensor.to(device)
-    return tensor.resolve_conj().resolve_neg()
+    return resolved(tensor)

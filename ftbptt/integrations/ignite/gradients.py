@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from ..._strides import with_strides_of
+from ..._memory import with_strides_of
 
 
 def backward(loss: Tensor, weight: float, scaler: GradScaler | None) -> None:

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from ..._checks import kind_of
 from ..._compat.running import versions_of
 from ..._compat.training import forget_unscaled
-from ..._strides import with_strides_of
+from ..._memory import with_strides_of
 from ..._trees import (
     Tree,
     differentiable,

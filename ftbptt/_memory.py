@@ -1,9 +1,15 @@
-"""Gradients that lie in memory as their parameters do."""
+"""How tensors lie in memory: as a program reads them, and gradients as their parameters do."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def resolved(tensor: Tensor) -> Tensor:
+    """The tensor, a lazy conjugate or negative computed: a program reads memory."""
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.resolve_conj().resolve_neg() if is_lazy else tensor
 
 
 def with_strides_of(param: Tensor, grad: Tensor) -> Tensor:
