@@ -12,13 +12,13 @@ from torch import Tensor
 from .._memory import resolved
 from .._warnings import warn
 from ..backends import Backend, choose
+from ..backends.cache_folder import use_a_folder_that_works
 from ..compiler.plan import Plan, make_plan
 from ..compiler.signature import Recipe, without_autocast
 from ..compiler.tracing.constants import Change
 from ..compiler.tracing.trace import TRACING
 from .call import Call, CallInfo, without_inference_mode
 from .capture import make_executable
-from .compile_cache import use_a_folder_that_works
 from .execute import Executable
 from .fallback import on_first_that_works
 from .index_errors import note_whole_numbers

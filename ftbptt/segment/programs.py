@@ -26,12 +26,12 @@ from torch import Tensor
 from .._compat.tracing import is_pinned, most_indexed, symbolic_steps, unseen_by_tools
 from ..backends import Backend
 from ..backends.base import Function
+from ..backends.cache_folder import built_somewhere
 from ..compiler.blocks import DistributedLoop
 from ..compiler.distribute import distribute
 from ..compiler.plan import Plan
 from ..compiler.sliding_window import WindowedLoop, split_windows
 from ..compiler.tracing.trace import TRACING
-from .compile_cache import built_somewhere
 from .phases import Phases
 
 

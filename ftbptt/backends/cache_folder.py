@@ -16,10 +16,10 @@ from filelock import FileLock, Timeout
 from .._compat.building import compile_cache_dir, forget_compile_paths
 from .._messages import first_line
 from .._warnings import warn
+from ..kernels.cpu.build import KernelBuildError
 
 Result = TypeVar("Result")
 _NAME = "TORCHINDUCTOR_CACHE_DIR"  # which torch and the kernels' own cache follow
-_KINDS = {"CppCompileError", "KernelBuildError"}  # of a compiler that could not write, perhaps
 
 
 def use_a_folder_that_works() -> None:
@@ -89,7 +89,10 @@ def _may_be_the_caches(error: BaseException, folder: str) -> bool:
     Or a file of the folder is what could not be imported.
     """
     return any(
-        isinstance(e, OSError) or type(e).__name__ in _KINDS or folder in str(e) or _ran(folder, e)
+        isinstance(e, (OSError, KernelBuildError))
+        or type(e).__name__ == "CppCompileError"  # of torch's compiler, which may not be imported
+        or folder in str(e)
+        or _ran(folder, e)
         for e in _chain(error)
     )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ftbptt.segment import compile_cache
-from ftbptt.segment.compile_cache import built_somewhere
+from ftbptt.backends import cache_folder
+from ftbptt.backends.cache_folder import built_somewhere
 
 from ..kernels.test_build import output_of, start
 
@@ -157,5 +157,5 @@ def test_only_libraries_that_nobody_builds_are_deleted(tmp_path: Path) -> None:
         path.write_bytes(b"\x7fELF")
     (tmp_path / "locks").mkdir()
     with FileLock(tmp_path / "locks" / "b.lock"):
-        compile_cache._remove_cut_libraries(str(tmp_path))
+        cache_folder._remove_cut_libraries(str(tmp_path))
     assert sorted(path.name for path in (tmp_path / "ab").iterdir()) == ["b.main.so", "b.so"]
