@@ -169,12 +169,6 @@ class SegmentGraph:
 
         self.outputs, self.replay = _capture(warm_up, lambda: run(copies), device, separate_memory)
 
-    def keep_until_replayed(self) -> None:
-        """Before the graph is dropped: its last replay may be on another stream, and not over."""
-        for tensor in self.inputs:
-            if tensor.is_cuda:
-                tensor.record_stream(_last_stream[tensor.device])
-
     def __call__(self, groups: Groups) -> list[Tensor]:
         """Returns the graph's tensors, which the next call overwrites."""
         copy_all(self.inputs, [tensor for group in groups.values() for tensor in group])
@@ -183,8 +177,10 @@ class SegmentGraph:
 
 
 def _let_go_of(graph: SegmentGraph | None) -> None:
-    if graph is not None:
-        graph.keep_until_replayed()
+    """Before a graph is dropped: its last replay may be on another stream, and not over."""
+    for tensor in () if graph is None else graph.inputs:
+        if tensor.is_cuda:
+            tensor.record_stream(_last_stream[tensor.device])
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
