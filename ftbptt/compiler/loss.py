@@ -367,19 +367,11 @@ class SegmentLoss:
 
     def _axes(self) -> list[tuple[Level, list[bool]]]:
         """The axes besides time, the innermost first, and which leaves have each."""
-        s = self.signature
-        mean = (
-            []
-            if s.mean_axis is None
-            else [(s.mean_axis, [leaf.has_mean_axis for leaf in self.leaves])]
-        )
-        return [
-            *mean,
-            *(
-                (level, [leaf.batched[i] for leaf in self.leaves])
-                for i, level in enumerate(s.levels)
-            ),
-        ]
+        s, leaves = self.signature, self.leaves
+        axes = list(zip(s.levels, s.flags(leaves), strict=True))
+        if s.mean_axis is not None:
+            axes.insert(0, (s.mean_axis, [leaf.has_mean_axis for leaf in leaves]))
+        return axes
 
 
 def _mean(function: Callable[..., list[Tensor]], size: int) -> Callable[..., list[Tensor]]:

@@ -20,7 +20,7 @@ from .graphs import has_same_code, reachable_from
 from .loss import SegmentLoss
 from .rewrites.hoist_parameters import Preparation, make_preparation, split_invariants
 from .rewrites.split_state import Packing
-from .signature import Leaf, Recipe, Signature
+from .signature import Recipe, Signature
 from .sliding_window import Sliding
 from .traced_step import TracedStep, trace_segment_step
 from .tracing.constants import Constants
@@ -113,7 +113,7 @@ def make_plan(
     trained = [i for i in range(len(s.params)) if differentiable(traced.examples[i])]
     preparation = None
     if prepare is not None:
-        flags = _batched(s, traced.invariants)
+        flags = s.flags(traced.invariants)
         preparation = make_preparation(prepare, s.levels, flags, traced.examples, trained, mode)
     outs = [node.meta["val"] for node in graph.graph.output_node().args[0]][: traced.outs]
     loss = SegmentLoss(recipe, s, traced.out_spec, outs, steps, constants)
@@ -145,7 +145,7 @@ def _make_loops(
     mode: FakeTensorMode,
 ) -> LoopPair:
     """The loops of a step from which the preparation was taken out, under the levels of vmap."""
-    trained_invariants, batched = list(trained), _batched(s, traced.invariants)
+    trained_invariants, batched = list(trained), s.flags(traced.invariants)
     if preparation is not None:
         first_prepared = len(traced.invariants)
         trained_invariants += [first_prepared + i for i in preparation.with_grad]
@@ -160,13 +160,8 @@ def _make_loops(
         trained_sequences=list(range(len(s.x) - recipe.probes, len(s.x))),
         outs_with_grad=[i for i, flag in enumerate(outs_with_grad) if flag],
     )
-    batched_sequences = _batched(s, traced.sequences)
+    batched_sequences = s.flags(traced.sequences)
     batched = [
         [*a, *b, *([True] * n_parts)] for a, b in zip(batched, batched_sequences, strict=True)
     ]
     return make_loops(graph, roles, s.levels, batched, mode, recompute=recipe.recompute)
-
-
-def _batched(s: Signature, leaves: Sequence[Leaf]) -> list[list[bool]]:
-    """For each level of vmap, whether each leaf has its axis."""
-    return [[leaf.batched[i] for leaf in leaves] for i in range(len(s.levels))]

@@ -89,6 +89,10 @@ class Signature:
         """How many axes the levels of vmap and ``in_dims`` add."""
         return len(self.levels) + (self.mean_axis is not None)
 
+    def flags(self, leaves: Sequence[Leaf]) -> list[list[bool]]:
+        """For each level of vmap, whether each leaf has its axis."""
+        return [[leaf.batched[i] for leaf in leaves] for i in range(len(self.levels))]
+
     def axes_of(self, leaf: Leaf) -> Iterator[tuple[Level, bool]]:
         """These axes, as they follow each other in a tensor, each with whether the leaf has it."""
         yield from reversed(list(zip(self.levels, leaf.batched, strict=True)))
