@@ -115,23 +115,22 @@ class Kernel:
 class Language:
     """A language in which kernels are written.
 
-    ``print_source(loop, history, reverse=...)`` is the source of a kernel, ``describe(loop,
-    history)`` says what it is; ``make_ready(source)`` compiles or stores it, and returns the path
-    of its library.
+    ``print_source(loop)`` is the source of a kernel, ``describe(loop)`` says what it is;
+    ``make_ready(source)`` compiles or stores it, and returns the path of its library.
     ``elements_are_rows``: see ``make_row_loop``. A CPU vectorizes along the last axis, and goes
     over the heads of a row one by one; on a GPU each element of an elementwise loop can be a row,
     with one thread, and a program has the rows of one head.
     ``takes_in``: whether kernels absorb operations after the loop; a GPU lacks the registers.
     """
 
-    print_source: Callable[..., str]
-    describe: Callable[[RowLoop, list[bool]], str]
+    print_source: Callable[[RowLoop], str]
+    describe: Callable[[RowLoop], str]
     make_ready: Callable[[str], Path]
     elements_are_rows: bool
     takes_in: bool
 
 
-def _describe_cpp(loop: RowLoop, history: list[bool]) -> str:
+def _describe_cpp(loop: RowLoop) -> str:
     return "one generated C++ kernel for all steps"
 
 
@@ -155,7 +154,7 @@ def _source_for(block: ScanBlock) -> tuple[Language, RowLoop, str]:
     has_gpu = block.device.type == "cuda" and torch.cuda.is_available()
     with not_traced(), torch.cuda.device(block.device) if has_gpu else nullcontext():
         loop = make_row_loop(block, elements_are_rows=language.elements_are_rows)
-        return language, loop, language.print_source(loop, block.history, reverse=block.reverse)
+        return language, loop, language.print_source(loop)
 
 
 def _kernel_for(block: ScanBlock) -> Kernel:
@@ -255,7 +254,7 @@ def _describe(block: ScanBlock) -> str:
         language, loop, _ = _source_for(block)
     except Unsupported as reason:
         return f"{_fallback(block).describe(block)}; not fused: {reason}"
-    return language.describe(loop, block.history)
+    return language.describe(loop)
 
 
 def _has_kernel(block: ScanBlock) -> bool:

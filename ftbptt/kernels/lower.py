@@ -67,7 +67,10 @@ class _Builder:
         self.invariants = {node: i for i, node in enumerate(placeholders[:n_inv])}
         self.sequences = {node: i for i, node in enumerate(placeholders[n_inv : n_inv + n_seq])}
         self.carries = placeholders[n_inv + n_seq :]
-        self.loop = RowLoop(rows, self.operations, {}, {}, [], [], [], normal.emit_orders)
+        self.loop = RowLoop(
+            rows, block.history, block.reverse, self.operations, {}, {}, [], [], [],
+            normal.emit_orders,
+        )  # fmt: skip
         for i, node in enumerate(self.carries):
             self.memories[node] = self._memory("carry", i, node)
             self.loop.carries.append(self.memories[node])

@@ -123,13 +123,16 @@ Operation = Map | Reduce | Product
 class RowLoop:
     """A scan block, for a kernel (see the module).
 
-    ``invariants`` and ``sequences``: the inputs that expressions and products read directly, by
-    their index in the block. ``nexts``: the next carries. ``emit_orders``: the order of the axes
-    in which an emit is written, with its rows first; None if they are. ``weight_dtypes``: the
-    invariants that products multiply with, by index.
+    ``history`` flags the carries that are wanted at every step; ``reverse``: the last step comes
+    first. ``invariants`` and ``sequences``: the inputs that expressions and products read
+    directly, by their index in the block. ``nexts``: the next carries. ``emit_orders``: the order
+    of the axes in which an emit is written, with its rows first; None if they are.
+    ``weight_dtypes``: the invariants that products multiply with, by index.
     """
 
     rows: RowView
+    history: list[bool]
+    reverse: bool
     operations: list[Operation]
     invariants: dict[int, Memory]
     sequences: dict[int, Memory]

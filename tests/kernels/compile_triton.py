@@ -101,29 +101,27 @@ def loops(plan: Any) -> list[tuple[str, ScanBlock]]:
     return [(phase, block) for phase, block in blocks if isinstance(block, ScanBlock)]
 
 
-def compiled(block: ScanBlock, reverse: bool, precision: str) -> dict[str, dict[str, int]]:
+def compiled(block: ScanBlock, precision: str) -> dict[str, dict[str, int]]:
     """The kernels of a block by their names, with the tiles that they would be called with."""
     loop = make_row_loop(block, elements_are_rows=True)
-    module = load(str(write(print_triton(loop, block.history, reverse=reverse))))
+    module = load(str(write(print_triton(loop))))
     if module.PARTS > 1:
         rows, warps = module.TILE_ROWS, module.WARPS
     else:
         exact = module.EXACT and precision == "ieee"
         rows, warps = options_for(1 << 20, 1, module.ROW_BYTES, 132, exact)
     options = {"ROWS": rows, "PRECISION": precision}
-    found = {"run": compiled_function(module, "run", loop, options, warps, reverse)}
+    found = {"run": compiled_function(module, "run", loop, options, warps)}
     if hasattr(module, "run_composed"):
         tile = steps_at_once(1 << 20, 1 << 10, 132)
         assert tile is not None
         options = {"STEPS": tile[0], "ROWS": tile[1]}
-        found["run_composed"] = compiled_function(
-            module, "run_composed", loop, options, warps, reverse
-        )
+        found["run_composed"] = compiled_function(module, "run_composed", loop, options, warps)
     return found
 
 
 def compiled_function(
-    module: Any, name: str, loop: RowLoop, options: dict[str, Any], warps: int, reverse: bool
+    module: Any, name: str, loop: RowLoop, options: dict[str, Any], warps: int
 ) -> dict[str, int]:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -153,7 +151,7 @@ def compiled_function(
         elif name in options:
             signature[name] = "constexpr"
             constants[(i,)] = options[name]
-        elif name.startswith("n_stride" if reverse else "k_stride"):  # of a Linear's weight
+        elif name.startswith("n_stride" if loop.reverse else "k_stride"):  # of a Linear's weight
             signature[name] = "constexpr"
             constants[(i,)] = 1
         else:
@@ -201,7 +199,7 @@ def main(names: list[str]) -> None:
             triton_kernel._SHARED_BYTES_OF_ROWS = held
         for i, (phase, block) in enumerate(own):
             with contextlib.suppress(Unsupported):
-                for function, kernel in compiled(block, phase == "reverse", precision).items():
+                for function, kernel in compiled(block, precision).items():
                     found[f"{name}-{phase}-{i}-{function}"] = kernel
     print(json.dumps(found))
 

@@ -108,9 +108,9 @@ def _shapes(given: Sequence[Sequence[Tensor]]) -> list[Any]:
     return [t.shape for t in (*invariants, *carries)] + [t.shape[1:] for t in sequences]
 
 
-def source_of(block: ScanBlock, *, reverse: bool = False) -> str:
+def source_of(block: ScanBlock) -> str:
     """The C++ of a block's kernel."""
-    return print_cpp(make_row_loop(block), block.history, reverse=reverse)
+    return print_cpp(make_row_loop(block))
 
 
 def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> None:

@@ -22,15 +22,15 @@ _TILE_BYTES = 256 << 10
 _LEAST_ROWS, _MOST_ROWS = 8, 64
 
 
-def print_cpp(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
-    """print_cpp : RowLoop, which carries have a history -> source of the kernel
+def print_cpp(loop: RowLoop) -> str:
+    """print_cpp : RowLoop -> source of the kernel
 
     The function is ``run(memory, numbers)``. ``memory``: pointers to the invariants, weights,
     sequences, carries, final carries, histories, emits and totals. ``numbers``: the number of
     steps, the sizes of the row axes, the stride between the steps of each sequence (in elements),
     and the strides (group, k, n) of each weight.
     """
-    printer = _Printer(loop, history, reverse)
+    printer = _Printer(loop)
     return "\n".join(_indented(printer.lines())) + "\n"
 
 
@@ -44,8 +44,8 @@ def _indented(lines: Iterator[str]) -> Iterator[str]:
 
 
 class _Printer:
-    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool) -> None:
-        self.loop, self.history, self.reverse = loop, history, reverse
+    def __init__(self, loop: RowLoop) -> None:
+        self.loop = loop
         self.schedule = make_schedule(loop)
         self.products = {
             op.weight: op for op in loop.operations if isinstance(op, Product)
@@ -71,7 +71,7 @@ class _Printer:
         yield "const int64_t first = tile.first, rows = tile.rows;"
         yield from self._load_carries()
         yield "for (int64_t step = 0; step < steps; ++step) {"
-        t = "steps - 1 - step" if self.reverse else "step"
+        t = "steps - 1 - step" if self.loop.reverse else "step"
         yield f"const int64_t t = {t};"
         yield from self._step_pointers()
         for stage in self.schedule.stages:
@@ -113,7 +113,7 @@ class _Printer:
         yield from ((f"sequence{i}", memory.dtype, True) for i, memory in sequences)
         yield from ((f"start{i}", memory.dtype, True) for i, memory in enumerate(loop.carries))
         yield from ((f"final{i}", memory.dtype, False) for i, memory in enumerate(loop.carries))
-        for i, flag in enumerate(self.history):
+        for i, flag in enumerate(self.loop.history):
             if flag:
                 yield f"history{i}", loop.carries[i].dtype, False
         yield from ((f"emits{i}", memory.dtype, False) for i, memory in enumerate(loop.emits))
@@ -166,7 +166,7 @@ class _Printer:
             yield f"Buffer<{t}> {memory_name(memory)}_buffer({rows} * {memory.size});"
             yield f"{t}* const {memory_name(memory)} = {memory_name(memory)}_buffer.data();"
         for i, memory in enumerate(self.loop.carries):
-            if not self.history[i]:
+            if not self.loop.history[i]:
                 t = c_type(memory.dtype)
                 yield f"Buffer<{t}> carry{i}_buffer(2 * tiles.rows * {memory.size});"
         for i, memory in enumerate(self.loop.totals):
@@ -175,8 +175,8 @@ class _Printer:
     def _load_carries(self) -> Iterator[str]:
         for i, memory in enumerate(self.loop.carries):
             t, size = c_type(memory.dtype), memory.size
-            if self.history[i]:
-                slot = "steps * total + first" if self.reverse else "first"
+            if self.loop.history[i]:
+                slot = "steps * total + first" if self.loop.reverse else "first"
                 target = f"history{i} + ({slot}) * {size}"
             else:
                 yield f"{t}* carry{i} = carry{i}_buffer.data();"
@@ -186,9 +186,9 @@ class _Printer:
 
     def _step_pointers(self) -> Iterator[str]:
         """Pointers to the tile's carries and emits at this step."""
-        before, after = ("t + 1", "t") if self.reverse else ("t", "t + 1")
+        before, after = ("t + 1", "t") if self.loop.reverse else ("t", "t + 1")
         for i, memory in enumerate(self.loop.carries):
-            if self.history[i]:
+            if self.loop.history[i]:
                 t, size = c_type(memory.dtype), memory.size
                 yield (
                     f"const {t}* const carry{i} = "
@@ -200,15 +200,15 @@ class _Printer:
             yield f"{t}* const emit{i} = emits{i} + (t * total + first) * {memory.size};"
 
     def _swap_carries(self) -> Iterator[str]:
-        for i, flag in enumerate(self.history):
+        for i, flag in enumerate(self.loop.history):
             if not flag:
                 yield f"std::swap(carry{i}, next{i});"
 
     def _store_finals(self) -> Iterator[str]:
         for i, memory in enumerate(self.loop.carries):
             size, source = memory.size, f"carry{i}"
-            if self.history[i]:
-                slot = "first" if self.reverse else "steps * total + first"
+            if self.loop.history[i]:
+                slot = "first" if self.loop.reverse else "steps * total + first"
                 source = f"history{i} + ({slot}) * {size}"
             yield f"copy({source}, rows * {size}, final{i} + first * {size});"
 

@@ -18,12 +18,12 @@ from .placement import Tiles, make_tiles
 _MOST_OPERATIONS = 8
 
 
-def with_fewer_exchanges(loop: RowLoop, history: list[bool]) -> RowLoop:
-    """with_fewer_exchanges : RowLoop x which carries have a history -> RowLoop of the same meaning
+def with_fewer_exchanges(loop: RowLoop) -> RowLoop:
+    """with_fewer_exchanges : RowLoop -> RowLoop of the same meaning
 
     What its reductions read is computed in them, where that saves an exchange.
     """
-    tiles = make_tiles(loop, history, 2)  # what each of two programs has whole, each of more has
+    tiles = make_tiles(loop, 2)  # what each of two programs has whole, each of more has
     maps = {op.value: op for op in loop.operations if isinstance(op, Map)}
     exchanged = _exchanged(loop, tiles)
     operations: list[Operation] = []

@@ -20,8 +20,8 @@ _PROCESSORS, _SHARED_BYTES, _SHARED_BYTES_OF_ROWS = 132, 227 << 10, 35 << 10
 _MOST_MEETINGS = 4
 
 
-def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
-    """print_triton : RowLoop x which carries have a history -> source of a module with the kernel
+def print_triton(loop: RowLoop) -> str:
+    """print_triton : RowLoop -> source of a module with the kernel
 
     The kernel is ``run(*memory, *workspace, *numbers, ROWS, PRECISION)``, with ``memory`` and
     ``numbers`` as in ``cpu.loop``. Constants of the module:
@@ -38,9 +38,9 @@ def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
 
     If the steps compose there is also ``run_composed``. Raises Unsupported.
     """
-    loop, parts = _split(loop, history)
+    loop, parts = _split(loop)
     if parts > 1:
-        printer = SplitPrinter(loop, history, reverse, parts)
+        printer = SplitPrinter(loop, parts)
         text = printer.text()
         if printer.meetings > _MOST_MEETINGS:
             raise Unsupported(
@@ -48,26 +48,26 @@ def print_triton(loop: RowLoop, history: list[bool], *, reverse: bool) -> str:
                 "step"
             )
         return text
-    text, affine = LoopPrinter(loop, history, reverse).text(), affine_next(loop)
-    return text if affine is None else text + print_scan(loop, history, affine, reverse=reverse)
+    text, affine = LoopPrinter(loop).text(), affine_next(loop)
+    return text if affine is None else text + print_scan(loop, affine)
 
 
-def describe_triton(loop: RowLoop, history: list[bool]) -> str:
-    """describe_triton : RowLoop x which carries have a history -> what its kernel is"""
-    (_, parts), kernel = _split(loop, history), "one generated Triton kernel for all steps"
+def describe_triton(loop: RowLoop) -> str:
+    """describe_triton : RowLoop -> what its kernel is"""
+    (_, parts), kernel = _split(loop), "one generated Triton kernel for all steps"
     return kernel if parts == 1 else f"{kernel}, its weights split over {parts} programs"
 
 
-def _split(loop: RowLoop, history: list[bool]) -> tuple[RowLoop, int]:
+def _split(loop: RowLoop) -> tuple[RowLoop, int]:
     """The loop to print, and the programs that share a tile of rows; 1 if one holds all weights."""
     processors, shared_bytes = _sizes()
-    needed = weight_bytes(loop, make_tiles(loop, history, 1))
+    needed = weight_bytes(loop, make_tiles(loop, 1))
     available = shared_bytes - _SHARED_BYTES_OF_ROWS
     if needed <= available:
         return loop, 1
-    loop = with_fewer_exchanges(loop, history)
+    loop = with_fewer_exchanges(loop)
     try:
-        return loop, choose_parts(loop, history, processors, shared_bytes)
+        return loop, choose_parts(loop, processors, shared_bytes)
     except Unsupported as reason:
         raise Unsupported(
             f"its weights need {needed >> 10} KB of a multiprocessor's shared memory, which has "

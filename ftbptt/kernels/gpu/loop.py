@@ -46,8 +46,8 @@ class LoopPrinter(TilePrinter):
 
     head, scratch_slots = _HEAD, 1
 
-    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool, parts: int = 1) -> None:
-        super().__init__(loop, history, reverse, parts)
+    def __init__(self, loop: RowLoop, parts: int = 1) -> None:
+        super().__init__(loop, parts)
         for dtype in _dtypes(loop):
             type_of(dtype)  # raises Unsupported
         if any(op.vectors > 1 for op in loop.products):
@@ -90,7 +90,7 @@ class LoopPrinter(TilePrinter):
             "PRECISION: tl.constexpr):",
             *(f"    {line}" for line in (*self._rows(), *self._indices(), *self.prologue)),
             "    for step in range(steps):",
-            f"        t = tl.cast({'steps - 1 - step' if self.reverse else 'step'}, tl.int64)",
+            f"        t = tl.cast({'steps - 1 - step' if self.loop.reverse else 'step'}, tl.int64)",
             *(f"        {line}" for line in self.body),
             *(f"    {line}" for line in epilogue),
         ]
@@ -108,7 +108,7 @@ class LoopPrinter(TilePrinter):
         histories = [
             (memory.dtype, memory.size, True)
             for i, memory in enumerate(self.loop.carries)
-            if self.tiles.history[i] and not self.wanted_history[i]
+            if self.tiles.history[i] and not self.loop.history[i]
         ]
         return [
             (str(dtype).removeprefix("torch."), size, each_step)
@@ -171,7 +171,7 @@ class LoopPrinter(TilePrinter):
             mask = self._mask(space, "inside")
             self.prologue.append(f"carry{i} = tl.load(start{i} + {index}{with_zeros(mask)})")
             if self.tiles.history[i]:
-                slot = "last" if self.reverse else "0"
+                slot = "last" if self.loop.reverse else "0"
                 first = self._slot(f"history{i}", slot, memory)
                 self.prologue.append(f"tl.store({first} + {index}, carry{i}{mask})")
             if i in self.tiles.next_carries:
@@ -202,7 +202,7 @@ class LoopPrinter(TilePrinter):
         if not self.inputs:
             return
         before, after = "steps - 1", "tl.maximum(t - 1, 0)"
-        if not self.reverse:
+        if not self.loop.reverse:
             before, after = "0", "tl.minimum(t + 1, last - 1)"
         inputs = self.inputs.items()
         self.prologue += [
@@ -240,7 +240,7 @@ class LoopPrinter(TilePrinter):
             index = f"row * {memory.size} + {self._space(space)}"
             mask = self._mask(space, "inside")
             if i not in self.tiles.next_carries:
-                slot = "0" if self.reverse else "last"
+                slot = "0" if self.loop.reverse else "last"
                 last = self._slot(f"history{i}", slot, memory)
                 lines.append(
                     f"carry{i} = tl.load({last} + {index}{with_zeros(mask)}{self.load_option})"

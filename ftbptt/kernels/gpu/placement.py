@@ -67,7 +67,7 @@ class Tiles:
     """Where each value lies.
 
     - ``parts``: the number of programs that share a tile of rows.
-    - ``history``: which carries are stored at every step.
+    - ``history``: which carries are stored at every step, those that are wanted and maybe more.
     - ``computed``: the values that some operation computes, as tiles. The others are results of
       ``cat``, of which only the pieces are computed.
     - ``reduced``: the values of reductions, of which each program has all columns.
@@ -192,9 +192,9 @@ class Tiles:
         return pieces if end == op.k else None
 
 
-def make_tiles(loop: RowLoop, history: list[bool], parts: int) -> Tiles:
-    """make_tiles : RowLoop x which carries have a history x programs of a tile -> Tiles"""
-    tiles = Tiles(RowPattern((0, len(loop.rows.dims)), 0), parts, list(history))
+def make_tiles(loop: RowLoop, parts: int) -> Tiles:
+    """make_tiles : RowLoop x programs of a tile -> Tiles"""
+    tiles = Tiles(RowPattern((0, len(loop.rows.dims)), 0), parts, list(loop.history))
     for op in loop.operations:
         tiles.computed.add(op.value)
         if isinstance(op, Reduce):

@@ -30,10 +30,8 @@ class TilePrinter:
 
     shape, element_mask, step_mask, load_option = "(ROWS, {})", "inside", "", ""
 
-    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool, parts: int = 1) -> None:
-        # A kernel may store more histories (``tiles.history``) than its caller wants.
-        self.loop, self.reverse, self.wanted_history = loop, reverse, history
-        self.tiles = make_tiles(loop, history, parts)
+    def __init__(self, loop: RowLoop, parts: int = 1) -> None:
+        self.loop, self.tiles = loop, make_tiles(loop, parts)
         self.products = {op.weight: op for op in loop.operations if isinstance(op, Product)}
         self.prologue: list[str] = []
         self.body: list[str] = []
@@ -51,7 +49,7 @@ class TilePrinter:
 
     def _arguments(self) -> Iterator[str]:
         """The parameters: memory as in ``cpu.loop``, then workspace, then its numbers."""
-        loop, wanted = self.loop, self.wanted_history
+        loop, wanted = self.loop, self.loop.history
         yield from (f"invariant{i}" for i in sorted(loop.invariants))
         yield from (f"weight{i}" for i in self.products)
         yield from (f"sequence{i}" for i in sorted(loop.sequences))
@@ -106,7 +104,7 @@ class TilePrinter:
     def _step_pointer(self, memory: Memory) -> str:
         """Where the rows of a memory start at this step."""
         if memory.kind in ("carry", "next"):
-            is_later_slot = (memory.kind == "next") != self.reverse
+            is_later_slot = (memory.kind == "next") != self.loop.reverse
             return self._slot(f"history{memory.index}", "(t + 1)" if is_later_slot else "t", memory)
         if memory.kind == "emit":
             return self._slot(f"emit{memory.index}", "t", memory)

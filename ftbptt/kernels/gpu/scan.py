@@ -49,13 +49,13 @@ def one_by_one(scale, shift, cut, carry, STEPS: tl.constexpr):
 _LARGEST = {torch.float32: 2.0**60, torch.float64: 2.0**500}
 
 
-def print_scan(loop: RowLoop, history: list[bool], affine: Affine, *, reverse: bool) -> str:
-    """print_scan : RowLoop x which carries have a history x its next carry -> source
+def print_scan(loop: RowLoop, affine: Affine) -> str:
+    """print_scan : RowLoop x its next carry -> source
 
     The function ``run_composed(*memory, *numbers, ROWS, STEPS)``, to append to the module of
     ``run``. It takes the same memory and numbers.
     """
-    return _Printer(loop, history, reverse).text(affine)
+    return _Printer(loop).text(affine)
 
 
 class _Printer(TilePrinter):
@@ -101,13 +101,13 @@ class _Printer(TilePrinter):
         (memory,) = self.loop.carries
         yield "carry = tl.load(start0 + row, mask=inside, other=0)"
         if self.tiles.history[0]:
-            first = self._slot("history0", "last" if self.reverse else "0", memory)
+            first = self._slot("history0", "last" if self.loop.reverse else "0", memory)
             yield f"tl.store({first} + row, carry, mask=inside)"
 
     def _select_steps(self, step: str, now: str) -> None:
         """From here on, ``t`` are these steps, and ``now`` masks those that exist."""
         self.loaded = {key: name for key, name in self.loaded.items() if key[0].kind == "invariant"}
-        t = f"steps - 1 - ({step})" if self.reverse else step
+        t = f"steps - 1 - ({step})" if self.loop.reverse else step
         self.body += [f"t = tl.cast({t}, tl.int64)", f"now = {now}", "here = now & inside"]
 
     def _compose(self, affine: Affine) -> None:

@@ -50,8 +50,8 @@ def meet(arrivals, expected, PARTS: tl.constexpr):
 """
 
 
-def choose_parts(loop: RowLoop, history: list[bool], processors: int, shared_bytes: int) -> int:
-    """choose_parts : RowLoop x which carries have a history x a GPU's sizes -> programs of a tile
+def choose_parts(loop: RowLoop, processors: int, shared_bytes: int) -> int:
+    """choose_parts : RowLoop x a GPU's sizes -> programs of a tile
 
     ``processors``: the multiprocessors, each of which runs one program, with ``shared_bytes`` of
     shared memory. Of the numbers for which all programs run at once, the one with the least work
@@ -62,7 +62,7 @@ def choose_parts(loop: RowLoop, history: list[bool], processors: int, shared_byt
     rows_of_group = rows.total // max(groups, 1)
     candidates: list[tuple[int, int]] = []
     for parts in _PARTS:
-        tiles = make_tiles(loop, history, parts)
+        tiles = make_tiles(loop, parts)
         widths = [[tiles.flat(n).width for _, n in tiles.pieces[op.value]] for op in products]
         widest = max(width for of_product in widths for width in of_product)
         # Triton adds the parts of a product that the warps computed in shared memory.
@@ -101,8 +101,8 @@ class SplitPrinter(LoopPrinter):
     scratch_slots = 2
     load_option = ', cache_modifier=".cg"'  # not from the cache of this multiprocessor
 
-    def __init__(self, loop: RowLoop, history: list[bool], reverse: bool, parts: int) -> None:
-        super().__init__(loop, history, reverse, parts)
+    def __init__(self, loop: RowLoop, parts: int) -> None:
+        super().__init__(loop, parts)
         self.parts, self.reshaped = parts, set[str]()
         self.meetings = 0  # of the programs of a tile, in a step
 
