@@ -9,6 +9,7 @@ done once for all windows, on these totals.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from .._compat.tracing import FakeTensorMode
 from .adjoint import Loop
 from .blocks import DistributedLoop, ScanBlock, ShiftBlock
 from .distribute import distribute
-from .graphs import Node, needed_for, value_of
+from .graphs import Node, aten, needed_for, reachable_from, value_of
 from .run_loop import RunScan
 from .time_axis.batching import for_any_length
 from .tracing.trace import trace_function
@@ -112,8 +113,48 @@ class WindowedLoop:
     together: DistributedLoop
 
 
+# What a gradient someone wrote (torch.autograd.Function) may do to it, as to clip it.
+_NOT_LINEAR = {
+    aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.Tensor,
+    aten.sign.default, aten.abs.default, aten.tanh.default, aten.sigmoid.default,
+    aten.relu.default, aten.hardtanh.default, aten.round.default, aten.sqrt.default,
+    aten.rsqrt.default, aten.reciprocal.default, aten.exp.default, aten.log.default,
+    aten.pow.Tensor_Scalar, aten.maximum.default, aten.minimum.default, aten.amax.default,
+    aten.linalg_vector_norm.default, aten.isnan.default, aten.isfinite.default,
+}  # fmt: skip
+_PRODUCTS = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}
+_COMPARISONS = {"gt", "ge", "lt", "le", "eq", "ne"}
+
+
+def _check_is_linear(nodes: Sequence[Node], totals: Sequence[Node]) -> None:
+    """Raises ValueError if ``nodes`` do more with the totals than to add and to scale them."""
+    varying = reachable_from(totals, nodes)
+    for node in nodes:
+        read = [arg in varying for arg in node.args[:2]]
+        is_linear = not (
+            (any(read) and (node.target in _NOT_LINEAR or _is_comparison(node)))
+            or (all(read) and node.target in _PRODUCTS)
+            or (node.target is aten.div.Tensor and read[1])
+            or (node.target is aten.where.self and read[0])
+        )
+        if not is_linear:
+            raise ValueError(
+                "window: a gradient in the step is not linear, as of a torch.autograd.Function "
+                f"that clips it ({node.target}), but the gradients of windows are added up there. "
+                "train_stream(..., k1=1, k2=...) runs each window by itself."
+            )
+
+
+def _is_comparison(node: Node) -> bool:
+    package, _, name = str(node.target).partition(".")
+    return package == "aten" and name.partition(".")[0] in _COMPARISONS
+
+
 def split_windows(loop: Loop) -> WindowedLoop:
-    """split_windows : reverse loop -> WindowedLoop"""
+    """split_windows : reverse loop -> WindowedLoop
+
+    Raises ValueError for what the windows' totals cannot be given to.
+    """
     recurrent: set[Node] = set()  # the results of the recurrences
     for block in distribute(loop).blocks:
         if isinstance(block, ScanBlock):
@@ -122,6 +163,8 @@ def split_windows(loop: Loop) -> WindowedLoop:
             recurrent.add(block.carry)
     read = needed_for(loop.summed, stop=[*loop.sequences, *loop.invariants, *recurrent])
     boundary = [node for node in loop.graph.nodes if node in read & recurrent]
+    together_nodes = [node for node in loop.graph.nodes if node in read - recurrent]
+    _check_is_linear(together_nodes, boundary)
     alone = distribute(replace(loop, stacked=boundary, summed=[]))
     inputs: set[Node] = set(boundary)
     for block in alone.blocks:

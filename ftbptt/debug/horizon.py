@@ -214,10 +214,10 @@ def gradient_horizon(
     gradient with respect to the state at each lag. ``suggest_k2(tolerance)`` of the result turns
     this into a truncation length.
 
-    Arguments are those of the segment. Steps with fewer than ``max_lag`` steps before them in the
-    segment are left out. Raises what the segment raises; ValueError if ``max_lag`` is below 1 or
-    too large for the segment, if no state leaf has a gradient, or if a gradient is not finite;
-    TypeError if ``max_lag`` is no whole number.
+    Arguments are those of the segment. Of steps with fewer than ``max_lag`` steps before them in
+    the segment there are no norms. Raises what the segment raises; ValueError if ``max_lag`` is
+    below 1 or too large for the segment, if no state leaf has a gradient, or if a gradient is not
+    finite; TypeError if ``max_lag`` is no whole number.
 
     >>> import torch, ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)

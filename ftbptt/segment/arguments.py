@@ -120,7 +120,8 @@ def _initial_and_state(
     initial = Argument("initial_state", start)
     if state is None:  # all sequences start from the same
         x_0 = tree_unflatten([leaf[0, 0] if mean_axis else leaf[0] for leaf in xs.leaves], xs.spec)
-        states = Argument("state", start_of(recipe.step, recipe.initial_state, params, x_0))
+        name = "state" if recipe.initial_state is None else "initial_state"
+        states = Argument(name, start_of(recipe.step, recipe.initial_state, params, x_0))
         state_dim = None
     else:
         states = Argument("state", state, has_mean_axis=state_dim is not None)

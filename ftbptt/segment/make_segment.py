@@ -7,7 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from .._checks import check_bool, check_initial_state, check_int, check_one_of, check_time_dim
+from .._checks import (
+    check_bool,
+    check_function,
+    check_initial_state,
+    check_int,
+    check_one_of,
+    check_time_dim,
+)
 from .._trees import Tree
 from ..backends import NAMES
 from ..compiler.signature import Recipe
@@ -110,13 +117,7 @@ def make_train_segment(
     (torch.Size([5, 5]), torch.Size([2, 5]), torch.Size([]), torch.Size([7, 2, 5]))
     """
     check_one_of("backend", backend, NAMES)
-    if not callable(loss):
-        raise TypeError(f"loss: expected a function loss(out, y), found {type(loss).__name__}.")
-    if isinstance(loss, type):
-        raise TypeError(
-            f"loss: expected a function loss(out, y), found the class {loss.__name__}. Make an "
-            f"object of it, such as {loss.__name__}()."
-        )
+    check_function("loss", loss, "(out, y)")
     check_time_dim(time_dim)
     if in_dims is not None:
         _check_in_dims(in_dims)

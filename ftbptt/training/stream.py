@@ -157,6 +157,8 @@ class Stream(Iterator[Update]):
             self._trainer.set_resume_point()
 
     def _begin(self) -> None:
+        if self._store is not None:
+            self._store.begin()
         self._monitor.begin(self._trainer.total_updates(), self.index)
         self._trainer.begin()
         self._has_begun = True

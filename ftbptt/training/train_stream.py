@@ -21,7 +21,7 @@ from ..contract.output import SegmentOutput
 from ..distributed.ranks import Ranks
 from ..segment.train_segment import TrainSegment
 from .checkpoints.file import as_bytes, check_writable, has_checkpoint, is_special, previous
-from .checkpoints.stores import FileStore, SharedStore, Store
+from .checkpoints.stores import FileStore, SharedStore, Store, has_content
 from .data.chunk import Chunk
 from .data.chunk_stream import ChunkStream
 from .data.cursor import Cursor
@@ -273,7 +273,7 @@ def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool | N
             raise ValueError(
                 f"checkpoint: {path} is a file. With a mesh, give the name of a folder."
             )
-        exists = any(ranks.gather(path.is_dir() and any(path.iterdir())))
+        exists = any(ranks.gather(has_content(path)))
     if exists and resume is None:
         raise FileExistsError(
             f"checkpoint: {path if path.exists() else previous(path)} already exists. Pass "

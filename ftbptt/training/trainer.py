@@ -187,11 +187,11 @@ class Trainer:
         """
         learner = self.learner
         grads, norm = learner.ready()
-        if self._stops_at(norm):
+        if norm is None and (learner.changes_gradients or self.guard.reads_now(grads)):
+            norm = get_total_norm(grads)
+        if norm is not None and self._stops_at(grads, norm):
             return None
         self._announce(grads)
-        if norm is None and learner.changes_gradients:
-            norm = get_total_norm(grads)
         with self.uninterrupted():
             update, report = self._step(stats, grads, norm, due)
         if report is not None:
@@ -200,16 +200,18 @@ class Trainer:
             emit(self.events.after_update, update)
         return update
 
-    def _stops_at(self, norm: Tensor | None) -> bool:
-        """Whether the norm, by which the gradient would be clipped, is not finite."""
-        learner = self.learner
-        scaler = learner.scaler
+    def _stops_at(self, grads: list[Tensor], norm: Tensor) -> bool:
+        """Whether the gradients are not finite, or their norm, by which they would be clipped."""
+        scaler = self.learner.scaler
         skips = scaler is not None and scaler.is_enabled()  # it leaves such an update out itself
-        clips = learner.clip_norm is not None and not skips
-        if not clips or norm is None or self.guard.is_sound(norm):
+        if skips or self.guard.is_sound(norm):
+            return False
+        clips = self.learner.clip_norm is not None
+        if not clips and all(grad.isfinite().all() for grad in grads):  # a sum of float16 overflows
             return False
         self.ended |= self.guard.stops(
-            f"the gradient's norm is {float(norm)} in update {self.index}",
+            f"the gradient's norm is {float(norm)} in update {self.index}, though its loss is "
+            "finite, as with a NaN in steps of the data that are masked",
             "The run stops before that update; the parameters are those before it.",
         )
         return True
@@ -230,14 +232,14 @@ class Trainer:
     ) -> tuple[Update, Report | None]:
         """The optimizer's step and what it changes in the run; what was read of it, if anything."""
         learner, place, meter = self.learner, self.place, self.monitor.meter
-        self.is_consistent = False
+        self.is_consistent, learning_rate = False, learner.learning_rate
         stepped = learner.step(grads)
         self.is_consistent, self.resume_point = True, None
         self.index += 1
         is_due = meter.add(stats)
         update = Update(
             self.index - 1, place.epoch, place.end, stats.loss, stats.weight,
-            learner.params, self.state_after, meter.tokens_per_second, grads, norm,
+            learner.params, self.state_after, meter.tokens_per_second, learning_rate, grads, norm,
         )  # fmt: skip
         self.monitor.unreported = update
         if stepped:

@@ -256,6 +256,51 @@ def test_a_constant_and_a_captured_tensor() -> None:
     check(segment, made, 4)
 
 
+@pytest.mark.parametrize("kind", ["number", "masked", "saved"])
+def test_a_backward_that_makes_a_tensor(kind: str) -> None:
+    table = torch.rand(H).double()
+
+    class Scaling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            ctx.save_for_backward(a, table)
+            return a.relu()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            a, saved = ctx.saved_tensors
+            if kind == "number":
+                return grad * torch.tensor(2.0)
+            if kind == "masked":
+                grad = grad.clone()
+                grad[a < 0] = 0
+                return grad
+            return grad * saved
+
+    check_both(problem_with(lambda w, x, h: Scaling.apply(x @ w + 0.5 * h)))
+
+
+def test_a_backward_that_reads_a_tensor_outside() -> None:
+    table = torch.rand(H).double()
+
+    class Scaling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            return a.relu()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * table
+
+    made = problem_with(lambda w, x, h: Scaling.apply(x @ w + h))
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    words = (
+        r"backward of a torch.autograd.Function reads a tensor .*of shape \[7\].*save_for_backward"
+    )
+    with pytest.raises(TypeError, match=words):
+        segment(*made.data(4))
+
+
 def test_random_numbers_are_drawn_at_each_step() -> None:
     """Forward draws like the rest of the step; backward sees what was drawn."""
 

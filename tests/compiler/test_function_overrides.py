@@ -161,6 +161,37 @@ def test_shrinking() -> None:
     checked(problem(step), "fused")
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("place", ["step", "loss"])
+def test_a_slope_that_is_drawn(place: str, inplace: bool) -> None:
+    """Of one value, so that the gradient is known; in eval mode the mean of the bounds."""
+    act = torch.nn.RReLU(0.3, 0.3, inplace=inplace)
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        z = x_t @ params["w"] + h
+        h = act(z * 1.0) if place == "step" else z
+        return h, h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return mse(act(out * 1.0) if place == "loss" else out, y)
+
+    case = problem(step, loss)
+    for mode in (True, False):
+        act.train(mode)
+        checked(case)
+
+
+def test_random_numbers_around_a_mean_have_no_gradient() -> None:
+    """As in torch, where ``mean + std * randn`` is the one that has."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        mean = x_t @ params["w"]
+        action = torch.normal(mean, 0.0)
+        return (action - mean).square() + action, h
+
+    checked(problem(step))
+
+
 @pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "fused"]))
 def test_complex_numbers_of_two_real_ones(backend: str) -> None:
     """Outside the recurrence, for any K."""

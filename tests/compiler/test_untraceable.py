@@ -363,6 +363,42 @@ def test_a_step_that_writes_into_its_arguments(argument: str) -> None:
         call(step)
 
 
+@pytest.mark.parametrize("kind", ["replaced", "added", "removed"])
+def test_a_step_that_changes_what_params_holds(kind: str) -> None:
+    def step(params: Tree, x_t: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        if kind == "replaced":
+            params["w"] = params["w"] * 0.9
+        elif kind == "added":
+            params["n"] = params["w"] * 2
+        else:
+            del params["w"]
+        return x_t, state
+
+    leaf = r"params\['w'\]" if kind == "replaced" else "params"
+    with pytest.raises(RuntimeError, match=f"step step puts other values into {leaf}, which the"):
+        call(step)
+
+
+@pytest.mark.parametrize("kind", ["write", "strides"])
+def test_places_in_memory(kind: str) -> None:
+    """What is written within torch.func.grad is a place in memory, as the trace has it."""
+
+    def inner(a: Tensor) -> Tensor:
+        z = a.clone()
+        z[0] *= 2
+        z[1] *= 3
+        return (z**3).sum()
+
+    def step(params: Tree, x_t: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        h = state + x_t * params["w"]
+        if kind == "write":
+            return torch.func.grad(inner)(h), state
+        return h.as_strided((2,), (1,)), state
+
+    with pytest.raises(RuntimeError, match="step step writes into a part of a tensor inside torch"):
+        call(step)
+
+
 def test_a_step_that_writes_into_what_it_closes_over() -> None:
     total = torch.zeros(B, H)
 

@@ -578,3 +578,13 @@ def test_non_contiguous_and_expanded_data() -> None:
     turned = {name: p.detach().clone().mT.contiguous().mT if p.dim() == 2 else p
               for name, p in params.items()}  # fmt: skip
     assert_close(segment(turned, row, wide, y.flip(0).flip(0)), expected)
+
+
+def test_a_start_without_rows_beside_resets_of_rows() -> None:
+    given = arguments() | {"state": None}
+    segment = make_train_segment(
+        dict_step, per_row, backend="eager", initial_state={"h": torch.zeros(H)}
+    )
+    words = r"reset: has 3 rows, but initial_state\['h'\] of shape \[7\] has 7 on axis 0"
+    with pytest.raises(ValueError, match=words):
+        segment(**given, reset=torch.zeros(K, B, dtype=torch.bool))

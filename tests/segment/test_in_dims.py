@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ftbptt import SegmentOutput, compare_to_reference, make_train_segment, random_truncation
+from ftbptt import (
+    SegmentOutput,
+    compare_to_reference,
+    make_train_segment,
+    random_truncation,
+    reference_segment,
+)
 from ftbptt.training import evaluate_stream
 
 from ..cells import problem
-from ..cells.problems import D, Draw, H, per_step
+from ..cells.problems import D, Draw, H, mse, per_step
 from ..compiler.test_counts import Made
 from ..oracle import assert_close, assert_same_structure, unchanged
 from ..sequences import N, looped, sequences, stacked
@@ -169,3 +176,22 @@ def test_in_dims_with_flags_for_all_sequences(axis: int, segments: Segments) -> 
         )
     )
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("at", [0, -1, 2])
+def test_in_dims_of_a_step_that_writes_into_a_row(at: int) -> None:
+    """Under vmap, torch's gradient by what is written is too large."""
+    draw = Draw(0)
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        z, row = x_t @ params["w"] + h, torch.tanh(h @ params["w"])[at]
+        z[at] = row * 2
+        z[:, at] = x_t[:, 0]
+        return z, torch.tanh(z)
+
+    params = {"w": draw(H, H)}
+    state, x, y = draw(N, 3, H), draw(N, 4, 3, H), draw(N, 4, 3, H)
+    found = make_train_segment(step, mse, backend="eager", in_dims=(None, 0, 0, 0))
+    each = [reference_segment(step, mse, params, state[i], x[i], y[i]).grads for i in range(N)]
+    expected = torch.stack([grads["w"] for grads in each]).mean(0)
+    torch.testing.assert_close(found(params, state, x, y).grads["w"], expected)

@@ -364,6 +364,19 @@ class Unrated(torch.optim.Optimizer):
                 p -= group["speed"] * p.grad
 
 
+@pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)])
+def test_the_reported_learning_rate_is_that_of_the_update(rate: Any) -> None:
+    """Not the next one's, which the scheduler has set by then."""
+    module = tagger()
+    optimizer = torch.optim.SGD(module.parameters(), lr=rate, foreach=False)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    params = dict(module.named_parameters())
+    run = started(params, optimizer, module, interval=0, scheduler=scheduler)
+    used = [float(update.learning_rate) for update in run]  # type: ignore[arg-type]
+    assert used == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
+    assert [report.learning_rate for report in run.history] == used
+
+
 def test_an_optimizer_without_a_learning_rate() -> None:
     modules = tagger(), tagger()
     optimizers = Unrated(modules[0].parameters()), torch.optim.SGD(modules[1].parameters(), lr=0.5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ftbptt import make_train_segment
-from ftbptt.training import Events, Stream, load_checkpoint, train_stream
+from ftbptt.training import Chunk, Events, Stream, load_checkpoint, train_stream
 from ftbptt.training.checkpoints.file import previous
 from ftbptt.training.updates.nonfinite import Guard
 
@@ -20,6 +22,7 @@ from .streams import Tagger, mean_cross_entropy, stream, tagger, zeros
 
 MODES = ["stop", "raise", "skip"]
 STOPS = "The run stops before that update; the parameters are those before it."
+MASKED = "loss is finite, as with a NaN in steps of the data that are masked."
 THEN = {"stop": STOPS, "raise": "", "skip": "It is left out."}
 
 
@@ -372,7 +375,8 @@ def test_a_norm_that_is_clipped_by(mode: str) -> None:
     list(good)
     updates = started((x, y), loss=loss, clip_norm=1.0, on_nonfinite=mode)
     made, (said,) = noted(updates)
-    assert said == f"ftbptt: the gradient's norm is nan in update 2. {THEN[mode]}".strip()
+    words = f"ftbptt: the gradient's norm is nan in update 2, though its {MASKED}"
+    assert said == f"{words} {THEN[mode]}".strip()
     assert made == ([4, 8, 16, 17] if mode == "skip" else [4, 8])
     if mode != "skip":
         assert_same(updates.params, good.params)
@@ -402,7 +406,7 @@ def test_a_norm_that_is_clipped_by_under_a_scaler_that_is_off() -> None:
     updates = started(stream(9), loss=loss, clip_norm=1.0, scaler=scaler)
     made, (said,) = noted(updates)
     assert said.startswith("ftbptt: the gradient's norm is ")
-    assert said.endswith(f" in update 0. {STOPS}")
+    assert said.endswith(f" in update 0, though its {MASKED} {STOPS}")
     assert not made
     assert_same(updates.params, before)
 
@@ -448,7 +452,7 @@ def test_parameters_that_are_not_finite_are_not_saved(mode: str, tmp_path: Path)
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_gradient_that_is_not_finite_under_a_loss_that_is(left: bool, tmp_path: Path) -> None:
-    """The last update, or the last before a ``break``, has spoiled the parameters: no save."""
+    """Before such an update the run stops; or the caller leaves it, an update earlier."""
 
     def loss(out: Tensor, y: Tensor) -> Tensor:  # the slope of the root is infinite at 0, times 0
         is_seven = (y == 7).unsqueeze(2)
@@ -457,12 +461,52 @@ def test_a_gradient_that_is_not_finite_under_a_loss_that_is(left: bool, tmp_path
     file, (x, y) = tmp_path / "run.pt", stream(16)
     y[14:] = 7
     updates = started((x, y), loss=loss, checkpoint=file, checkpoint_every=3)
-    with pytest.warns(RuntimeWarning, match="no checkpoint is written: params"):  # noqa: PT031
+    words = (
+        "the gradient's norm is nan in update 3, though its loss is finite, as with a NaN in steps"
+    )
+    with nullcontext() if left else pytest.warns(RuntimeWarning, match=words):
         for update in updates:
-            if left and update.index == 3:
+            if left and update.index == 2:
                 break
-    assert updates.index == 4
+    assert updates.index == 3
     assert load_checkpoint(file)["index"] == 3
+    assert all(p.isfinite().all() for p in updates.params.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_masked_number_in_the_target(mode: str) -> None:
+    """Its loss does not count, but 0 times NaN is in the gradient."""
+    x, y = stream(16)
+    target = y.double()
+    target[9, 0] = float("nan")
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (out - y.unsqueeze(-1)).square().mean(-1)
+
+    data = Chunk(x, target, mask=~target.isnan())
+    updates = started(data, loss=loss, lr=0.01, on_nonfinite=mode)
+    made, said = noted(updates)
+    assert made == ([4, 8, 16] if mode == "skip" else [4, 8])
+    assert len(said) == 1
+    assert "the gradient's norm is nan in update 2, though its loss is finite" in said[0]
+    assert said[0].endswith(THEN[mode])
+    assert all(p.isfinite().all() for p in updates.params.values())
+
+
+def test_a_norm_of_half_precision_that_overflows() -> None:
+    """Nothing is clipped by it, and all gradients are finite."""
+    params = {"w": torch.zeros(64, dtype=torch.float16)}
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return x_t * params["w"], h
+
+    train_segment = make_train_segment(step, lambda out, y: out.sum(), backend="eager")
+    optimizer = torch.optim.SGD(params.values(), lr=0.0)
+    data = torch.full((4, 1, 64), 20000.0).half(), None
+    run = train_stream(
+        train_segment, params, torch.zeros(1, 64).half(), data, optimizer, k1=2, progress=False
+    )
+    assert [float(update.grad_norm) for update in run] == [math.inf, math.inf]
 
 
 def test_parameters_that_were_not_finite_from_the_start_are_saved(tmp_path: Path) -> None:

@@ -60,8 +60,9 @@ def measured(
     return WindowStats(torch.tensor(loss), weight, steps, tokens)
 
 
-def update(index: int = 0, norm: float = 0.5) -> Update:
-    return Update(index, 0, 4 * index, torch.tensor(0.0), 1, {}, None, 0.0, [], torch.tensor(norm))
+def update(index: int = 0, norm: float = 0.5, rate: float | None = None) -> Update:
+    loss = torch.tensor(0.0)
+    return Update(index, 0, 4 * index, loss, 1, {}, None, 0.0, rate, [], torch.tensor(norm))
 
 
 @cache
@@ -91,7 +92,7 @@ def test_the_mean_is_weighted(clock: Clock) -> None:
     clock.now += 2
     meter.add(measured(2.0, 4))
     assert meter.is_due()
-    report = meter.report(update(3, norm=0.25), 0.01)
+    report = meter.report(update(3, norm=0.25, rate=0.01))
     assert report.loss == (3 + 5 + 8) / 8
     assert (report.index, report.position, report.grad_norm) == (3, 12, 0.25)
     assert report.learning_rate == 0.01
@@ -100,7 +101,7 @@ def test_the_mean_is_weighted(clock: Clock) -> None:
     clock.now += 0.5
     meter.add(measured(7.0, 2))
     assert not meter.is_due()
-    report = meter.report(update(4), None)
+    report = meter.report(update(4))
     assert report.loss == 7.0
     assert report.steps_per_second == 8
     assert report.seconds == 2.5
@@ -111,19 +112,19 @@ def test_weights_that_are_on_the_device() -> None:
     meter = Meter(0)
     meter.add(measured(1.0, torch.tensor(3)))
     meter.add(measured(5.0, 1))
-    assert meter.report(update(), None).loss == 2.0
+    assert meter.report(update()).loss == 2.0
     meter.add(measured(5.0, torch.tensor(0)))
-    assert meter.report(update(), None) is None
+    assert meter.report(update()) is None
     assert len(meter.history) == 1
     meter.add(measured(3.0, torch.tensor(2)))
-    assert meter.report(update(), None).loss == 3.0
+    assert meter.report(update()).loss == 3.0
 
 
 def test_losses_of_many_models() -> None:
     meter = Meter(0)
     meter.add(measured([1.0, 3.0], 3))
     meter.add(measured([5.0, 3.0], 1))
-    assert meter.report(update(), None).loss == 2.5
+    assert meter.report(update()).loss == 2.5
 
 
 def test_few_losses_are_kept(clock: Clock) -> None:
@@ -136,16 +137,16 @@ def test_few_losses_are_kept(clock: Clock) -> None:
     expected = sum(loss * (i % 3) for i, loss in enumerate(losses)) / sum(
         i % 3 for i in range(5000)
     )
-    assert meter.report(update(), None).loss == pytest.approx(expected, rel=1e-6)
+    assert meter.report(update()).loss == pytest.approx(expected, rel=1e-6)
     meter.add(measured(4.0))
-    assert meter.report(update(), None).loss == 4.0
+    assert meter.report(update()).loss == 4.0
 
 
 def test_time_goes_on_after_a_resume(clock: Clock) -> None:
     meter = Meter(interval=0)
     clock.now += 7
     meter.add(measured(1.0))
-    meter.report(update(), 0.5)
+    meter.report(update())
     again = Meter(interval=0)
     again.load_state_dict(meter.state_dict(), torch.device("cpu"))
     again.start()
@@ -166,7 +167,7 @@ def test_the_speed_after_a_resume(clock: Clock) -> None:
     again.start()
     clock.now += 1
     again.add(measured(1.0))
-    assert again.report(update(), None).steps_per_second == 2 * measured(1.0).steps / 4
+    assert again.report(update()).steps_per_second == 2 * measured(1.0).steps / 4
 
 
 def test_a_report_of_each_update() -> None:
@@ -541,7 +542,7 @@ def test_losses_that_were_added_up_before_a_checkpoint_count() -> None:
         if i == 2500:
             second.load_state_dict(first.state_dict(), torch.device("cpu"))
         (first if i < 2500 else second).add(measured(loss, 1 + i % 3))
-    found, expected = (own.report(update(2999), None) for own in (second, whole))
+    found, expected = (own.report(update(2999)) for own in (second, whole))
     assert found.loss == pytest.approx(expected.loss, rel=1e-9)
     assert second.first_nonfinite is None
     first.add(measured(math.nan))

@@ -404,6 +404,16 @@ def test_a_file_that_would_be_replaced(tmp_path: Path) -> None:
     assert tmp_path.is_dir()
 
 
+def test_two_runs_that_are_given_one_file(tmp_path: Path) -> None:
+    """Neither knows of the other when it is made."""
+    first, second = (Run("plain", 0, tmp_path / "run.pt") for _ in range(2))
+    first.go()
+    saved = (tmp_path / "run.pt").read_bytes()
+    with pytest.raises(FileExistsError, match=r"run.pt was written by another run since train_str"):
+        second.go()
+    assert (tmp_path / "run.pt").read_bytes() == saved
+
+
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     """It is said at once, not when the first checkpoint is due; the next try is told the same."""
     (tmp_path / "file").touch()

@@ -23,6 +23,11 @@ _COMMON = (
 _BY_ROW = ("state", "state_after")
 
 
+def has_content(folder: Path) -> bool:
+    """Whether a folder holds anything."""
+    return folder.is_dir() and any(folder.iterdir())
+
+
 class Store(Protocol):
     """Where a run keeps its checkpoints. With many ranks each method is a collective.
 
@@ -30,6 +35,9 @@ class Store(Protocol):
     """
 
     replaces: bool
+
+    def begin(self) -> None:
+        """Raises FileExistsError for a checkpoint that was written since the store was made."""
 
     def offer(self, index: int | None, content: Callable[[], Content], *, last: bool) -> bool:
         """Saves the run after ``index`` updates; returns whether it did.
@@ -47,6 +55,14 @@ class FileStore:
 
     def __init__(self, path: Path, replaces: bool) -> None:
         self.path, self.replaces = path, replaces
+        self._existed = has_checkpoint(path)
+
+    def begin(self) -> None:
+        if not self._existed and has_checkpoint(self.path):
+            raise FileExistsError(
+                f"checkpoint: {self.path} was written by another run since train_stream was "
+                "called. Give each run a file of its own."
+            )
 
     def offer(self, index: int | None, content: Callable[[], Content], *, last: bool) -> bool:
         if index is not None:
@@ -65,6 +81,17 @@ class SharedStore:
     ) -> None:
         self.ranks, self.replaces = ranks, replaces
         self.checkpoints = SharedCheckpoints(folder, ranks, row_axis)
+        self._folder, self._existed = folder, self._exists()
+
+    def _exists(self) -> bool:
+        return any(self.ranks.gather(has_content(self._folder)))
+
+    def begin(self) -> None:
+        if not self._existed and self._exists():
+            raise FileExistsError(
+                f"checkpoint: {self._folder} was written by another run since train_stream was "
+                "called. Give each run a folder of its own."
+            )
 
     def offer(self, index: int | None, content: Callable[[], Content], *, last: bool) -> bool:
         if not self.ranks.alive:

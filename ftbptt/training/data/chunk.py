@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ..._messages import describe_type
 from ..._trees import (
@@ -195,6 +196,12 @@ def check_leaves(chunk: Chunk) -> Chunk:
     for name, tree in zip(chunk._fields, chunk, strict=True):
         if isinstance(tree, Tensor) or (tree is None and name != "x"):
             continue
+        if isinstance(tree, PackedSequence):
+            raise TypeError(
+                f"{name}: is a PackedSequence, whose rows drop out as it goes on, but a state is "
+                "carried for all rows. Give PackedSequences(sequences, rows=...), or pad "
+                "(torch.nn.utils.rnn.pad_packed_sequence) and give a mask."
+            )
         is_tree = name in ("x", "y")
         leaves = tree_flatten_with_path(tree)[0] if is_tree else [((), tree)]
         if not leaves:

@@ -52,7 +52,7 @@ class Monitor:
         """
         if self.unreported is None:
             return None
-        report = self.meter.report(self.unreported, self._learner.learning_rate)
+        report = self.meter.report(self.unreported)
         if report is None:
             return None
         self.unreported = None

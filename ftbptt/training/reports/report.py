@@ -32,7 +32,8 @@ class Report:
     ``grad_norm``
         the norm of the gradient in update ``index``, before clipping
     ``learning_rate``
-        that of the optimizer's first group; None if that has none, or for a functional optimizer
+        that of update ``index``, of the optimizer's first group; None if that has none, or for a
+        functional optimizer
     ``steps_per_second``, ``tokens_per_second``
         steps of the stream, and steps of all rows, per second since the last report
     ``seconds``
@@ -111,14 +112,15 @@ class Meter:
         """The speed from the last report to the last update."""
         return self._tokens / max(self._now - self._since, 1e-9)
 
-    def report(self, update: Update, learning_rate: float | None) -> Report | None:
+    def report(self, update: Update) -> Report | None:
         """Reads the losses since the last report; None without a valid step. Waits for a GPU."""
         self._fold()
         loss = float((self._sum / self._weight).mean())
         if math.isnan(loss) and not float(self._weight):  # 0 / 0: else the weight is not read
             self._next = time.perf_counter() + self.interval
             return None
-        grad_norm = float(update.grad_norm)
+        grad_norm, learning_rate = float(update.grad_norm), update.learning_rate
+        learning_rate = None if learning_rate is None else float(learning_rate)
         bad = float(self._bad) if not math.isfinite(loss) else math.inf
         first_index = update.index - self._folded + 1
         self.first_nonfinite = None if bad == math.inf else first_index + int(bad)

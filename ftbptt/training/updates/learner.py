@@ -129,11 +129,12 @@ class Learner:
         return isinstance(self.optimizer, Sharded)
 
     @property
-    def learning_rate(self) -> float | None:
+    def learning_rate(self) -> float | Tensor | None:
+        """That of the optimizer's first group; a copy of one in a tensor, which is not read."""
         if not isinstance(self.optimizer, Optimizer):
             return None
         rate = self.optimizer.param_groups[0].get("lr")
-        return None if rate is None else float(rate)
+        return rate.detach().clone() if isinstance(rate, Tensor) else rate
 
     def scale(self) -> Tensor | None:
         """The factor of the next loss; None without a scaler."""

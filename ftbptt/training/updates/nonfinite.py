@@ -40,6 +40,10 @@ class Guard:
                 return f"params{keystr(path)} is not finite already"
         return ""
 
+    def reads_now(self, grads: list[Tensor]) -> bool:
+        """Whether the gradients are looked at before each update; see :meth:`is_sound`."""
+        return bool(grads) and (grads[0].is_cpu or self.mode == "skip")
+
     def is_sound(self, value: Tensor) -> bool:
         """Whether ``value`` is finite. On a GPU, unless the mode is "skip", it is not checked.
 

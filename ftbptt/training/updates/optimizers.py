@@ -16,6 +16,8 @@ from ..._trees import Tree, in_order_of, leaf_names, tree_flatten, tree_leaves
 class FunctionalOptimizer(Protocol):
     """An optimizer as two pure functions, as is usual in JAX.
 
+    But ``update`` returns the new parameters, not what to add to them, as optax's does.
+
     >>> class GradientDescent:
     ...     def init(self, params):
     ...         return None

@@ -34,6 +34,9 @@ class Update:
         computed at the first access
     ``tokens_per_second``
         steps of all rows per second, since the last report
+    ``learning_rate``
+        the one that the update was made with, of the optimizer's first group; a number or a tensor.
+        None if that has none, or for a functional optimizer
 
     >>> import ftbptt, torch
     >>> cell, x = torch.nn.GRUCell(3, 5), torch.randn(20, 2, 3)
@@ -55,6 +58,7 @@ class Update:
     params: Tree
     state: Tree
     tokens_per_second: float
+    learning_rate: float | Tensor | None
     _grads: list[Tensor]
     _norm: Tensor | None
 
