@@ -48,7 +48,6 @@ def reached_by(root: Any) -> Iterator[Any]:
     the methods whose names occur in any code so far, and those that Python and torch call.
     """
     seen: dict[int, Any] = {}  # kept alive, so that no other object gets their ids
-    owners: dict[int, Any] = {}  # of methods
     own = _Own()
     classes: dict[type, None] = {}  # in order
     python_modules: dict[ModuleType, None] = {}
@@ -68,7 +67,6 @@ def reached_by(root: Any) -> Iterator[Any]:
                 classes |= dict.fromkeys(own_classes(type(value)))
                 wait_for(vars(value).values())
             elif isinstance(value, MethodType):
-                owners[id(value.__self__)] = value.__self__
                 waiting += [value.__func__, value.__self__]
             elif isinstance(value, partial):
                 yield value

@@ -119,9 +119,10 @@ def train_stream(
         gradients by valid steps. With ``in_dims`` the loss is a mean over sequences, each with its
         own mean over valid steps (0 if it has none); there sequences times steps are the weight.
     ``clip_norm``, ``clip_value``, ``scheduler``, ``ema_decay``
-        Clipping of the gradient, by norm first; a scheduler of torch, stepped at each update
-        (``ReduceLROnPlateau`` at each report); a moving average of the parameters, which begins
-        at those before the first update.
+        Clipping of the gradient, by norm first (the norm of all gradients together, those of an
+        ensemble's models too); a scheduler of torch, stepped at each update (``ReduceLROnPlateau``
+        at each report); a moving average of the parameters, which begins at those before the first
+        update.
     ``autocast``, ``scaler``
         ``torch.bfloat16`` or ``torch.float16``, and a ``torch.amp.GradScaler`` for the latter.
     ``stop``
@@ -129,7 +130,7 @@ def train_stream(
         :class:`EarlyStop`. When reports come depends on the time that updates take; with
         ``interval=0`` there is one at each update.
     ``on_nonfinite``
-        What to do if a loss, or the norm that gradients are clipped by, is not finite. "stop" ends
+        What to do if a loss or a gradient is not finite. "stop" ends
         the run with a warning that says where it began; "raise" raises FloatingPointError; "skip"
         leaves the window out. On a CPU, and for "skip" on any device, this is noticed before the
         parameters change; otherwise when losses are next read.
@@ -143,6 +144,7 @@ def train_stream(
         the file, if it exists, bit for bit as if the run had not been interrupted, and writes the
         parameters, the module's buffers and the optimizer in place. ``resume=False`` replaces it
         when the run begins. With neither, an existing file is an error.
+        A run that had made all of its updates makes none.
         A resumed run may have other limits (``epochs``, ``updates``, ``stop``), another clipping
         and ``accumulate``, and data that goes on further (a window that its end had cut short
         stays so); not other windows (``k1``, ``k2``, ...).

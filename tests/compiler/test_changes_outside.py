@@ -322,6 +322,30 @@ def test_a_container(kind: Any) -> None:
     check_change(made_with(lambda x: x * sum(held)), lambda: add(5.0))
 
 
+def test_the_default_of_an_argument() -> None:
+    held = {"rate": 2.0}
+
+    def of(x: Tensor, given: dict[str, float] = held, *, more: list[float] = [1.0]) -> Tensor:  # noqa: B006
+        return x * given["rate"] * more[0]
+
+    check_change(
+        made_with(of),
+        lambda: held.update(rate=3.0),
+        lambda: of.__kwdefaults__["more"].__setitem__(0, 3.0),
+    )
+
+
+def test_a_step_that_remembers_in_the_default_of_an_argument() -> None:
+    def of(x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
+        seen.append(1)
+        return x
+
+    made = made_with(of)
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    with pytest.raises(RuntimeError, match="changes the default of 'seen' of of"):
+        segment(*made.data(4))
+
+
 def test_a_key_of_a_dict() -> None:
     functions = {"tanh": True}
 

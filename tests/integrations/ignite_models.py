@@ -298,14 +298,18 @@ MODELS = {
     "learned start": Model(LearnedStart, without_state="the gradient of start differs by 100 %"),
     "tied parameters": Model(Tied),
     "weight norm": Model(lambda: weight_normed()),
-    "counter": Model(Counting, "changes 'calls' of Counting"),
-    "list": Model(Logging, "changes 'log' of Logging"),
+    "counter": Model(Counting, "changes the attribute 'calls' of Counting"),
+    "list": Model(Logging, "changes the attribute 'log' of Logging"),
     "print": Model(Printing, "prints or logs"),
-    "global list": Model(Global, "changes 'SEEN' of _count"),
+    "global list": Model(Global, "changes the global variable 'SEEN'"),
     "Python's random numbers": Model(TeacherForcing, "draws from Python's"),
-    "decorator that counts": Model(Decorated, "changes '__dict__' of forward"),
-    "counter in the class": Model(ClassCounter, "changes 'count' of ClassCounter"),
-    "batch norm": Model(BatchNorm, "changes '(num_batches_tracked|running_\\w+)' of norm"),
+    "decorator that counts": Model(Decorated, "changes the attribute 'calls' of the function"),
+    "counter in the class": Model(
+        ClassCounter, "changes the attribute 'count' of the class ClassCounter"
+    ),
+    "batch norm": Model(
+        BatchNorm, "changes the attribute '(num_batches_tracked|running_\\w+)' of norm"
+    ),
     "norm over time": Model(NormOverTime, "several steps at once"),
     "convolution": Model(Convolution, "several steps at once"),
     "attention": Model(Attention, "several steps at once"),

@@ -50,6 +50,7 @@ def scopes_of(root: Any, reached: Collection[Any]) -> Iterator[Scope]:
     for value in reached:
         if isinstance(value, FunctionType):
             yield _captured(value)
+            yield _defaults(value)
             yield _globals(value)
             yield _in_dict(vars(value), _attribute(f"the function {value.__name__}"), value)
         elif isinstance(value, partial):
@@ -59,9 +60,11 @@ def scopes_of(root: Any, reached: Collection[Any]) -> Iterator[Scope]:
         elif isinstance(value, type):
             classes |= dict.fromkeys(own_classes(value))
         else:
-            path = paths.get(value) if isinstance(value, nn.Module) else None
-            named = type(value).__name__ if path is None else type(root).__name__
-            yield _in_dict(vars(value), _attribute(named, path or ""), value)
+            is_module = isinstance(value, nn.Module)  # of which torch's code binds attributes too
+            path = paths.get(value) if is_module else None
+            owner = type(value).__name__ if path is None else type(root).__name__
+            describe = _attribute(owner, path or "")
+            yield _in_dict(vars(value), describe, value, None if is_module else names)
             classes |= dict.fromkeys(own_classes(type(value)))
     yield from map(_of_class, classes)
 
@@ -124,14 +127,21 @@ def _of_class(owner: type) -> Scope:
     )
 
 
+def _defaults(function: FunctionType) -> Scope:
+    values, last = function.__defaults__ or (), function.__code__.co_argcount
+    names = function.__code__.co_varnames[last - len(values) : last]
+    defaults = dict(zip(names, values, strict=True)) | (function.__kwdefaults__ or {})
+    return _fixed(defaults, lambda name: f"the default of {name!r} of {function.__name__}")
+
+
 def _of_partial(function: partial[Any]) -> Scope:
     arguments = {str(i): value for i, value in enumerate(function.args)} | function.keywords
-    return Scope(
-        arguments.keys,
-        arguments.get,
-        lambda *_: None,
-        lambda name: f"the argument {name} of a partial",
-    )  # which binds them for good; what they hold may change
+    return _fixed(arguments, lambda name: f"the argument {name} of a partial")
+
+
+def _fixed(variables: dict[str, Any], describe: Callable[[str], str]) -> Scope:
+    """Of variables that are bound for good: what they are bound to may change."""
+    return Scope(variables.keys, variables.get, lambda *_: None, describe)
 
 
 def _captured(function: FunctionType) -> Scope:
