@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -51,9 +50,11 @@ def leaf_names(name: str, spec: TreeSpec) -> list[str]:
 
 def in_groups(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
     """A flat list as consecutive groups of these sizes, which are all of it."""
-    remaining = iter(items)
-    groups = [list(islice(remaining, size)) for size in sizes]
-    assert next(remaining, None) is None
+    groups, start = [], 0
+    for size in sizes:
+        groups.append([*items[start : start + size]])
+        start += size
+    assert start == len(items)
     return groups
 
 

@@ -170,11 +170,12 @@ class Executable(Programs):
     def _parts(self, state: list[Tensor]) -> list[Tensor]:
         """The parts of the state, each with the axis of every level of vmap."""
         s, parts = self.plan.signature, []
+        axes = s.batch_axes
         for leaf, info, packing in zip(state, s.state, self.plan.packings, strict=True):
-            for i, (level, has_axis) in enumerate(s.axes_of(info)):
+            for i, (level, has_axis) in enumerate(s.axes_of(info) if axes else ()):
                 if not has_axis:
                     leaf = leaf.unsqueeze(i).expand(*leaf.shape[:i], level.size, *leaf.shape[i:])
-            parts += packing.unpack(leaf.detach(), s.batch_axes)
+            parts += packing.unpack(leaf.detach(), axes)
         return [part.contiguous() for part in parts]
 
     def _packed(self, parts: list[Tensor]) -> list[Tensor]:

@@ -181,8 +181,10 @@ class _TensorRead:
 def _has_equal_values(tensor: Tensor, other: Tensor) -> bool:
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
+    if torch.equal(tensor, other):
+        return True
     both_are_nan = (tensor != tensor) & (other != other)
-    return torch.equal(tensor, other) or bool(((tensor == other) | both_are_nan).all())
+    return bool(((tensor == other) | both_are_nan).all())
 
 
 def noting_tensors_read(tensors: list[Tensor]) -> dict[Any, Callable[..., Any]]:

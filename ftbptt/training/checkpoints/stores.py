@@ -81,7 +81,8 @@ class SharedStore:
     ) -> None:
         self.ranks, self.replaces = ranks, replaces
         self.checkpoints = SharedCheckpoints(folder, ranks, row_axis)
-        self._folder, self._existed = folder, self._exists()
+        self._folder = folder
+        self._existed = self._exists()
 
     def _exists(self) -> bool:
         return any(self.ranks.gather(has_content(self._folder)))
