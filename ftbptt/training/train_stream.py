@@ -130,10 +130,10 @@ def train_stream(
         :class:`EarlyStop`. When reports come depends on the time that updates take; with
         ``interval=0`` there is one at each update.
     ``on_nonfinite``
-        What to do if a loss or a gradient is not finite. "stop" ends
-        the run with a warning that says where it began; "raise" raises FloatingPointError; "skip"
-        leaves the window out. On a CPU, and for "skip" on any device, this is noticed before the
-        parameters change; otherwise when losses are next read.
+        What to do if a loss is not finite; or a gradient, where there is a mask, or gradients are
+        clipped by norm. "stop" ends the run with a warning that says where it began; "raise" raises
+        FloatingPointError; "skip" leaves the window out. On a CPU, and for "skip" on any device,
+        this is noticed before the parameters change; otherwise when losses are next read.
     ``events``, ``progress``, ``interval``
         Functions to call (:class:`Events`); whether to draw a progress bar; seconds between
         readings.

@@ -187,11 +187,15 @@ class Trainer:
         """
         learner = self.learner
         grads, norm = learner.ready()
-        if norm is None and (learner.changes_gradients or self.guard.reads_now(grads)):
+        # A NaN in steps that are masked has no part in the loss, but in the gradient.
+        is_masked = isinstance(stats.weight, Tensor)
+        if norm is None and is_masked and self.guard.reads_now(grads):
             norm = get_total_norm(grads)
         if norm is not None and self._stops_at(grads, norm):
             return None
         self._announce(grads)
+        if norm is None and learner.changes_gradients:
+            norm = get_total_norm(grads)
         with self.uninterrupted():
             update, report = self._step(stats, grads, norm, due)
         if report is not None:

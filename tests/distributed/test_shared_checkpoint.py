@@ -197,6 +197,22 @@ def test_what_could_not_be_read_again(two: Ranks, tmp_path: Path) -> None:
         assert "['best'], a numpy.ndarray, could not be read again with weights_only=True" in said
 
 
+def _two_runs(mesh: DeviceMesh, folder: str) -> str:
+    """Made on one folder before either begins; what the second one says."""
+    first, second = (new_run(mesh, updates=2, checkpoint=folder) for _ in range(2))
+    list(first)
+    try:
+        next(second)
+    except FileExistsError as error:
+        return str(error)
+    return "no error"
+
+
+def test_two_runs_that_are_given_one_folder(two: Ranks, tmp_path: Path) -> None:
+    for said in two.call(_two_runs, str(tmp_path / "run")):
+        assert "was written by another run since train_stream was called. Give each" in said
+
+
 def _no_folder(mesh: DeviceMesh, path: str) -> str:
     try:
         train(mesh, "tensors", checkpoint=path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -452,7 +451,7 @@ def test_parameters_that_are_not_finite_are_not_saved(mode: str, tmp_path: Path)
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_gradient_that_is_not_finite_under_a_loss_that_is(left: bool, tmp_path: Path) -> None:
-    """Before such an update the run stops; or the caller leaves it, an update earlier."""
+    """The last update, or the last before a ``break``, has spoiled the parameters: no save."""
 
     def loss(out: Tensor, y: Tensor) -> Tensor:  # the slope of the root is infinite at 0, times 0
         is_seven = (y == 7).unsqueeze(2)
@@ -461,16 +460,12 @@ def test_a_gradient_that_is_not_finite_under_a_loss_that_is(left: bool, tmp_path
     file, (x, y) = tmp_path / "run.pt", stream(16)
     y[14:] = 7
     updates = started((x, y), loss=loss, checkpoint=file, checkpoint_every=3)
-    words = (
-        "the gradient's norm is nan in update 3, though its loss is finite, as with a NaN in steps"
-    )
-    with nullcontext() if left else pytest.warns(RuntimeWarning, match=words):
+    with pytest.warns(RuntimeWarning, match="no checkpoint is written: params"):  # noqa: PT031
         for update in updates:
-            if left and update.index == 2:
+            if left and update.index == 3:
                 break
-    assert updates.index == 3
+    assert updates.index == 4
     assert load_checkpoint(file)["index"] == 3
-    assert all(p.isfinite().all() for p in updates.params.values())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -500,9 +495,9 @@ def test_a_norm_of_half_precision_that_overflows() -> None:
     def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         return x_t * params["w"], h
 
-    train_segment = make_train_segment(step, lambda out, y: out.sum(), backend="eager")
+    train_segment = make_train_segment(step, lambda out, y: out.sum(-1), backend="eager")
     optimizer = torch.optim.SGD(params.values(), lr=0.0)
-    data = torch.full((4, 1, 64), 20000.0).half(), None
+    data = Chunk(torch.full((4, 1, 64), 20000.0).half(), mask=torch.ones(4, dtype=torch.bool))
     run = train_stream(
         train_segment, params, torch.zeros(1, 64).half(), data, optimizer, k1=2, progress=False
     )

@@ -41,7 +41,7 @@ class Guard:
         return ""
 
     def reads_now(self, grads: list[Tensor]) -> bool:
-        """Whether the gradients are looked at before each update; see :meth:`is_sound`."""
+        """Whether gradients are looked at before the update; see :meth:`is_sound`."""
         return bool(grads) and (grads[0].is_cpu or self.mode == "skip")
 
     def is_sound(self, value: Tensor) -> bool:
