@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .._checks import check_device, check_int, kind_of
+from .._checks import check_device, check_function, check_int, kind_of
 from .._trees import Tree, tree_leaves, tree_map
 from ..contract.layout import Layout
 from ..segment.make_segment import check_made
@@ -78,8 +78,9 @@ def evaluate_stream(
 
     A module runs in the mode that it is in: call ``model.eval()`` before, if it has dropout.
 
-    Raises TypeError for a ``train_segment`` that this package did not make, for what is no metric,
-    and for ``metric_inputs`` that returns no pair, ValueError for data without a step.
+    Raises TypeError for a ``train_segment`` that this package did not make, for what is no metric
+    or no function, and for ``metric_inputs`` that returns no pair; ValueError for data without a
+    step.
 
     >>> import ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)
@@ -95,6 +96,10 @@ def evaluate_stream(
         train_segment = train_segment.train_segment
     check_made(train_segment)
     k = check_int("k", k, 1)
+    if metric_inputs is not None:
+        check_function("metric_inputs", metric_inputs, "(out, y)")
+    if prepare is not None:
+        check_function("prepare", prepare, "(x, y)")
     if metrics is not None and not hasattr(metrics, "items"):
         raise TypeError(f"metrics: expected a dict of them, found {type(metrics).__name__}.")
     for name, metric in (metrics or {}).items():

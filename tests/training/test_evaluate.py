@@ -448,6 +448,12 @@ def test_an_average_of_the_loss_itself() -> None:
             TypeError,
             "metric_inputs: expected it to return (preds, target), found Tensor.",
         ),
+        (
+            {"metric_inputs": MeanSquaredError},
+            TypeError,
+            "metric_inputs: expected a function metric_inputs(out, y), found the class MeanSquared",
+        ),
+        ({"prepare": 3}, TypeError, "prepare: expected a function prepare(x, y), found int."),
         ({"data": []}, ValueError, "data: has no steps to evaluate on."),
         ({"data": (torch.zeros(0, 3, 3), None)}, ValueError, "data: has no steps to evaluate on."),
         ({"data": "corpus"}, TypeError, "data: expected a tuple (x, y), an iterable of such tuple"),
