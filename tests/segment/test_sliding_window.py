@@ -202,6 +202,44 @@ def test_vmap_and_in_dims() -> None:
     assert_close(tree_leaves(segment(given.params, state, x, y).grads), mean)
 
 
+class Clip(torch.autograd.Function):
+    """The identity, whose gradient is clipped."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.clamp(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("place", ["state", "out", "input", "weight"])
+def test_a_gradient_that_is_clipped_in_the_step(place: str) -> None:
+    """Within the recurrence each window clips its own; outside of it, windows are added up."""
+    draw = Draw(0)
+
+    def at(name: str, tensor: Tensor) -> Tensor:
+        return Clip.apply(tensor) if name == place else tensor  # type: ignore[no-untyped-call]
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        z = at("input", x_t @ at("weight", params["w"]))
+        h = torch.tanh(z + at("state", h) @ params["u"])
+        return at("out", h @ params["u"]), h
+
+    params = {"w": draw(5, 5), "u": draw(5, 5)}
+    sequences = draw.sequence(3, 5), draw.sequence(3, 5)
+    given = Problem(step, params, draw(3, 5), *sequences, lambda out, y: (out - y).square().sum())
+    segment = make_train_segment(step, given.loss, backend="eager", window=3)
+    if place in ("state", "out"):
+        check(given, given.data(7), segment, 3, 1)
+    else:
+        with pytest.raises(
+            ValueError, match=r"window: a gradient in the step is not linear, as of"
+        ):
+            segment(*given.data(7))
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [

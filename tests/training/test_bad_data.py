@@ -37,6 +37,11 @@ TUPLES = "expected (x, y) or (x, y, reset, mask), found "
         (((), Y), TypeError, "data: x: expected at least one tensor or array, found none."),
         (([1, 2], Y), TypeError, "data: x[0]: expected a tensor or an array, found int."),
         ((X, {"a": None}), TypeError, "data: y['a']: expected a tensor or an array, found NoneTyp"),
+        (
+            (nn.utils.rnn.pack_sequence([torch.zeros(n, 3) for n in (5, 3)]), None),
+            TypeError,
+            "data: x: is a PackedSequence, whose rows drop out as it goes on, but a state is carr",
+        ),
         ((X, Y, FLAGS), TypeError, "data: expected (x, y), found three parts: the third may be me"),
         (
             (X, Y, [False] * 10, None),
