@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-_MOST_ITEMS = 64  # of a container: what is longer holds data
+_MOST_ITEMS = 1000  # of a container: what is longer holds data
 # Methods that Python calls, but not for a step or a loss.
 _NOT_OF_STEPS = {
     "__init__", "__new__", "__del__", "__init_subclass__", "__class_getitem__", "__set_name__",
@@ -65,6 +65,7 @@ def reached_by(root: Any) -> Iterator[Any]:
                 yield value
                 own.add_file(type(value).__module__)
                 classes |= dict.fromkeys(own_classes(type(value)))
+                wait_for(value.children())  # all of them, unlike what a container holds
                 wait_for(vars(value).values())
             elif isinstance(value, MethodType):
                 waiting += [value.__func__, value.__self__]

@@ -136,6 +136,16 @@ def test_the_mode_of_a_module_in_a_list() -> None:
     assert segment.trace_count == 2
 
 
+def test_the_mode_of_one_of_very_many_modules() -> None:
+    acts = nn.ModuleList(Act(1.0) for _ in range(1100))
+    made = made_with(lambda x: acts[-1](x))
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    for mode in (True, False):
+        acts[-1].train(mode)
+        check(segment, made, 4)
+    assert segment.trace_count == 2
+
+
 @pytest.mark.parametrize("name", ["rate", "last", "forward", "extra"])
 def test_an_attribute_that_hides_another(name: str) -> None:
     module, made = model()

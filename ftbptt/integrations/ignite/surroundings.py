@@ -140,7 +140,7 @@ class Surroundings:
                         snapshot[_attribute(key, name), i] = _Identity(value), version_of(value)
         for i, scope in enumerate(self._scopes):
             for key, value in scope.read().items():
-                snapshot[scope.describe(key), i] = _fingerprint(value)
+                snapshot[scope.describe(key), -1 - i] = _fingerprint(value)
         return snapshot
 
     def versions(self, *, parameters: bool) -> Snapshot:
