@@ -85,6 +85,15 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, kernels: None) -> Iterator[None
 
 
 @pytest.fixture
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small cells run as large ones: in chunks of 16 steps, and not as one program."""
+    from ftbptt.segment import execute
+
+    monkeypatch.setattr(execute, "_UNCUT_BYTES", 0)
+    monkeypatch.setattr(execute, "_passing_bytes", lambda loop: execute._CHUNK_BYTES // 16)
+
+
+@pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """What would be compiled runs operation by operation, but for a test that wants the kernels."""
     if "kernels" not in request.fixturenames:

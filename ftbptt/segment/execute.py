@@ -27,12 +27,12 @@ from .programs import Count, Programs
 from .reverse_windows import reverse_windows
 
 # What lives only inside a chunk should fit in a CPU's outer cache; but each chunk has a cost that
-# more threads do not lower. With ``recompute`` memory matters more than time.
+# more threads do not lower. Nor does the allocator keep a larger tensor for the next segment, see
+# ``backends.compile``. With ``recompute`` memory matters more than time.
 _CHUNK_BYTES = 36 << 20
 _CHUNK_BYTES_RECOMPUTE = 16 << 20
 # A GPU is best given as much at once as its memory easily holds.
 _CHUNK_BYTES_GPU = 1 << 30
-_LEAST_STEPS = 16
 # A segment whose blocks hand each other fewer bytes per step than this is never cut.
 _UNCUT_BYTES = 64 << 10
 
@@ -48,7 +48,7 @@ class Executable(Programs):
         most = _CHUNK_BYTES_RECOMPUTE if plan.recompute else _CHUNK_BYTES
         if plan.signature.x[0].device.type == "cuda":
             most = _CHUNK_BYTES_GPU
-        self.chunk = max(_LEAST_STEPS, most // bytes_per_step)
+        self.chunk = max(1, most // bytes_per_step)
         if plan.sliding is not None:
             self.windows = max(1, self.chunk // plan.sliding.length)  # that run at once
         self.uncut = bytes_per_step <= _UNCUT_BYTES and plan.sliding is None

@@ -242,9 +242,7 @@ def test_a_tap_that_comes_and_goes() -> None:
             torch.testing.assert_close(found.taps["out"].value, expected)
 
 
-def test_chunks_of_a_long_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftbptt.segment.execute._CHUNK_BYTES", 1)
-    monkeypatch.setattr("ftbptt.segment.execute._UNCUT_BYTES", 0)
+def test_chunks_of_a_long_segment(in_chunks: None) -> None:
     draw = Draw(4)
     params, h, _, _ = problem(draw, B)
     x, y = draw(53, B, D), draw(53, B, D)

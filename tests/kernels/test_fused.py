@@ -130,11 +130,7 @@ def test_evaluate(name: str, kernels: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["lstm_readout", "nested_everything"])
-def test_chunks_and_one_step_first(
-    name: str, kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ftbptt.segment.execute._CHUNK_BYTES", 1)
-    monkeypatch.setattr("ftbptt.segment.execute._UNCUT_BYTES", 0)
+def test_chunks_and_one_step_first(name: str, kernels: None, in_chunks: None) -> None:
     given, segment = problem(name), make(problem(name))
     for steps in (1, 17, 63):
         check(segment, given, steps)

@@ -22,13 +22,6 @@ from ..oracle import assert_close, reference
 STEPS = 37
 
 
-@pytest.fixture
-def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small cells as if they were large: several chunks of steps."""
-    monkeypatch.setattr(execute, "_UNCUT_BYTES", 0)
-    monkeypatch.setattr(execute, "_CHUNK_BYTES", 0)
-
-
 def check_parts(given: Problem, backend: str) -> Any:
     """The last leaves first, in three parts; what was handed over is what is returned."""
     segment = make_train_segment(
@@ -59,7 +52,7 @@ def check_parts(given: Problem, backend: str) -> Any:
 
 
 @pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, CELLS))
-def test_eager(name: str, short_chunks: None) -> None:
+def test_eager(name: str, in_chunks: None) -> None:
     check_parts(problem(name), "eager")
 
 
@@ -69,13 +62,13 @@ def test_of_a_small_cell(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(["embedding_tied"], CELLS))
-def test_fused(name: str, short_chunks: None) -> None:
+def test_fused(name: str, in_chunks: None) -> None:
     check_parts(problem(name), "fused")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lstm_readout", "embedding_tied", "layer_norm_lstm"])
-def test_compiled(name: str, short_chunks: None) -> None:
+def test_compiled(name: str, in_chunks: None) -> None:
     segment = check_parts(problem(name), "compile")
     assert segment.trace_count == 1
     built = segment.compile_count
@@ -102,7 +95,7 @@ def test_an_error_in_what_is_called_is_the_callers(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_backend_that_fails_between_two_parts(
-    short_chunks: None, monkeypatch: pytest.MonkeyPatch
+    in_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was handed over is not handed over again: the ranks would send it twice."""
     failing = replace(EAGER, name="fused")
@@ -124,7 +117,7 @@ def test_a_backend_that_fails_between_two_parts(
     assert_close(found, reference(given, STEPS))
 
 
-def test_the_first_is_there_before_the_others(short_chunks: None, monkeypatch: Any) -> None:
+def test_the_first_is_there_before_the_others(in_chunks: None, monkeypatch: Any) -> None:
     """When a part is handed over, those after it have not been computed."""
     given = problem("lstm_readout")
     segment = make_train_segment(given.step, given.loss, backend="eager")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ftbptt import make_train_segment, reference_segment
@@ -77,15 +77,25 @@ def test_compile(name: str, segments: Segments) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, CELLS))
-def test_chunks_and_one_step_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_one_step_first(name: str, in_chunks: None) -> None:
     """A long segment in chunks of 16 steps; the plan made by a call of one step."""
-    monkeypatch.setattr("ftbptt.segment.execute._CHUNK_BYTES", 1)
-    monkeypatch.setattr("ftbptt.segment.execute._UNCUT_BYTES", 0)
     given = problem(name)
     segment = make(given)
     for steps in (1, 17, 63):
         check(segment, given, steps)
     assert segment.trace_count == 1
+
+
+def test_chunks_of_large_steps() -> None:
+    """What lives only inside a chunk stays in a cache, however few steps that is."""
+    cell, rows = nn.LSTMCell(8, 256), 1024
+    segment = make_train_segment(cell, lambda out, y: (out - y).square().mean())
+    state = (torch.zeros(rows, 256),) * 2
+    data = torch.zeros(32, rows, 8), torch.zeros(32, rows, 256)
+    chunk = segment.explain(dict(cell.named_parameters()), state, *data).chunk
+    gates = rows * 4 * 256 * 4
+    assert chunk is not None
+    assert 1 < chunk <= (36 << 20) // gates
 
 
 # -- reset and mask -----------------------------------------------------------------------------

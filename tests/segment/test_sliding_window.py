@@ -118,9 +118,7 @@ def test_every_length(recompute: bool) -> None:
     assert segment.trace_count == 1
 
 
-def test_windows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftbptt.segment.execute._CHUNK_BYTES", 1)
-    monkeypatch.setattr("ftbptt.segment.execute._UNCUT_BYTES", 0)
+def test_windows_in_blocks(in_chunks: None) -> None:
     given = problem("gru_cell")
     segment = make_train_segment(given.step, given.loss, backend="eager", window=5, stride=2)
     for steps in (33, 17):
