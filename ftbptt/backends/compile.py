@@ -9,6 +9,8 @@ reverse loop indexes backwards instead of flipping its inputs.
 from __future__ import annotations
 
 import copy
+import ctypes
+import sys
 from collections.abc import Sequence
 from functools import cache
 from itertools import islice
@@ -229,16 +231,23 @@ def _small_product(a: Tensor, b: Tensor) -> Tensor:
     return (a.unsqueeze(-1) * b).sum(-2)
 
 
+# Options of glibc's mallopt(3).
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
 @cache
 def _keep_freed_memory() -> None:
     """Makes the C allocator keep the memory that a segment frees, for the next segment.
 
-    glibc returns a large block to the system when it is freed. Every segment would then fault all
-    of its pages in again, which takes a quarter of its time. glibc stops returning blocks up to
-    the size of the largest one freed so far, at most 32 MiB (mallopt(3), M_MMAP_THRESHOLD), so we
-    free one of nearly that size.
+    glibc returns large blocks to the system, and what is free at the end of its heap. Every segment
+    would then fault all of its pages in again, which takes a quarter of its time. So blocks of up
+    to 32 MiB, the most that glibc takes, come from the heap, of which up to 1 GiB is kept.
     """
-    torch.empty(31 << 20, dtype=torch.uint8)
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if mallopt is not None:
+            mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+            mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 def build(

@@ -29,7 +29,7 @@ from .reverse_windows import reverse_windows
 # What lives only inside a chunk should fit in a CPU's outer cache; but each chunk has a cost that
 # more threads do not lower. Nor does the allocator keep a larger tensor for the next segment, see
 # ``backends.compile``. With ``recompute`` memory matters more than time.
-_CHUNK_BYTES = 36 << 20
+_CHUNK_BYTES = 30 << 20
 _CHUNK_BYTES_RECOMPUTE = 16 << 20
 # A GPU is best given as much at once as its memory easily holds.
 _CHUNK_BYTES_GPU = 1 << 30
