@@ -31,6 +31,7 @@ from .graphs import (
 )
 from .min_cut import values_to_save
 from .rewrites.shared_cat import share_joins
+from .rewrites.weights_second import put_weights_second
 from .signature import Level, vmapped, with_level_axes
 from .time_axis.convolution import split_gradients
 from .tracing.captures import numbers_as_nodes
@@ -169,6 +170,7 @@ def _trace_joint(
     traced = trace_function(over_levels, examples, mode, differentiated=module)
     numbers_as_nodes(traced)
     graph = traced.graph
+    put_weights_second(graph, roles.invariants)  # of products that autograd makes
     _simplify(graph)
     split_gradients(graph)
     skip_identities(graph)  # before it is chosen what to save: a base may be saved, or its view

@@ -16,6 +16,7 @@ from .rewrites.empty import without_empty_values
 from .rewrites.reset_mask import with_reset_and_mask
 from .rewrites.split_products import split_products
 from .rewrites.split_state import Packing, split_stacked_state
+from .rewrites.weights_second import put_weights_second
 from .signature import Leaf, Recipe, Signature, vmapped, with_level_axes
 from .tracing.captures import lift_captures, materialized
 from .tracing.constants import Constants
@@ -111,6 +112,7 @@ def _on_parts(
     by_row = any(leaf is not None and leaf.shape for leaf in (s.reset, s.mask))
     unsplit_axes = row_axes if by_row else [-1] * len(row_axes)
     module, packings = split_stacked_state(module, n_fixed + len(s.x), unsplit_axes)
+    put_weights_second(module.graph, n_fixed)
     return split_products(module, sum(packing.count for packing in packings)), packings
 
 
