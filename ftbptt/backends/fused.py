@@ -222,14 +222,15 @@ def _results(
     carries, with_history, totals = (
         list(map(value_of, nodes)) for nodes in (block.carries, block.with_history, block.totals)
     )
+    # Not by permuting the values: that would be traced.
     emits = [
-        value_of(node) if order is None else value_of(node).permute(order)
+        (value_of(node), range(value_of(node).dim()) if order is None else order)
         for node, order in zip(block.emits, kernel.emit_orders, strict=True)
     ]
     return [
         [(tuple(value.shape), value.dtype) for value in carries],
         [((steps + 1, *value.shape), value.dtype) for value in with_history],
-        [((steps, *value.shape), value.dtype) for value in emits],
+        [((steps, *(value.shape[axis] for axis in order)), value.dtype) for value, order in emits],
         [(tuple(value.shape), value.dtype) for value in totals],
     ]
 

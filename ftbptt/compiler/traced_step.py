@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from .._compat.tracing import FakeTensorMode
 from .._trees import TreeSpec
 from .graphs import VIEWS, Node, aten
+from .rewrites.columns import carry_rows
 from .rewrites.empty import without_empty_values
 from .rewrites.reset_mask import with_reset_and_mask
 from .rewrites.split_products import split_products
@@ -111,8 +112,10 @@ def _on_parts(
     # Rows that restart one by one need their axis in one piece.
     by_row = any(leaf is not None and leaf.shape for leaf in (s.reset, s.mask))
     unsplit_axes = row_axes if by_row else [-1] * len(row_axes)
-    module, packings = split_stacked_state(module, n_fixed + len(s.x), unsplit_axes)
-    put_weights_second(module.graph, n_fixed)
+    first_state = n_fixed + len(s.x)
+    module, packings = split_stacked_state(module, first_state, unsplit_axes)
+    columns = put_weights_second(module.graph, n_fixed)
+    packings = carry_rows(module.graph, first_state, packings, columns)
     return split_products(module, sum(packing.count for packing in packings)), packings
 
 

@@ -73,6 +73,70 @@ def test_forms(name: str, kernels: None) -> None:
             assert block.runs.endswith("one generated C++ kernel for all steps")
 
 
+def lstm(p: dict[str, Tensor], x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """With states of columns, the second of which no weight is multiplied with."""
+    h, c = state
+    i, f, g, o = (p["w"] @ torch.cat([x, h]) + p["b"]).chunk(4)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    h = torch.sigmoid(o) * torch.tanh(c)
+    return p["v"] @ h, (h, c)
+
+
+def of_lstm() -> tuple[Any, ...]:
+    params = {"w": random(4 * H, D + H, seed=1), "b": random(4 * H, 1, seed=2)}
+    params["v"] = random(2, H, seed=3)
+    state = random(H, B, seed=4), random(H, B, seed=5)
+    return params, state, random(K, D, B, seed=6), random(K, 2, B, seed=7)
+
+
+def check_lstm() -> list[str]:
+    """How its loops run."""
+    segment = make_train_segment(lstm, mse, backend="fused")
+    found = segment(*of_lstm())
+    assert_close(found, reference_segment(lstm, mse, *of_lstm()))
+    assert all(leaf.is_contiguous() for leaf in found.state)
+    assert_close(segment.evaluate(*of_lstm()).out, found.out)
+    return [block.runs for block in scans(segment.explain(*of_lstm()))]
+
+
+def test_columns(kernels: None) -> None:
+    assert all("one generated C++ kernel" in runs for runs in check_lstm())
+
+
+def test_columns_on_a_gpu(interpreted: None) -> None:
+    assert all("one generated Triton kernel" in runs for runs in check_lstm())
+
+
+def test_columns_compiled() -> None:
+    check_lstm()
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_columns_that_restart(stacked: bool) -> None:
+    """At some steps, from a state that is learned; as two states, and as one that is stacked."""
+
+    def start(params: dict[str, Tensor]) -> Any:
+        leaves = params["start"][0].expand(H, B), params["start"][1].expand(H, B)
+        return torch.stack(leaves) if stacked else leaves
+
+    def step(p: dict[str, Tensor], x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        out, after = lstm(p, x, tuple(state))
+        return out, torch.stack(after) if stacked else after
+
+    params, state, x, y = of_lstm()
+    params["start"] = random(2, H, 1, seed=8)
+    state = torch.stack(state) if stacked else state
+    flags = {"reset": torch.arange(K) == 2, "mask": torch.arange(K) != 3}
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (out - y).square().mean((1, 2))
+
+    segment = make_train_segment(step, loss, backend="eager", initial_state=start)
+    found = segment(params, state, x, y, **flags)
+    expected = reference_segment(step, loss, params, state, x, y, initial_state=start, **flags)
+    assert_close(found, expected)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_models_side_by_side(name: str) -> None:
     step, first = problem(name)

@@ -1,7 +1,7 @@
-"""Passes over the graph of one step: before its adjoint is taken, but for ``shared_cat``; and, of
-what autograd makes too, ``weights_second``.
+"""Passes over the graph of one step: before its adjoint is taken, but for ``shared_cat``.
 
 ``reset_mask`` adds restarts and padding. The others make recurrences smaller: ``hoist_parameters``,
-``split_state``, ``split_products``, ``empty``; ``weights_second`` writes products as kernels take
-them; ``shared_cat`` makes what is saved smaller.
+``split_state``, ``split_products``, ``empty``; or bring them into the form that kernels take:
+``weights_second`` (of what autograd makes, too) and ``columns``; ``shared_cat`` makes what is saved
+smaller.
 """

@@ -26,9 +26,14 @@ class Packing:
     dim: Any = None  # the axis
     sizes: tuple[int, ...] = ()  # along dim; empty for a stack of ``count`` slices
     count: int = 1
+    transposed: bool = False  # the parts, see ``columns``
 
     def unpack(self, leaf: Tensor, batch_axes: int = 0) -> list[Tensor]:
         """The parts of a leaf with ``batch_axes`` additional leading axes."""
+        parts = self._parts(leaf, batch_axes)
+        return [part.mT.contiguous() for part in parts] if self.transposed else parts
+
+    def _parts(self, leaf: Tensor, batch_axes: int) -> list[Tensor]:
         if self.dim is None:
             return [leaf]
         dim = self.dim + batch_axes
@@ -37,9 +42,12 @@ class Packing:
     def row_axis(self, axis: int) -> int:
         """The batch axis in each part, from that in the leaf."""
         stacked = self.dim is not None and not self.sizes
-        return axis - 1 if stacked and self.dim < axis else axis
+        axis = axis - 1 if stacked and self.dim < axis else axis
+        return 1 - axis if self.transposed else axis
 
     def pack(self, parts: Sequence[Tensor], batch_axes: int = 0) -> Tensor:
+        if self.transposed:
+            parts = [part.mT.contiguous() for part in parts]
         if self.dim is None:
             return parts[0]
         dim = self.dim + batch_axes

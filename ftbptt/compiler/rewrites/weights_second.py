@@ -15,13 +15,15 @@ _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 _RESHAPES = {aten.view.default, aten.reshape.default, aten.expand.default, aten.unsqueeze.default}
 
 
-def put_weights_second(graph: fx.Graph, invariants: int) -> None:
-    """put_weights_second : graph of a step, the number of its first inputs that are invariant
+def put_weights_second(graph: fx.Graph, invariants: int) -> set[Node]:
+    """put_weights_second : graph of a step, how many of its inputs are invariant -> the columns
 
-    Changes the products of what only depends on those with what differs from step to step.
+    Changes the products of what only depends on the first inputs, which are invariant, with what
+    differs from step to step. Returns the latter: the nodes that it transposes.
     """
     inputs = graph.find_nodes(op="placeholder")
     varying = reachable_from(inputs[invariants:], graph.nodes)
+    found: set[Node] = set()
     for product in list(graph.nodes):
         if product.target not in _PRODUCTS or product.kwargs:
             continue
@@ -34,7 +36,9 @@ def put_weights_second(graph: fx.Graph, invariants: int) -> None:
                 result = new_node(graph, aten.add.Tensor, result, *bias)
         product.replace_all_uses_with(result)
         varying.add(result)
+        found |= {columns, *(columns.args[0] if columns.target is aten.cat.default else ())}
     graph.eliminate_dead_code()
+    return found
 
 
 def _product(weight: Node, columns: Node) -> Node:
