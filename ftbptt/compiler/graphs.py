@@ -122,6 +122,11 @@ def needed_for(targets: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
     return needed
 
 
+def is_transpose(node: Node) -> bool:
+    """Whether it is the transpose of a matrix."""
+    return node.target is aten.permute.default and list(node.args[1]) == [1, 0]
+
+
 def join_axis(join: Node) -> int:
     """The axis of the result along which a ``cat`` or ``stack`` puts its parts."""
     axis = join.args[1] if len(join.args) > 1 else 0

@@ -2,6 +2,5 @@
 
 ``reset_mask`` adds restarts and padding. The others make recurrences smaller: ``hoist_parameters``,
 ``split_state``, ``split_products``, ``empty``; or bring them into the form that kernels take:
-``weights_second`` (of what autograd makes, too) and ``columns``; ``shared_cat`` makes what is saved
-smaller.
+``weights_second`` and ``columns``. ``shared_cat`` makes what is saved smaller.
 """

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..graphs import Node, aten, new_node, value_of
+from ..graphs import Node, aten, is_transpose, new_node, value_of
 from .split_state import Packing
 
 
@@ -43,18 +43,14 @@ def _transpose(part: Node, position: int) -> None:
         before = new_node(graph, aten.permute.default, part, [1, 0])
     part.replace_all_uses_with(before, delete_user_cb=lambda user: user is not before)
     for user in list(before.users):
-        if _is_transpose(user):
+        if is_transpose(user):
             user.replace_all_uses_with(part)
     results = list(output.args[0])
     after = results[position]
-    if _is_transpose(after):
+    if is_transpose(after):
         results[position] = after.args[0]
     else:
         with graph.inserting_before(output):
             results[position] = new_node(graph, aten.permute.default, after, [1, 0])
     output.args = (results,)
     graph.eliminate_dead_code()
-
-
-def _is_transpose(node: Node) -> bool:
-    return node.target is aten.permute.default and list(node.args[1]) == [1, 0]
