@@ -22,9 +22,7 @@ from .graphs import (
     Node,
     aten,
     inputs_of,
-    is_transpose,
     needed_for,
-    new_node,
     reachable_from,
     skip_identities,
     value_of,
@@ -33,6 +31,7 @@ from .graphs import (
 )
 from .min_cut import values_to_save
 from .rewrites.shared_cat import share_joins
+from .rewrites.weights_second import put_weights_second_in_gradients
 from .signature import Level, vmapped, with_level_axes
 from .time_axis.convolution import split_gradients
 from .tracing.captures import numbers_as_nodes
@@ -171,7 +170,8 @@ def _trace_joint(
     traced = trace_function(over_levels, examples, mode, differentiated=module)
     numbers_as_nodes(traced)
     graph = traced.graph
-    _simplify(graph, roles.invariants)
+    put_weights_second_in_gradients(graph, roles.invariants)
+    _simplify(graph)
     split_gradients(graph)
     skip_identities(graph)  # before it is chosen what to save: a base may be saved, or its view
     return graph, _joint_nodes(graph, roles, outs, len(trained_carries))
@@ -192,9 +192,8 @@ def _reached_by_loss(graph: fx.Graph, nodes: _JointNodes) -> list[bool]:
     return [d_next in sources for d_next in nodes.d_next_carries]
 
 
-def _simplify(graph: fx.Graph, invariants: int) -> None:
+def _simplify(graph: fx.Graph) -> None:
     """Drops aliases, and pairs of transposes that autograd leaves."""
-    varying = reachable_from(graph.find_nodes(op="placeholder")[invariants:], graph.nodes)
     for node in list(graph.nodes):
         if node.target in (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default):
             node.replace_all_uses_with(node.args[0])
@@ -202,15 +201,6 @@ def _simplify(graph: fx.Graph, invariants: int) -> None:
             first, second = node.args[0].args[1], node.args[1]
             if [first[d] for d in second] == list(range(len(first))):
                 node.replace_all_uses_with(node.args[0].args[0])
-        elif is_transpose(node) and node.args[0].target is aten.mm.default:
-            # The gradient by a transposed operand is (W @ d.T).T; of d @ W.T the weight is second.
-            weight, rows = node.args[0].args
-            if weight not in varying and is_transpose(rows):
-                with graph.inserting_before(node):
-                    turned = new_node(graph, aten.permute.default, weight, [1, 0])
-                    product = new_node(graph, aten.mm.default, rows.args[0], turned)
-                node.replace_all_uses_with(product)
-                varying.add(product)
     graph.eliminate_dead_code()
 
 

@@ -22,6 +22,10 @@ COLUMNS: dict[str, Form] = {
     "columns": (lambda p, x, h: p["w"] @ h + p["u"] @ x, [H, B]),
     "addmm": (lambda p, x, h: torch.addmm(p["b"], p["w"], h) + p["u"] @ x, [H, B]),
     "joined": (lambda p, x, h: torch.cat([p["w"], p["u"]], 1) @ torch.cat([h, x]) + p["b"], [H, B]),
+    "joined with nothing": (  # of one axis, as torch allows
+        lambda p, x, h: p["w"] @ torch.cat([h.new_zeros(0), h]) + p["u"] @ x,
+        [H, B],
+    ),
     "gated": (lambda p, x, h: p["w"] @ (torch.sigmoid(p["w"] @ h) * h) + p["u"] @ x, [H, B]),
 }
 OTHERS: dict[str, Form] = {

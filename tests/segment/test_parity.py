@@ -95,7 +95,7 @@ def test_chunks_of_large_steps() -> None:
     chunk = segment.explain(dict(cell.named_parameters()), state, *data).chunk
     gates = rows * 4 * 256 * 4
     assert chunk is not None
-    assert 1 < chunk <= (36 << 20) // gates
+    assert 1 < chunk < (30 << 20) // gates  # beside which there is more
 
 
 # -- reset and mask -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..graphs import Node, aten, join_axis, new_node, reachable_from
+from ..graphs import Node, aten, is_transpose, join_axis, new_node, reachable_from, value_of
 
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
@@ -42,6 +42,23 @@ def put_weights_second(graph: fx.Graph, invariants: int) -> set[Node]:
     return found
 
 
+def put_weights_second_in_gradients(graph: fx.Graph, invariants: int) -> None:
+    """put_weights_second_in_gradients : joint graph, how many of its inputs are invariant -> None
+
+    Of a transposed operand autograd writes the gradient ``(W @ d.T).T``, which is ``d @ W.T``.
+    """
+    varying = reachable_from(graph.find_nodes(op="placeholder")[invariants:], graph.nodes)
+    for node in list(graph.nodes):
+        if not (is_transpose(node) and node.args[0].target is aten.mm.default):
+            continue
+        weight, rows = node.args[0].args
+        if weight not in varying and is_transpose(rows):
+            with graph.inserting_before(node):
+                product = new_node(graph, aten.mm.default, rows.args[0], _transposed(weight))
+            node.replace_all_uses_with(product)
+            varying.add(product)
+
+
 def _is_of_columns(product: Node, varying: set[Node]) -> bool:
     is_matrix = product.target is not aten.bmm.default and not product.kwargs
     return is_matrix and product.args[-2] not in varying
@@ -49,7 +66,7 @@ def _is_of_columns(product: Node, varying: set[Node]) -> bool:
 
 def _transposed(x: Node) -> Node:
     """The transpose of a matrix; of each part, where it is joined."""
-    if x.target is aten.cat.default:
+    if x.target is aten.cat.default and all(value_of(part).dim() == 2 for part in x.args[0]):
         parts = [_transposed(part) for part in x.args[0]]
         return new_node(x.graph, aten.cat.default, parts, 1 - join_axis(x))
     return new_node(x.graph, aten.permute.default, x, [1, 0])
