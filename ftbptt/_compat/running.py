@@ -44,6 +44,9 @@ def is_view_of(tensor: Tensor, memory: Tensor) -> bool:
 
 def memory_of(tensor: Tensor) -> int:
     """What tensors in the same memory share, also while tracing, where none has an address."""
+    functorch = torch._C._functorch
+    while functorch.is_gradtrackingtensor(tensor) or functorch.is_batchedtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)  # itself it has no memory
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -15,6 +15,10 @@ import torch
 # for their shapes in C++ code that takes no symbolic K. As torch.compile does (2.0 to 2.13).
 from torch._dispatch.python import enable_python_dispatcher
 
+# What torch.func.grad and vjp do with their results, and the transform that runs (2.11 to 2.13).
+from torch._functorch import eager_transforms
+from torch._functorch.pyfunctorch import GradInterpreter, retrieve_current_functorch_interpreter
+
 # FakeTensorMode: shapes and dtypes without data; public only through torch.compile and export.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -41,6 +45,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .logs import without_log
+from .trees import tree_map
 
 __all__ = [
     "UNTRACEABLE",
@@ -48,6 +53,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "calling_compiled_as_written",
+    "constant_gradients_in_no_grad",
     "enable_python_dispatcher",
     "holds_for",
     "is_pinned",
@@ -159,6 +165,29 @@ def unvalidated_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+@contextmanager
+def constant_gradients_in_no_grad() -> Iterator[None]:
+    """Within it, what ``torch.func.grad`` and ``vjp`` return under ``no_grad`` is detached.
+
+    Inside them gradients are on, so that a trace takes what they compute for differentiable.
+    """
+    undo = eager_transforms._undo_create_differentiable
+
+    def detached(results: Any, level: int | None = None) -> Any:
+        running = retrieve_current_functorch_interpreter()
+        if isinstance(running, GradInterpreter) and not running.prev_grad_mode():
+            results = tree_map(
+                lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, results
+            )
+        return undo(results, level)
+
+    eager_transforms._undo_create_differentiable = detached  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        eager_transforms._undo_create_differentiable = undo
 
 
 @contextmanager

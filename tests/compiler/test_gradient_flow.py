@@ -40,7 +40,64 @@ def half_off(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
     return torch.tanh(gate * through + h)
 
 
+def cubes(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+    return ((h @ w).tanh() ** 3 * x).sum()
+
+
+def value_and_more(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+    def inner(h: Tensor) -> Any:
+        return cubes(w, x, h), h @ w
+
+    with torch.no_grad():
+        slope, (value, more) = torch.func.grad_and_value(inner, has_aux=True)(h)
+    return torch.tanh(slope * value * more * (h @ w) + x)
+
+
+def half_of_two_gradients(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+    def inner(h: Tensor) -> Tensor:
+        with torch.no_grad():
+            slope = torch.func.grad(lambda v: cubes(w, x, v))(h)
+        return (slope * h * w[0]).sum()
+
+    return torch.tanh(torch.func.grad(inner)(h) * (h @ w) + x)
+
+
+def all_of_two_gradients(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+    def inner(h: Tensor) -> Tensor:
+        return (torch.func.grad(lambda v: cubes(w, x, v) * h.sum())(h) * w[0]).square().sum()
+
+    with torch.no_grad():
+        slope = torch.func.grad(inner)(h)
+    return torch.tanh(slope * (h @ w) + x)
+
+
+def part_of_a_gradient(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+    def inner(h: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = torch.zeros_like(h)
+            gate += torch.sigmoid(h @ w)
+        return (gate * (h @ w) ** 2).sum()
+
+    return torch.tanh(torch.func.grad(inner)(h) + x)
+
+
+@torch.no_grad()
+def slopes_by_row(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(cubes, argnums=2), (None, 0, 0))(w, x, h)
+
+
+@torch.no_grad()
+def summed_jacobian(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+    return torch.func.jacrev(lambda v: (torch.tanh(v @ w) * x).sum(0))(h).sum(0)
+
+
 STOPPED = {
+    "no_grad around func.grad": value_and_more,
+    "no_grad within func.grad": part_of_a_gradient,
+    "no_grad around the inner func.grad": half_of_two_gradients,
+    "no_grad around both func.grad": all_of_two_gradients,
+    "no_grad around vmap": lambda w, x, h: torch.tanh(slopes_by_row(w, x, h) * (h @ w) + x),
+    "no_grad around jacrev": lambda w, x, h: torch.tanh(summed_jacobian(w, x, h) * (h @ w) + x),
     "detach": lambda w, x, h: torch.tanh(h @ w + (x @ w).detach() * h),
     "straight through": lambda w, x, h: torch.tanh(h @ w + x) + (h.round() - h).detach(),
     "no_grad block": in_a_block,

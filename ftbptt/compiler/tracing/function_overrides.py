@@ -285,7 +285,9 @@ class FunctionOverrides(TorchFunctionMode):
                 "gradients that the segment returns."
             )
         if func == _REQUIRES_GRAD:  # False for fake tensors, but not in the loop they stand for
-            return torch.is_grad_enabled() and differentiable(args[0])
+            # torch.func.vjp asks for its own under no_grad as well.
+            known = bool(func(*args, **kwargs))
+            return known or (torch.is_grad_enabled() and differentiable(args[0]))
         if func is Tensor.requires_grad_:
             # It only matters to torch.func.grad, which may call it; elsewhere it fails.
             with suppress(RuntimeError):

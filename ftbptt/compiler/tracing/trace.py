@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..._compat.tracing import (
     FakeTensorMode,
     calling_compiled_as_written,
+    constant_gradients_in_no_grad,
     enable_python_dispatcher,
     make_fx,
     unseen_by_tools,
@@ -120,6 +121,7 @@ def trace_function(
         torch.enable_grad(),
         torch.autograd.set_detect_anomaly(False),  # it reads values
         calling_compiled_as_written(),
+        constant_gradients_in_no_grad(),
         unvalidated_distributions(),
         plain_attention,
         without_log_of_failures(),
