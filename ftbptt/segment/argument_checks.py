@@ -53,6 +53,11 @@ class Argument:
                     f"{self.path(i)}: expected a tensor, found {type(leaf).__name__}. Every leaf "
                     f"of {name} must be a tensor: {convert}keep what is not data out of it."
                 )
+            if leaf.layout is not torch.strided:
+                raise TypeError(
+                    f"{self.path(i)}: expected a dense tensor, found one of layout {leaf.layout}. "
+                    "Give value.to_dense(); a weight keeps its zeros as weight * mask in the step."
+                )
 
     def path(self, i: int) -> str:
         """The name of the i-th leaf, for a message."""

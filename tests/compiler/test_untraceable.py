@@ -238,6 +238,46 @@ def test_a_module_that_takes_chunks_is_given_steps(layer: type[nn.Module]) -> No
         call(module, dict(module.named_parameters()), state)
 
 
+FIXED = torch.eye(H).to_sparse()
+
+
+class WithSparseBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", FIXED)
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h, torch.sparse.mm(self.get_buffer("mask"), h.T).T + x_t
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda w, h: torch.sparse.mm(FIXED, h.T).T,
+        lambda w, h: h @ FIXED.to_dense(),
+        lambda w, h: torch.sparse.mm(torch.diag(w).to_sparse(), h.T).T,
+        lambda w, h: h @ torch.sparse_coo_tensor(FIXED.indices(), w, (H, H)).to_dense(),
+    ],
+)
+def test_sparse_tensors_in_a_step(product: Any) -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h, product(params["w"], h) + x_t
+
+    with pytest.raises(RuntimeError, match=r"step: .* layout torch\.sparse_coo.*weight \* mask"):
+        call(step)
+
+
+def test_sparse_tensors_that_are_given() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h, torch.sparse.mm(params["w"], h.T).T + x_t
+
+    for module, path in ((step, r"params\['w'\]"), (WithSparseBuffer(), r"buffers\['mask'\]")):
+        params = {"w": FIXED} if module is step else {}
+        message = rf"{path}: expected a dense tensor, .* layout torch\.sparse_coo.*to_dense\(\)"
+        with pytest.raises(TypeError, match=message):
+            call(module, params)
+
+
 def test_a_gradient_by_torch_autograd() -> None:
     def by_grad(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         h = h + x_t * params["w"]

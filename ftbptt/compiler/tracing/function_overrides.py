@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..._compat.functions import as_custom_operator
-from ..._trees import differentiable, tree_map
+from ..._trees import differentiable, tree_leaves, tree_map
 from ..straight_through import with_gradient_of
 from .custom_gradient import apply_operator
 from .detached_writes import DATA, HiddenAliases, written_tensor
@@ -296,12 +296,23 @@ class FunctionOverrides(TorchFunctionMode):
         target = written_tensor(func, args, kwargs)
         if target is not None:
             return self.hidden.write(self._run, func, target, args, kwargs)
+        self._forbid_sparse(args, kwargs)
         result = self._run(func, args, kwargs)
+        self._forbid_sparse(result)
         # What the step hides from autograd must be constant when its graph is differentiated.
         if func == DATA or not torch.is_grad_enabled():
             result = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, result)
         self.hidden.note(self._run, func, args, kwargs, result)
         return result
+
+    def _forbid_sparse(self, *values: Any) -> None:
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{self.argument}: computes with a tensor of layout {leaf.layout}, which "
+                    "cannot be compiled. Take a dense one (value.to_dense(), before the first "
+                    "call); a weight keeps its zeros as weight * mask."
+                )
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result, composed = NotImplemented, _COMPOSED.get(func)
