@@ -9,7 +9,6 @@ done once for all windows, on these totals.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor
 
 from .._compat.tracing import FakeTensorMode
-from .adjoint import Loop
-from .blocks import DistributedLoop, ScanBlock, ShiftBlock
-from .distribute import distribute
+from .blocks import DistributedLoop, ScanBlock
 from .graphs import Node, aten, needed_for, reachable_from, value_of
 from .run_loop import RunScan
+from .split_recurrences import SplitLoop
 from .time_axis.batching import for_any_length
 from .tracing.trace import trace_function
 
@@ -100,19 +98,6 @@ class Sliding:
             steps += values[i, : batch.windows]
 
 
-@dataclass(frozen=True)
-class WindowedLoop:
-    """A reverse loop in two: the recurrences, for each window, and the rest, once for all windows.
-
-    ``alone`` has the recurrences. It reads the loop's sequences number ``reads`` and stacks its
-    results. ``together``, without a recurrence, takes all sequences of the loop and these results.
-    """
-
-    alone: DistributedLoop
-    reads: list[int]
-    together: DistributedLoop
-
-
 # What a gradient someone wrote (torch.autograd.Function) may do to it, as to clip it.
 _NOT_LINEAR = {
     aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.Tensor,
@@ -126,8 +111,14 @@ _PRODUCTS = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}
 _COMPARISONS = {"gt", "ge", "lt", "le", "eq", "ne"}
 
 
-def _check_is_linear(nodes: Sequence[Node], totals: Sequence[Node]) -> None:
-    """Raises ValueError if ``nodes`` do more with the totals than to add and to scale them."""
+def check_is_linear(split: SplitLoop) -> None:
+    """Raises ValueError if a loop does more with what its recurrences return than add and scale it.
+
+    It is given the totals of all windows.
+    """
+    rest, totals = split.rest.loop, split.recurrences.loop.stacked
+    needed = needed_for(rest.summed, stop=[*rest.sequences, *rest.invariants])
+    nodes = [node for node in rest.graph.nodes if node in needed.difference(totals)]
     varying = reachable_from(totals, nodes)
     for node in nodes:
         read = [arg in varying for arg in node.args[:2]]
@@ -148,32 +139,6 @@ def _check_is_linear(nodes: Sequence[Node], totals: Sequence[Node]) -> None:
 def _is_comparison(node: Node) -> bool:
     package, _, name = str(node.target).partition(".")
     return package == "aten" and name.partition(".")[0] in _COMPARISONS
-
-
-def split_windows(loop: Loop) -> WindowedLoop:
-    """split_windows : reverse loop -> WindowedLoop
-
-    Raises ValueError for what the windows' totals cannot be given to.
-    """
-    recurrent: set[Node] = set()  # the results of the recurrences
-    for block in distribute(loop).blocks:
-        if isinstance(block, ScanBlock):
-            recurrent |= {*block.carries, *block.next_carries, *block.emits}
-        elif isinstance(block, ShiftBlock):
-            recurrent.add(block.carry)
-    read = needed_for(loop.summed, stop=[*loop.sequences, *loop.invariants, *recurrent])
-    boundary = [node for node in loop.graph.nodes if node in read & recurrent]
-    together_nodes = [node for node in loop.graph.nodes if node in read - recurrent]
-    _check_is_linear(together_nodes, boundary)
-    alone = distribute(replace(loop, stacked=boundary, summed=[]))
-    inputs: set[Node] = set(boundary)
-    for block in alone.blocks:
-        inputs |= {block.source} if isinstance(block, ShiftBlock) else set(block.sequences)
-    reads = [i for i, node in enumerate(loop.sequences) if node in inputs]
-    alone.loop.sequences = [loop.sequences[i] for i in reads]
-    sequences = [*loop.sequences, *boundary]
-    together = replace(loop, sequences=sequences, carries=[], next_carries=[], stacked=[])
-    return WindowedLoop(alone, reads, distribute(together))
 
 
 def on_windows(run_scan: RunScan, loop: DistributedLoop, windows: int) -> RunScan:

@@ -105,7 +105,7 @@ class CapturedExecutable(Executable):
 
         A graph saves K launches, except of loops in one kernel.
         """
-        loops = (self.forward, self.windowed.alone)
+        loops = (self.forward, self.split_reverse.recurrences)
         scans = [b for loop in loops for b in loop.blocks if isinstance(b, ScanBlock)]
         return self.hands_over and all(map(self.backend.in_one_kernel, scans))
 

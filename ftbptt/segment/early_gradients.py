@@ -41,17 +41,18 @@ def reverse_in_parts(
 
     ``later`` are the sums over the chunks after it; empty if there are none.
     """
-    plan, loop = programs.plan, programs.windowed
-    reads = [sequences[i] for i in loop.reads]
+    plan, split = programs.plan, programs.split_reverse
+    reads = [sequences[i] for i in split.reads]
     if reads:
-        handed_back = programs.run_chunk("alone", loop.alone, invariants, reads, d_carries)
-        sequences = [*sequences, *handed_back[len(d_carries) :]]
+        loop = split.recurrences
+        results = programs.run_chunk("recurrences", loop, invariants, reads, d_carries)
+        sequences = [*sequences, *results[len(d_carries) :]]
     trained = plan.loops.trained_invariants
     index_of = {leaf: i for i, leaf in enumerate(trained)}
     sums: dict[int, Tensor] = {}
 
     def add(part: tuple[int, ...]) -> None:
-        name, part_loop = ("part", part), loop.together
+        name, part_loop = ("part", part), split.rest
         if name not in programs.functions:  # else the built program is called, not the loop
             summed = [part_loop.loop.summed[i] for i in part]
             part_loop = distribute(replace(part_loop.loop, summed=summed))

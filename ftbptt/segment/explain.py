@@ -130,8 +130,9 @@ def _reverse(executable: Executable, steps: int) -> list[tuple[str, DistributedL
     windows = -(-steps // sliding.stride)
     at_once = min(executable.windows, windows)
     phase = f"reverse, in {windows} windows of {sliding.length} steps, up to {at_once} at once"
-    own, together = executable.windowed.alone, executable.windowed.together
-    return [(phase, own, windows * sliding.length), ("reverse, over all steps", together, steps)]
+    split = executable.split_reverse
+    in_windows = (phase, split.recurrences, windows * sliding.length)
+    return [in_windows, ("reverse, over all steps", split.rest, steps)]
 
 
 def _names(plan: Plan) -> dict[Node, str]:

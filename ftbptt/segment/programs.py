@@ -30,7 +30,8 @@ from ..backends.cache_folder import built_somewhere
 from ..compiler.blocks import DistributedLoop
 from ..compiler.distribute import distribute
 from ..compiler.plan import Plan
-from ..compiler.sliding_window import WindowedLoop, split_windows
+from ..compiler.sliding_window import check_is_linear
+from ..compiler.split_recurrences import SplitLoop, split_recurrences
 from ..compiler.tracing.trace import TRACING
 from .phases import Phases
 
@@ -63,9 +64,12 @@ class Programs(Phases):
         self._sources: list[Function] = []  # keeps blocks alive that operators refer to by number
 
     @cached_property
-    def windowed(self) -> WindowedLoop:
-        """The reverse loop, split for a sliding window."""
-        return split_windows(self.plan.loops.reverse)
+    def split_reverse(self) -> SplitLoop:
+        """The reverse loop in two; raises ValueError if windows cannot be added up in between."""
+        split = split_recurrences(self.plan.loops.reverse)
+        if self.plan.sliding is not None:
+            check_is_linear(split)
+        return split
 
     def run_chunk(
         self,

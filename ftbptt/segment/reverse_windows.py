@@ -18,17 +18,17 @@ def reverse_windows(
     d_outs: list[Tensor],
 ) -> list[Tensor]:
     """The gradient of each trained invariant, summed over windows, up to ``most`` at once."""
-    loop, steps = programs.windowed, sequences[0].shape[0]
+    split, steps = programs.split_reverse, sequences[0].shape[0]
     count = min(most, 1 << (-(-steps // sliding.stride) - 1).bit_length())
     zeros = programs.plan.loops.zero_gradients(sequences[0].device)
     carries = [zero.expand(count, *zero.shape).contiguous() for zero in zeros]
     padded = {
         i: sliding.padded(sequence, count)
         for i, sequence in enumerate([*sequences, *d_outs])
-        if i in loop.reads
+        if i in split.reads
     }
     totals: list[Tensor] = []
-    for batch in sliding.batches(0, steps, count) if loop.alone.loop.stacked else ():
+    for batch in sliding.batches(0, steps, count) if split.recurrences.loop.stacked else ():
         parts = [
             sliding.part(leaf, batch, count)
             if i < len(sequences)
@@ -44,7 +44,7 @@ def reverse_windows(
             sliding.add(total, batch, leaf)
     totals = [total[sliding.length - 1 :][:steps] for total in totals]
     all_sequences = [*sequences, *d_outs, *totals]
-    return programs.run_chunk("together", loop.together, invariants, all_sequences, [])
+    return programs.run_chunk("rest", split.rest, invariants, all_sequences, [])
 
 
 def _windows(
@@ -62,7 +62,7 @@ def _windows(
     count, n_inv, n_seq = carries[0].shape[0], len(invariants), len(sequences)
     name, args = ("windows", count), [*invariants, *sequences, *carries]
     if name not in programs.functions:
-        loop = programs.windowed.alone
+        loop = programs.split_reverse.recurrences
         run_scan = on_windows(programs.backend.run_scan, loop, count)
 
         def function(*args: Tensor) -> list[Tensor]:

@@ -16,7 +16,7 @@ from ftbptt.contract.output import EarlyGradients
 from ftbptt.segment import execute
 
 from ..cells import CELLS, REPRESENTATIVE, problem, slow_but
-from ..cells.problems import Problem
+from ..cells.problems import Draw, Problem
 from ..oracle import assert_close, reference
 
 STEPS = 37
@@ -131,7 +131,32 @@ def test_the_first_is_there_before_the_others(in_chunks: None, monkeypatch: Any)
     monkeypatch.setattr(execute.Executable, "run_chunk", noting)
     early = EarlyGradients([[3], [2], [0, 1]], lambda loss, grads: done.append("handed over"))
     segment.with_early_gradients(early, *given.data(STEPS))
-    ends = done[done.index("alone") :]
+    ends = done[done.index("recurrences") :]
     assert [n if isinstance(n, str) else n[0] for n in ends] == [
-        "alone", "part", "handed over", "part", "handed over", "part", "handed over", "part",
+        "recurrences", "part", "handed over", "part", "handed over", "part", "handed over", "part",
     ]  # fmt: skip
+
+
+class _Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-0.1, 0.1)
+
+
+def test_a_gradient_that_is_clipped_after_the_recurrence(in_chunks: None) -> None:
+    """No windows are added up before it, for which it would be refused."""
+    draw = Draw(0)
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        z: Tensor = _Clip.apply(x_t @ params["w"])  # type: ignore[no-untyped-call]
+        h = torch.tanh(z + h @ params["u"])
+        return h, h
+
+    params = {"w": draw(5, 5), "u": draw(5, 5)}
+    sequences = draw.sequence(3, 5), draw.sequence(3, 5)
+    given = Problem(step, params, draw(3, 5), *sequences, lambda out, y: (out - y).square().sum())
+    check_parts(given, "eager")
