@@ -23,6 +23,14 @@ def inside_derivative() -> bool:
     return any(level.key() in kinds for level in functorch.get_interpreter_stack() or ())
 
 
+def may_have_tangent(tensor: Tensor) -> bool:
+    """Whether ``torch.func.jvp`` is active, and the tensor belongs to a transform."""
+    functorch = torch._C._functorch
+    stack, jvp = functorch.get_interpreter_stack() or (), functorch.TransformType.Jvp
+    is_tracked = any(level.key() == jvp for level in stack)
+    return is_tracked and bool(functorch.is_gradtrackingtensor(tensor))
+
+
 def clear_cublas_workspaces() -> None:
     """Forgets the memory that cuBLAS works in, which it gets anew when it is next called.
 

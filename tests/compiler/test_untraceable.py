@@ -308,6 +308,46 @@ def test_a_gradient_by_torch_func_and_marks_that_do_not_matter() -> None:
     torch.testing.assert_close(result.grads, reference_segment(step, mse, *arguments).grads)
 
 
+def tangent_in_no_grad(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        _, tangent = torch.func.jvp(lambda h: h**3 * x_t, (h,), (x_t,))
+    return h, h - params["w"] * tangent
+
+
+def no_grad_in_a_tangent(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    def function(h: Tensor) -> Tensor:
+        with torch.no_grad():
+            square = h**2
+        return square * h * x_t
+
+    _, tangent = torch.func.jvp(function, (h,), (x_t,))
+    return h, h - params["w"] * tangent
+
+
+def jacobian_in_no_grad(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        jacobian = torch.func.jacfwd(lambda row: (row * row.sum()).sin())(h[0])
+    return h, h @ jacobian * params["w"]
+
+
+@pytest.mark.parametrize("step", [tangent_in_no_grad, no_grad_in_a_tangent, jacobian_in_no_grad])
+def test_a_tangent_and_no_grad(step: Any) -> None:
+    message = r"step: torch\.func\.jvp \(jacfwd, hessian\) around or inside of no_grad cannot be.*"
+    with pytest.raises(RuntimeError, match=message + r"detach\(\) its results"):
+        call(step)
+
+
+def test_a_tangent_and_detach() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        slope = torch.func.jvp(lambda h: h.detach() ** 2 * h * x_t, (h,), (x_t,))[1]
+        constant = torch.func.jvp(lambda h: h**3 * x_t, (h,), (x_t,))[1].detach()
+        return h + slope, h - params["w"] * (slope + constant).tanh()
+
+    arguments = {"w": torch.ones(H)}, torch.rand(B, H), torch.randn(K, B, H), torch.randn(K, B, H)
+    result = make_train_segment(step, mse, backend="eager")(*arguments)
+    torch.testing.assert_close(result.grads, reference_segment(step, mse, *arguments).grads)
+
+
 def test_a_branch_of_torch() -> None:
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         h = h + x_t * params["w"]

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..._compat.functions import as_custom_operator
+from ..._compat.running import may_have_tangent
 from ..._trees import differentiable, tree_leaves, tree_map
 from ..straight_through import with_gradient_of
 from .custom_gradient import apply_operator
@@ -301,9 +302,18 @@ class FunctionOverrides(TorchFunctionMode):
         self._forbid_sparse(result)
         # What the step hides from autograd must be constant when its graph is differentiated.
         if func == DATA or not torch.is_grad_enabled():
-            result = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, result)
+            result = tree_map(lambda v: self._detached(v) if isinstance(v, Tensor) else v, result)
         self.hidden.note(self._run, func, args, kwargs, result)
         return result
+
+    def _detached(self, value: Tensor) -> Tensor:
+        if may_have_tangent(value):  # which no_grad leaves, but detach drops
+            raise RuntimeError(
+                f"{self.argument}: torch.func.jvp (jacfwd, hessian) around or inside of no_grad "
+                "cannot be compiled. Call it without no_grad, and detach() its results, or what "
+                "is to be constant inside."
+            )
+        return value.detach()
 
     def _forbid_sparse(self, *values: Any) -> None:
         for leaf in tree_leaves(values):
