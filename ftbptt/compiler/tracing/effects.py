@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..._random_state import random_state_outside_torch, same_random_state
 from ..._reach import is_cache, reached_by
-from ...contract.step import Step
 from .random_draws import draws_of_this_thread
 from .variables import ABSENT, scopes_of
 
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Change:
+class _Effect:
     """A change of a variable or of a container, which was undone; ``redo`` makes it again."""
 
     description: str
@@ -40,19 +39,19 @@ def without_effects(name: str, root: Any, trace: Callable[[], T], remedy: str) -
     it drew from the random numbers of Python or NumPy. ``name`` and ``remedy`` are for the message.
     """
     random_before = random_state_outside_torch()
-    result, changes = _trace_and_undo(root, trace)
+    result, effects = _trace_and_undo(root, trace)
     random_after = random_state_outside_torch()
     # NumPy may have been imported meanwhile: then there is no state to compare with.
     drew = any(not same_random_state(random_before[x], random_after[x]) for x in random_before)
-    if not changes and not drew:
+    if not effects and not drew:
         return result
     # Another thread may have done it. It does it again, and draws in this thread.
     with draws_of_this_thread() as drawn:
-        result, changes_again = _trace_and_undo(root, trace)
-    repeated = {c.description for c in changes} & {c.description for c in changes_again}
+        result, effects_again = _trace_and_undo(root, trace)
+    repeated = {e.description for e in effects} & {e.description for e in effects_again}
     if repeated:
         description = min(repeated)
-        if any(c.is_tensor for c in changes_again if c.description == description):
+        if any(e.is_tensor for e in effects_again if e.description == description):
             remedy += (
                 " Compute a constant before the first call. For a weight that is computed from "
                 "parameters use torch.nn.utils.parametrizations (it has weight_norm), or "
@@ -66,23 +65,13 @@ def without_effects(name: str, root: Any, trace: Callable[[], T], remedy: str) -
             f"{name} draws from {max(drawn)}, so that it would use the same numbers every time. "
             "Draw with torch, for example torch.rand, or pass the numbers in x."
         )
-    for change in (*changes, *changes_again):
-        change.redo()
+    for effect in (*effects, *effects_again):
+        effect.redo()
     return result
 
 
-def without_step_effects(step: Step, trace: Callable[[], T]) -> T:
-    """:func:`without_effects`, of a step."""
-    return without_effects(
-        f"step {step.name}",
-        step.root,
-        trace,
-        "read such a value from the state and return it in the next state.",
-    )
-
-
-def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[Change]]:
-    """The result of ``trace``, and the changes that were made meanwhile, which are undone."""
+def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[_Effect]]:
+    """The result of ``trace``, and the effects that it had, which are undone."""
     reached = list(reached_by(root))
     scopes = [(scope, scope.read()) for scope in scopes_of(root, reached)]
     caches = [(value, value.cache_info().misses) for value in reached if is_cache(value)]
@@ -92,7 +81,7 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[Change]]
         for name, value in variables.items()
         if isinstance(value, (list, dict, set, deque))
     ]
-    changes = []
+    effects = []
     try:
         result = trace()
     finally:
@@ -102,7 +91,7 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[Change]]
                 value, old_value = after.get(name, ABSENT), before.get(name, ABSENT)
                 if value is not old_value:
                     redo = partial(scope.bind, name, value)
-                    changes.append(Change(scope.describe(name), redo, isinstance(value, Tensor)))
+                    effects.append(_Effect(scope.describe(name), redo, isinstance(value, Tensor)))
                     scope.bind(name, old_value)
         for cached, misses in caches:
             if cached.cache_info().misses != misses:  # it holds fake tensors now
@@ -110,9 +99,9 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[Change]]
         for description, container, old_content in containers:
             content = _content(container)
             if not _is_same(content, old_content):
-                changes.append(Change(description, partial(_refill, container, content)))
+                effects.append(_Effect(description, partial(_refill, container, content)))
                 _refill(container, old_content)
-    return result, changes
+    return result, effects
 
 
 def _content(container: Any) -> Any:

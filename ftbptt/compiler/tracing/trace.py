@@ -45,7 +45,7 @@ from .captures import lift_captures
 from .constants import Constants, noting_tensors_read
 from .custom_gradient import custom_gradients_as_nodes
 from .decompositions import BEFORE_AUTOGRAD, past_autograd
-from .effects import without_step_effects
+from .effects import without_effects
 from .errors import explain_trace_errors
 from .function_overrides import FunctionOverrides
 from .linalg_checks import failures_as_nan
@@ -257,7 +257,12 @@ def trace_step(
                 raise
             raise ValueError(misfit) from error
 
-    module = without_step_effects(step, traced)
+    module = without_effects(
+        f"step {step.name}",
+        step.root,
+        traced,
+        "read such a value from the state and return it in the next state.",
+    )
     failures_as_nan(module)
     _check_step(step, module, s, buffer_names)
     captures = lift_captures(
