@@ -325,17 +325,14 @@ class SegmentLoss:
         with_grad = [i for i, flag in enumerate(self.with_grad) if flag]
         run = traced.graph.forward  # see trace_function
 
-        def value(*args: Tensor) -> list[Tensor]:
-            return list(run(*args))
-
         def joint(*args: Tensor) -> list[Tensor]:
             results, vjp = vjp_by(run, args, with_grad, [0])
             return [*results, *vjp([torch.ones_like(results[0])])]
 
         return LossGraphs(
-            self._over_axes(joint if with_grad else value, len(with_grad), traced),
+            self._over_axes(joint if with_grad else traced.graph, len(with_grad), traced),
             traced.steps,
-            partial(self._over_axes, value, 0, traced),
+            partial(self._over_axes, traced.graph, 0, traced),
             self.signature.x[0].device,
             self.copied,
         )
