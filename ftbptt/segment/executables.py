@@ -180,13 +180,14 @@ class Executables:
         self._warned = True
         if plan.loss.is_constant:
             why = (
-                "has no gradient by its outputs, so all gradients are zeros: it is detached, or "
-                "made of whole numbers (argmax, a comparison)"
+                "has no gradient with respect to its outputs, so all gradients are zeros: it is "
+                "detached, or made of whole numbers (argmax, a comparison)"
             )
         elif not plan.loops.reverse.stacked:
             why = (
-                "has no gradient by the parameters, so all gradients are zeros: the out that the "
-                "step returns is detached, or comes from operations without one (sign, round)"
+                "has no gradient with respect to the parameters, so all gradients are zeros: the "
+                "out that the step returns is detached, or comes from operations without one "
+                "(sign, round)"
             )
         else:
             return  # what is tapped has gradients too

@@ -189,7 +189,8 @@ def test_a_loss_without_a_gradient(name: str, recwarn: pytest.WarningsRecorder) 
         grads = segment(*given.data(3)).grads
         assert all(grad.count_nonzero() == 0 for grad in grads.values())
     (warning,) = recwarn.list
-    assert "has no gradient by its outputs, so all gradients are zeros" in str(warning.message)
+    expected = "has no gradient with respect to its outputs, so all gradients are zeros"
+    assert expected in str(warning.message)
 
 
 def test_a_part_of_a_loss_without_a_gradient() -> None:
@@ -244,7 +245,8 @@ def test_a_tap_on_what_a_step_only_keeps() -> None:
 def test_a_step_that_trains_nothing_is_told(recwarn: pytest.WarningsRecorder) -> None:
     """torch's backward would be an error. A gradient of what is tapped may be all one wants."""
     given = problem_with(lambda w, x, h: torch.tanh(tap("x", x) + h @ w.detach()))
-    with pytest.warns(RuntimeWarning, match="step has no gradient by the parameters, so all"):
+    expected = "step has no gradient with respect to the parameters, so all"
+    with pytest.warns(RuntimeWarning, match=expected):
         make_train_segment(given.step, given.loss, backend="eager")(*given.data(3))
     tapped = make_train_segment(given.step, given.loss, backend="eager", taps=["x"])
     assert tapped(*given.data(3)).taps["x"].grad.count_nonzero() > 0

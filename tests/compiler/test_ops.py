@@ -169,7 +169,7 @@ STEPS = {
 
 
 # Of a sign, which has none.
-@pytest.mark.filterwarnings("ignore:ftbptt. the loss of step has no gradient by the parameters")
+@pytest.mark.filterwarnings("ignore:ftbptt. the loss of step has no gradient with respect")
 @pytest.mark.parametrize("name", STEPS)
 def test_in_the_step(name: str) -> None:
     check_both(problem_with(STEPS[name]))
