@@ -7,6 +7,7 @@ state is carried can know.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -28,7 +29,7 @@ class Classifier(nn.Module):
         self.lstm = nn.LSTM(MODES + 1, hidden, batch_first=True)
         self.readout = nn.Linear(hidden, MODES)
         with torch.no_grad():  # the forget gates start open: Jozefowicz et al., 2015
-            self.lstm.bias_ih_l0[hidden : 2 * hidden] = 2.0
+            self.lstm.get_parameter("bias_ih_l0")[hidden : 2 * hidden] = 2.0
         self.double()
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
@@ -100,7 +101,7 @@ def learn(
 
 def accuracy(
     train_segment: TrainSegment,
-    params: dict[str, Tensor],
+    params: Mapping[str, Tensor],
     state: State,
     data: tuple[Tensor, Tensor],
     k: int,

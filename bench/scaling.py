@@ -75,7 +75,8 @@ def measured(all_results: dict[int, dict[str, Any]]) -> Table:
         efficiency = ratio(seconds, "alone", "together")
         cells = [str(processes), *(f"{1e3 * t:.2f}" for t in (alone, in_step, together))]
         if processes > 1:
-            link = fitted(*zip(*results["reductions"], strict=True), processes)
+            sizes, times = zip(*results["reductions"], strict=True)
+            link = fitted(sizes, times, processes)
             update = update_of(results, in_step)
             predicted = in_step - update.compute + update.seconds(ring(link), processes)
             cells += [

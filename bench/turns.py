@@ -6,7 +6,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 Call = Callable[[], object]
@@ -15,7 +15,7 @@ _LEAST_ROUNDS = 3  # however long they take
 
 
 def in_turns(
-    calls: dict[str, Call],
+    calls: Mapping[str, Call],
     rounds: int,
     each: int,
     *,

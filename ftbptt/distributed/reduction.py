@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ _LEAST_BYTES = 1 << 20
 _BUCKET_BYTES = 25 << 20
 
 
-def buckets_of(leaves: list[Tensor]) -> list[list[int]]:
+def buckets_of(leaves: Sequence[Tensor]) -> list[list[int]]:
     """The indices of the leaves in each bucket, the last leaves first.
 
     That is the order in which the backward pass finishes layers. A bucket has one dtype and one
