@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 from .text import Vocabulary
 
+EMBEDDING = 64  # features of a character
 State = tuple[Tensor, Tensor]
 
 
 class CharLM(nn.Module):
     """Embedding, LSTM, readout: ``module(x[K, B], state) -> (logits[K, B, V], state)``."""
 
-    def __init__(self, vocabulary: int, hidden: int, layers: int, embedding: int = 64) -> None:
+    def __init__(self, vocabulary: int, hidden: int, layers: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, embedding)
-        self.lstm = nn.LSTM(embedding, hidden, layers)
+        self.embed = nn.Embedding(vocabulary, EMBEDDING)
+        self.lstm = nn.LSTM(EMBEDDING, hidden, layers)
         self.readout = nn.Linear(hidden, vocabulary)
         for name, bias in self.lstm.named_parameters():
             if name.startswith("bias_ih"):

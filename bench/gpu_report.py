@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
+from .report import file_name, why_untimed, write_text
 from .targets import table
 
 _LABELS = {
@@ -18,12 +17,9 @@ _LABELS = {
 
 def write(results: dict[str, Any], folder: Path) -> None:
     """Writes both files."""
-    folder.mkdir(parents=True, exist_ok=True)
     about = results["machine"]
-    name = re.sub(r"\([^)]*\)|@.*", " ", about.get("gpu") or about["cpu"]).lower()
-    stem = folder / "-".join([*re.findall(r"[a-z0-9]+", name), "gpu"])
-    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(markdown(results))
+    name = file_name(about.get("gpu") or about["cpu"], "gpu")
+    write_text(results, markdown(results), folder, name)
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -57,9 +53,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _row(label: str, row: dict[str, Any]) -> str:
     if row["status"] != "ok":
-        word = {"skip": "skipped", "wrong": "WRONG", "error": "failed"}[row["status"]]
-        reason = row["why"].replace("|", "/")
-        return f"| {label} | {word}: {reason} | | | | |"
+        return f"| {label} | {why_untimed(row)} | | | | |"
     kernels = "" if row["kernels"] is None else str(row["kernels"])
     return (
         f"| {label} | {row['ms']:.3f} | {row['of_floor']:.0%} | {kernels} | {row['first_s']:.1f} s "

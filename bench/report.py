@@ -52,8 +52,8 @@ def _cpu() -> str:
     return names[0] if names else platform.machine()
 
 
-def _busy(seconds: float = 1.0) -> float | None:
-    """The fraction of all processors that is in use now; None without Linux's /proc."""
+def _busy() -> float | None:
+    """The fraction of all processors that is in use for a second; None without Linux's /proc."""
 
     def ticks() -> tuple[int, int]:
         with open("/proc/stat") as file:
@@ -62,7 +62,7 @@ def _busy(seconds: float = 1.0) -> float | None:
 
     try:
         idle, every = ticks()
-        time.sleep(seconds)
+        time.sleep(1)
         idle_after, every_after = ticks()
     except OSError:
         return None
@@ -90,11 +90,15 @@ def busy(results: Results) -> bool:
 
 def tag(results: Results) -> str:
     """A file name for machine and suite, such as ``intel-xeon-processor-2-threads``."""
-    about = results["machine"]
-    words = re.sub(r"\([^)]*\)|@.*", " ", about["cpu"]).lower()
-    suite = results.get("suite", "default")
+    about, suite = results["machine"], results.get("suite", "default")
     ending = [] if suite == "default" else [suite]
-    return "-".join([*re.findall(r"[a-z0-9]+", words), f"{about['threads']}-threads", *ending])
+    return file_name(about["cpu"], f"{about['threads']}-threads", *ending)
+
+
+def file_name(processor: str, *ending: str) -> str:
+    """The words of a processor's name and ``ending``, with hyphens between them."""
+    words = re.sub(r"\([^)]*\)|@.*", " ", processor).lower()
+    return "-".join([*re.findall(r"[a-z0-9]+", words), *ending])
 
 
 def markdown(results: Results) -> str:
@@ -173,9 +177,7 @@ def _floor_line(floor: dict[str, float]) -> str:
 
 def _row(row: dict[str, Any]) -> str:
     if row["status"] != "ok":
-        word = {"skip": "skipped", "wrong": "WRONG", "error": "failed"}[row["status"]]
-        reason = row["why"].replace("|", "/")
-        return f"| {row['label']} | {word}: {reason} | | | | | |"
+        return f"| {row['label']} | {why_untimed(row)} | | | | | |"
     ratio = f"{row['ratio']:.2f}x" if "ratio" in row else ""
     memory = f"{row['peak_bytes'] / 2**20:.1f} MB" if "peak_bytes" in row else ""
     mark = " (!)" if "why" in row else ""
@@ -185,22 +187,31 @@ def _row(row: dict[str, Any]) -> str:
     )
 
 
+def why_untimed(row: dict[str, Any]) -> str:
+    """The cell of a peer that has no figures."""
+    word = {"skip": "skipped", "wrong": "WRONG", "error": "failed"}[row["status"]]
+    return f"{word}: {row['why'].replace('|', '/')}"
+
+
 def write(results: Results, folder: Path) -> list[Path]:
     """Writes JSON, Markdown and PNG beside each other; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / tag(results)
-    paths = [stem.with_name(stem.name + ending) for ending in (".json", ".md", ".png")]
-    paths[0].write_text(json.dumps(results, indent=1) + "\n")
-    paths[1].write_text(markdown(results))
-    plot_bars(paths[2], results)
+    paths = write_text(results, markdown(results), folder, tag(results))
+    paths.append(paths[0].with_suffix(".png"))
+    plot_bars(paths[-1], results)
     return paths
 
 
-_TITLES = {
-    "streams": "Streams",
-    "inside": "Looking inside",
-    "scaling": "Many processes",
-}  # suites of targets alone
+def write_text(results: Results, text: str, folder: Path, name: str) -> list[Path]:
+    """Writes the results as JSON, and as the Markdown ``text``; the paths of both."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.json", folder / f"{name}.md"]
+    for path, content in zip(paths, (json.dumps(results, indent=1) + "\n", text), strict=True):
+        path.write_text(content)
+    return paths
+
+
+# Of suites of targets alone.
+_TITLES = {"streams": "Streams", "inside": "Looking inside", "scaling": "Many processes"}
 
 
 def _targets_markdown(results: Results) -> str:
@@ -226,9 +237,6 @@ def _targets_markdown(results: Results) -> str:
 
 def write_targets(folder: Path, results: Results) -> None:
     """Writes and prints the results of a suite of targets alone, ``results["targets"]``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / tag(results)
-    stem.with_name(stem.name + ".json").write_text(json.dumps(results, indent=1) + "\n")
     text = markdown(results)
-    stem.with_name(stem.name + ".md").write_text(text)
+    write_text(results, text, folder, tag(results))
     print(text)

@@ -37,10 +37,8 @@ from .worker import serve
 BASE = "eager"  # the peer that ratios and errors are taken against
 TURN = 0.15  # seconds of calls that a peer gets in a round
 LOST = 1.0  # several threads gain less over one: another machine has the cores
-FULL, PART = (
-    Path("bench/results"),
-    Path("runs/bench"),
-)  # where results go: of the full benchmark, of a part
+# Where results go: of the full benchmark, of a part.
+FULL, PART = Path("bench/results"), Path("runs/bench")
 
 
 @dataclass

@@ -97,14 +97,14 @@ def overlapping(rounds: int) -> list[dict[str, Any]]:
 
 
 class _Endless:
-    """Chunks of random frames, generated on demand."""
+    """Chunks of 1000 random frames, generated on demand."""
 
-    def __init__(self, steps: int, chunk: int) -> None:
-        self.steps, self.chunk = steps, chunk
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
 
     def __iter__(self) -> Iterator[Chunk]:
-        for start in range(0, self.steps, self.chunk):
-            n = min(self.chunk, self.steps - start)
+        for start in range(0, self.steps, 1000):
+            n = min(1000, self.steps - start)
             yield Chunk(torch.randn(n, 4, 3), torch.randn(n, 4, 3))
 
 
@@ -115,7 +115,7 @@ def _send_peak_memory(steps: int, pipe: Connection) -> None:
     segment = make_train_segment(problem.model, loss)
     optimizer = torch.optim.SGD(params.values(), lr=1e-5)
     run = train_stream(
-        segment, params, problem.state, _Endless(steps, 1000), optimizer, k1=100, k2=150,
+        segment, params, problem.state, _Endless(steps), optimizer, k1=100, k2=150,
         progress=False,
     )  # fmt: skip
     for _ in run:
