@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -94,10 +95,8 @@ class Ranks:
             for leaf in tree_leaves(params):
                 if isinstance(leaf, Tensor):
                     buffer = leaf.detach().contiguous()
-                    try:
+                    with self._collective():
                         dist.broadcast(buffer, source, group=self.group)
-                    except RuntimeError as error:
-                        raise self.lost(error) from error
                     leaf.copy_(buffer)
 
     def all_do(self, do: Callable[[], Result]) -> Result:
@@ -123,25 +122,27 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order. A collective. Raises :class:`RankFailed`."""
         values: list[Any] = [None] * self.size
-        try:
+        with self._collective():
             dist.all_gather_object(values, value, group=self.group)
-        except RuntimeError as error:
-            raise self.lost(error) from error
         return values
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
         """Starts to sum a tensor over the ranks, in place. Raises :class:`RankFailed`."""
-        try:
+        with self._collective():
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise self.lost(error) from error
         assert work is not None
         return work
 
     def wait(self, work: dist.Work) -> None:
         """Waits for what :meth:`start_sum` started. Raises :class:`RankFailed`."""
-        try:
+        with self._collective():
             work.wait()
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        """Within it, an error of torch becomes :class:`RankFailed`."""
+        try:
+            yield
         except RuntimeError as error:
             raise self.lost(error) from error
 
