@@ -100,15 +100,8 @@ def evaluate_stream(
         check_function("metric_inputs", metric_inputs, "(out, y)")
     if prepare is not None:
         check_function("prepare", prepare, "(x, y)")
-    if metrics is not None and not hasattr(metrics, "items"):
-        raise TypeError(f"metrics: expected a dict of them, found {type(metrics).__name__}.")
-    for name, metric in (metrics or {}).items():
-        is_one = hasattr(metric, "update") and hasattr(metric, "compute")
-        if not is_one or isinstance(metric, type):
-            raise TypeError(
-                f"metrics[{name!r}]: expected an object with update(preds, target) and compute(), "
-                f"such as one of torchmetrics, found {kind_of(metric)}."
-            )
+    metrics = {} if metrics is None else metrics
+    _check_metrics(metrics)
     segments = Segments(train_segment)
     source = as_source(data, segments.axes)
     source.begin(0)
@@ -136,10 +129,7 @@ def evaluate_stream(
                 if metric_inputs is not None:
                     pair = _checked_pair(metric_inputs(*pair))
                 layout = segments.layout(chunk.x)
-                preds, target = _flatten_valid(pair, chunk, layout, counts.rows)
-                if len(tree_leaves(preds)[0]):  # some metrics fail on an empty batch
-                    for metric in metrics.values():
-                        metric.update(preds, target)
+                _update(metrics, *_flatten_valid(pair, chunk, layout, counts.rows))
             position += counts.steps
             bar.update(counts.steps)
     if loss_sum is None:
@@ -147,9 +137,27 @@ def evaluate_stream(
     return Evaluation(
         float(loss_sum) / max(int(weights), 1),
         int(valid_steps),
-        {name: metric.compute() for name, metric in (metrics or {}).items()},
+        {name: metric.compute() for name, metric in metrics.items()},
         state,
     )
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> None:
+    if not hasattr(metrics, "items"):
+        raise TypeError(f"metrics: expected a dict of them, found {type(metrics).__name__}.")
+    for name, metric in metrics.items():
+        is_one = hasattr(metric, "update") and hasattr(metric, "compute")
+        if not is_one or isinstance(metric, type):
+            raise TypeError(
+                f"metrics[{name!r}]: expected an object with update(preds, target) and compute(), "
+                f"such as one of torchmetrics, found {kind_of(metric)}."
+            )
+
+
+def _update(metrics: Mapping[str, Any], preds: Tree, target: Tree) -> None:
+    if len(tree_leaves(preds)[0]):  # some metrics fail on an empty batch
+        for metric in metrics.values():
+            metric.update(preds, target)
 
 
 def _checked_pair(pair: Any) -> tuple[Tree, Tree]:
