@@ -93,12 +93,15 @@ def test_built_once_and_kept(empty_cache: Path, monkeypatch: pytest.MonkeyPatch)
         library_of(SOURCE + "// another")
 
 
-def test_loaded_in_no_time(empty_cache: Path) -> None:
-    library_of(SOURCE)
-    load.cache_clear()
-    began = time.perf_counter()
-    load(str(library_of(SOURCE)))
-    assert time.perf_counter() - began < 0.3
+def test_loaded_in_no_time(empty_cache: Path, tmp_path: Path) -> None:
+    library, took = library_of(SOURCE), []
+    for i in range(3):  # the best counts: other work on the machine should not
+        copied = shutil.copy2(library, tmp_path / f"{i}.so")  # the same file is loaded only once
+        began = time.perf_counter()
+        assert library_of(SOURCE) == library
+        load(str(copied))
+        took.append(time.perf_counter() - began)
+    assert min(took) < 0.3
 
 
 def test_an_error_in_a_source_is_told(empty_cache: Path) -> None:
