@@ -20,8 +20,8 @@ from .._trees import Tree, tree_map
 from ..contract.output import SegmentOutput
 from ..distributed.ranks import Ranks
 from ..segment.train_segment import TrainSegment
-from .checkpoints.file import as_bytes, check_writable, has_checkpoint, is_special, previous
-from .checkpoints.stores import FileStore, SharedStore, Store, has_content
+from .checkpoints.file import as_bytes
+from .checkpoints.stores import store_at
 from .data.chunk import Chunk
 from .data.chunk_stream import ChunkStream
 from .data.cursor import Cursor
@@ -222,7 +222,9 @@ def train_stream(
         }  # fmt: skip
         trees = {"params": params, "state": state, "buffers": segments.buffers()}
         check_same(ranks, options, trees, source, optimizer)
-    store = None if checkpoint is None else _store(Path(checkpoint), ranks, segments, resume)
+    store = None
+    if checkpoint is not None:
+        store = store_at(Path(checkpoint), ranks, segments.row_axis, resume)
     if ranks is not None:
         params, state = _on_rank(ranks, segments, params, state, optimizer)
     learner = Learner(
@@ -252,41 +254,6 @@ def train_stream(
 
 
 # -- parts of the run -----------------------------------------------------------------------------
-
-
-def _store(path: Path, ranks: Ranks | None, segments: Segments, resume: bool | None) -> Store:
-    """Where the checkpoints are written: a file, or with ranks a folder.
-
-    Raises ValueError if ``path`` is the other one, FileExistsError if there are checkpoints and
-    ``resume`` is None, and OSError if nothing can be written there.
-    """
-    path = path.absolute()  # the caller may change the folder
-    if is_special(path):
-        raise ValueError(f"checkpoint: {path} is no regular file. Give the name of a file.")
-    if ranks is None:
-        if path.is_dir():
-            raise ValueError(
-                f"checkpoint: {path} is a folder. Give the name of a file; a folder that a run "
-                "with a mesh has written is read with a mesh, which may be of one process."
-            )
-        exists = has_checkpoint(path)
-    else:
-        if path.is_file():
-            raise ValueError(
-                f"checkpoint: {path} is a file. With a mesh, give the name of a folder."
-            )
-        exists = any(ranks.gather(has_content(path)))
-    if exists and resume is None:
-        raise FileExistsError(
-            f"checkpoint: {path if path.exists() else previous(path)} already exists. Pass "
-            "resume=True to continue from it, or resume=False to overwrite it."
-        )
-    replaces = exists and not resume
-    if ranks is None:
-        check_writable(path.parent)
-        return FileStore(path, replaces)
-    ranks.all_do(partial(check_writable, path))
-    return SharedStore(path, ranks, segments.row_axis, replaces)
 
 
 def _on_rank(

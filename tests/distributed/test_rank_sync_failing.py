@@ -139,28 +139,30 @@ def test_a_rank_that_stops_stops_all(two: Ranks) -> None:
     assert first[2] == second[2]
 
 
-def _hung(mesh: DeviceMesh) -> tuple[float, str]:
-    """The second rank stops answering; the group waits two seconds for it."""
+def _hung(mesh: DeviceMesh) -> tuple[float, float, list[float], str]:
+    """The second rank stops answering; the group waits two seconds for it.
+
+    When the rank began, failed and, if it slept, woke; and its error.
+    """
     group = torch.distributed.new_group(timeout=timedelta(seconds=2))
-    slept: list[float] = []
+    woke: list[float] = []
 
     def sleep(update: Any) -> None:
         if mesh.get_rank() == 1 and update.index == 3:
-            slept.append(time.sleep(9) or 0)
+            time.sleep(9)
+            woke.append(time.monotonic())
 
     began = time.monotonic()
-    try:
+    with pytest.raises(RankFailed) as failed:
         train(group, "tensors", events=Events(after_update=sleep))  # type: ignore[arg-type]
-    except RankFailed as error:
-        return time.monotonic() - began, str(error)
-    return 0.0, "no error"
+    return began, time.monotonic(), woke, str(failed.value)
 
 
 def test_a_rank_that_hangs() -> None:
     ranks = Ranks(2)
-    (took, said), (_, own_said) = ranks.call(_hung)
+    (began, failed, _, said), (_, _, (woke,), own_said) = ranks.call(_hung)
     ranks.stop()
-    assert 2 <= took < 9  # the other one was still asleep
+    assert began + 2 <= failed < woke  # the other one was still asleep
     assert said.startswith("rank 0: another rank died, or did not answer in time (")
     assert own_said.startswith("rank 1: another rank died, or did not answer in time (")
 

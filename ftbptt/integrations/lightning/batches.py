@@ -143,13 +143,13 @@ class Batches:
 
     # -- without gradients ----------------------------------------------------------------------
 
-    def evaluate(self, params: Tree, state: Tree, chunk: Chunk, k: int) -> Iterator[EvaluatedPart]:
+    def evaluate(self, state: Tree, chunk: Chunk, k: int) -> Iterator[EvaluatedPart]:
         """Runs a batch in parts of ``k`` steps."""
-        return _evaluate(self.segments(0), params, state, chunk, k)
+        return _evaluate(self.segments(0), self.params(), state, chunk, k)
 
-    def predict(self, params: Tree, state: Tree, chunk: Chunk, k: int) -> tuple[Tree, Tree]:
+    def predict(self, state: Tree, chunk: Chunk, k: int) -> tuple[Tree, Tree]:
         """``(out, state)`` of all steps, without a target or a loss."""
-        parts = list(_evaluate(self._predicting, params, state, chunk, k))
+        parts = list(_evaluate(self._predicting, self.params(), state, chunk, k))
         out = tree_map(lambda *leaves: torch.cat(leaves), *(part.out for part in parts))
         return self.time_back(out), parts[-1].state
 

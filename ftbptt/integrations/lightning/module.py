@@ -245,7 +245,7 @@ class TBPTTModule(LightningModule):
         chunk = batches.chunk(item._replace(y=None))
         start = self._start(batches, chunk)
         state = self._run.stage_state("predict", dataloader_idx, batch_idx, start)
-        out, state = batches.predict(batches.params(), state, chunk, self.k_eval)
+        out, state = batches.predict(state, chunk, self.k_eval)
         self._run.stage_states["predict", dataloader_idx] = state
         return out
 
@@ -296,7 +296,7 @@ class TBPTTModule(LightningModule):
         start = self._start(batches, chunk)
         state = self._run.stage_state(stage, dataloader_idx, batch_idx, start)
         stats = []
-        for part in batches.evaluate(batches.params(), state, chunk, self.k_eval):
+        for part in batches.evaluate(state, chunk, self.k_eval):
             state = part.state
             stats.append(part.stats)
             self._call_on_chunk(batches, stage, part.out, part.chunk.y)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ...distributed.ranks import Ranks
-from .file import has_checkpoint, load_checkpoint, save_checkpoint
+from .file import (
+    check_writable,
+    has_checkpoint,
+    is_special,
+    load_checkpoint,
+    previous,
+    save_checkpoint,
+)
 from .shared import Parts, SharedCheckpoints
 
 Content = dict[str, Any]
@@ -21,11 +29,6 @@ _COMMON = (
     "stop", "stopped",
 )  # fmt: skip
 _BY_ROW = ("state", "state_after")
-
-
-def has_content(folder: Path) -> bool:
-    """Whether a folder holds anything."""
-    return folder.is_dir() and any(folder.iterdir())
 
 
 class Store(Protocol):
@@ -50,12 +53,49 @@ class Store(Protocol):
         """The last checkpoint; None if there is none."""
 
 
+def store_at(
+    path: Path, ranks: Ranks | None, row_axis: Callable[[Tensor], int], resume: bool | None
+) -> Store:
+    """The store of a run: a file, or with ranks a folder.
+
+    Raises ValueError if ``path`` is the other one, FileExistsError if there are checkpoints and
+    ``resume`` is None, and OSError if nothing can be written there.
+    """
+    path = path.absolute()  # the caller may change the folder
+    if is_special(path):
+        raise ValueError(f"checkpoint: {path} is no regular file. Give the name of a file.")
+    if ranks is None:
+        if path.is_dir():
+            raise ValueError(
+                f"checkpoint: {path} is a folder. Give the name of a file; a folder that a run "
+                "with a mesh has written is read with a mesh, which may be of one process."
+            )
+        exists = has_checkpoint(path)
+    else:
+        if path.is_file():
+            raise ValueError(
+                f"checkpoint: {path} is a file. With a mesh, give the name of a folder."
+            )
+        exists = _has_content_on_any(ranks, path)
+    if exists and resume is None:
+        raise FileExistsError(
+            f"checkpoint: {path if path.exists() else previous(path)} already exists. Pass "
+            "resume=True to continue from it, or resume=False to overwrite it."
+        )
+    replaces = exists and not resume
+    if ranks is None:
+        check_writable(path.parent)
+        return FileStore(path, exists, replaces)
+    ranks.all_do(partial(check_writable, path))
+    return SharedStore(path, ranks, row_axis, exists, replaces)
+
+
 class FileStore:
     """A file, and beside it the checkpoint before."""
 
-    def __init__(self, path: Path, replaces: bool) -> None:
+    def __init__(self, path: Path, existed: bool, replaces: bool) -> None:
         self.path, self.replaces = path, replaces
-        self._existed = has_checkpoint(path)
+        self._existed = existed
 
     def begin(self) -> None:
         if not self._existed and has_checkpoint(self.path):
@@ -77,18 +117,15 @@ class SharedStore:
     """A folder to which each rank writes its part."""
 
     def __init__(
-        self, folder: Path, ranks: Ranks, row_axis: Callable[[Tensor], int], replaces: bool
-    ) -> None:
+        self, folder: Path, ranks: Ranks, row_axis: Callable[[Tensor], int], existed: bool,
+        replaces: bool,
+    ) -> None:  # fmt: skip
         self.ranks, self.replaces = ranks, replaces
         self.checkpoints = SharedCheckpoints(folder, ranks, row_axis)
-        self._folder = folder
-        self._existed = self._exists()
-
-    def _exists(self) -> bool:
-        return any(self.ranks.gather(has_content(self._folder)))
+        self._folder, self._existed = folder, existed
 
     def begin(self) -> None:
-        if not self._existed and self._exists():
+        if not self._existed and _has_content_on_any(self.ranks, self._folder):
             raise FileExistsError(
                 f"checkpoint: {self._folder} was written by another run since train_stream was "
                 "called. Give each run a folder of its own."
@@ -119,3 +156,8 @@ class SharedStore:
         if common["ranks"] != self.ranks.size:  # the rows are shared out anew
             by_rank["place"] = common["furthest"]
         return {**common, **by_rank, **rows}
+
+
+def _has_content_on_any(ranks: Ranks, folder: Path) -> bool:
+    """Whether any rank sees anything in the folder. A collective."""
+    return any(ranks.gather(folder.is_dir() and any(folder.iterdir())))
