@@ -41,7 +41,7 @@ class ComparedLeaf:
 
     - ``path``: the leaf's path in the :class:`SegmentOutput`, such as ``grads['weight_hh']``.
     - ``shape``: the leaf's shape.
-    - ``scale``: the root mean square of the exact value; NaN for integers.
+    - ``scale``: the root mean square of the exact value.
     - ``off``: the root mean square of the segment's error. For integers 0 or infinity.
     - ``eager_off``: the same for the eager loop in the dtype of the data.
     - ``agrees``: whether the segment's error is within the tolerance.
@@ -267,7 +267,7 @@ def _compare_leaf(path: str, result: Tensor, eager: Tensor, exact: Tensor) -> Co
     shape = tuple(result.shape)
     if not differentiable(exact):
         off, eager_off = (0.0 if torch.equal(a, exact) else math.inf for a in (result, eager))
-        return ComparedLeaf(path, shape, math.nan, off, eager_off, off == 0)
+        return ComparedLeaf(path, shape, _rms(exact.double()), off, eager_off, off == 0)
     scale = _rms(exact[exact.isfinite()])
     off, eager_off = _rms_error(result, exact), _rms_error(eager, exact)
     is_double = result.dtype in (torch.float64, torch.complex128)

@@ -116,6 +116,22 @@ def test_nan_in_both_results_agrees() -> None:
     assert comparison.agrees, str(comparison)
 
 
+def test_a_state_of_integers() -> None:
+    """They have a size, as other leaves do."""
+
+    def counting(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        out, h = recurrence(params, x_t, state[0])
+        return out, (h, state[1] + 3)
+
+    params, h, x, y = arguments()
+    segment = make_train_segment(counting, mse, backend="eager")
+    state = h, torch.zeros(4, dtype=torch.int64)
+    comparison = compare_to_reference(segment, params, state, x, y)
+    (counts,) = (leaf for leaf in comparison.leaves if leaf.path == "state[1]")
+    assert (counts.scale, counts.off, counts.agrees) == (3.0 * len(x), 0.0, True)
+    assert "nan" not in str(comparison)
+
+
 def test_no_target() -> None:
     """A loss that reads ``out`` alone."""
     params, state, x, _ = arguments()
