@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ftbptt import as_step, make_train_segment
 
 from ..cells.problems import B, D, H, mse
-from .test_bad_input import K, arguments, refused
+from .spoiled_calls import K, arguments, refused
 
 
 def test_parameters_of_another_module() -> None:
