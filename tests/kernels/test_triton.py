@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given as drawn
+from torch import Tensor
 
 from ftbptt.backends import EAGER, FUSED
 from ftbptt.kernels.gpu import module as triton_module
@@ -105,6 +106,32 @@ def test_models_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_module, "load", lambda path: module)
     triton_module.launch("", [], [torch.empty(0)], [1, 70_000, 65])
     assert grids == [(2 * 70_000,)]
+
+
+def check_tf32(units: int) -> None:
+    """Products in TF32 are of numbers rounded to it, of which a matrix unit would cut bits off."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        return [x[0] + carried[0] @ given[0]], []
+
+    def nearest(x: Tensor) -> Tensor:
+        bits = (x.view(torch.int32) + 0x1000) >> 13 << 13
+        return torch.where(x.isnan(), x, bits.view(torch.float32))
+
+    weight, h = (random(*shape, dtype=torch.float32) for shape in ((units, units), (17, units)))
+    h[1, 0], h[2, 0] = torch.inf, torch.nan
+    scan = Scan(step, [weight], [torch.zeros(1, 17, units)], [h])
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        found = scan.fused()[:1]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert_same(found, [nearest(h) @ nearest(weight)], 1e-6)
+
+
+@pytest.mark.parametrize("units", [7, 33])
+def test_tf32(units: int) -> None:
+    check_tf32(units)
 
 
 @pytest.mark.parametrize("rows", [1, 17])

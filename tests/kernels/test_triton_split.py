@@ -23,6 +23,7 @@ from .scans import Scan, random
 from .test_fused import make
 from .test_fused_shapes import data_for, gated
 from .test_row_order import heads_of_models
+from .test_triton import check_tf32
 
 QUICK = ["lstm_readout", "counter_and_flag"]
 
@@ -69,6 +70,10 @@ def test_rows_and_units(rows: int, units: int) -> None:
     scan = Scan(gated, *data_for(4, (rows,), units))
     assert parts(scan) > 1
     scan.check()
+
+
+def test_tf32() -> None:
+    check_tf32(32)
 
 
 @pytest.mark.usefixtures("order")

@@ -38,6 +38,14 @@ from triton.language.extra.cuda import libdevice
 def multiplied(a, b):
     return a * b
 
+
+@triton.jit
+def rounded(x, PRECISION: tl.constexpr):
+    if PRECISION == "tf32":
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x
+
 """
 
 
@@ -328,9 +336,19 @@ class LoopPrinter(TilePrinter):
             a = f"tl.sum(({a})[:, :, None], 2)"
         accumulator = "" if first else f", acc={name}"
         return (
-            f"tl.dot({a}.to({TYPES[weight_dtype]}), {weight}{accumulator}, "
+            f"tl.dot({self._factor(op, a)}, {weight}{accumulator}, "
             f"input_precision=PRECISION, out_dtype={kind})"
         )
+
+    def _factor(self, op: Product, x: str) -> str:
+        """What a matrix unit multiplies, in the dtype of the weight.
+
+        It cuts a float32 off to TF32, which in a sum of many products is an error of one sign
+        (Triton leaves it at that: 3.6, 3.7). cuBLAS rounds, and so does ``rounded``.
+        """
+        dtype = self.loop.weight_dtypes[op.weight]
+        x = f"{x}.to({TYPES[dtype]})"
+        return f"rounded({x}, PRECISION)" if dtype is torch.float32 else x
 
     def _weight(self, op: Product, k_first: int, k: int, n_first: int, n: int) -> str:
         """The variable with the tile [k, n] of a weight, or [1, k] if it has one column.
@@ -354,7 +372,9 @@ class LoopPrinter(TilePrinter):
         if op.grouped or op.trailing:
             offset += f" + ({self._batch_index(op)}) * group_stride{w}"
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
-        self.prologue.append(f"{name} = tl.load(weight{w} + {offset}{mask})")
+        loaded = f"tl.load(weight{w} + {offset}{mask})"
+        is_matrix = k != 1 and n != 1
+        self.prologue.append(f"{name} = {self._factor(op, loaded) if is_matrix else loaded}")
         return name
 
     def _batch_index(self, op: Product) -> str:

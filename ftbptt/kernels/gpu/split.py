@@ -17,7 +17,7 @@ import torch
 
 from ..expressions import Unsupported
 from ..rowloop import Memory, Product, RowLoop, compute_dtype
-from .expressions import TYPES, type_of
+from .expressions import type_of
 from .loop import LoopPrinter
 from .placement import Space, Tiles, columns, make_tiles
 
@@ -148,7 +148,7 @@ class SplitPrinter(LoopPrinter):
             shape = f"({_WARPS}, {length}, {self.tiles.flat(n).width})"
             self.prologue.append(f"{by_warp} = tl.reshape({weight}, {shape})")
         product = (
-            f"tl.sum(tl.dot({rows}.to({TYPES[dtype]}), {by_warp}, input_precision=PRECISION, "
+            f"tl.sum(tl.dot({self._factor(op, rows)}, {by_warp}, input_precision=PRECISION, "
             f"out_dtype={kind}), 0)"
         )
         return product if first else f"{name} + {product}"
