@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import math
 import os
 import statistics
 import time
@@ -252,7 +253,8 @@ def error(result: Any, expected: Any) -> float:
     ]
     for a, b in pairs:
         a = (a if isinstance(a, Tensor) else torch.as_tensor(np.asarray(a, np.float64))).to(b)
-        worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)))
+        relative = float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
+        worst = max(worst, relative if math.isfinite(relative) else math.inf)  # max() drops NaN
     return worst
 
 

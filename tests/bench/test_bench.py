@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -228,6 +229,14 @@ def test_a_memory_process_that_dies_or_hangs_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(streams, "MEMORY_TIMEOUT", 0.1)
     with pytest.raises(RuntimeError, match="memory over 100 steps has not answered within 0"):
         streams.memory(100, 100)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_gpu_peer_that_returns_no_number_is_wrong(number: float) -> None:
+    expected = torch.tensor(1.0), {"w": torch.ones(3), "b": torch.ones(3)}
+    found = torch.tensor(1.0), {"w": torch.tensor([1.0, number, 1.0]), "b": torch.ones(3)}
+    assert gpu.error(expected, expected) == 0.0
+    assert gpu.error(found, expected) == math.inf
 
 
 @pytest.mark.slow
