@@ -31,7 +31,8 @@ def markdown(results: dict[str, Any]) -> str:
         f"{about.get('gpu', 'no GPU: ' + about['cpu'])}; {versions}; {about['date']}, commit "
         f"{about['commit']}; medians over {results['rounds']} rounds in which the peers took "
         "turns. One segment: forward, loss and the gradients of all parameters. *Error* is the "
-        "worst of the loss's and the gradients' from the loop in float64; *of floor*: the case's "
+        "worst of the loss's and the gradients' from the loop in float64, marked (!) above three "
+        "times the eager loop's own; *of floor*: the case's "
         "FLOPs or bytes at the ceilings, over its time; *kernels*: in one call.",
         "",
         "Ceilings measured in this run: "
@@ -55,7 +56,8 @@ def _row(label: str, row: dict[str, Any]) -> str:
     if row["status"] != "ok":
         return f"| {label} | {why_untimed(row)} | | | | |"
     kernels = "" if row["kernels"] is None else str(row["kernels"])
+    mark = " (!)" if "why" in row else ""
     return (
         f"| {label} | {row['ms']:.3f} | {row['of_floor']:.0%} | {kernels} | {row['first_s']:.1f} s "
-        f"| {row['error']:.0e} |"
+        f"| {row['error']:.0e}{mark} |"
     )

@@ -239,6 +239,21 @@ def test_a_gpu_peer_that_returns_no_number_is_wrong(number: float) -> None:
     assert gpu.error(found, expected) == math.inf
 
 
+@pytest.mark.parametrize(
+    "name, found, status, marked",
+    [
+        ("fused", 2e-3, "ok", False), ("fused", 4e-3, "wrong", True), ("jax", 4e-3, "ok", True),
+        ("jax", 2e-2, "wrong", True), ("library", math.inf, "wrong", True),
+    ],
+)  # fmt: skip
+def test_gpu_peers_of_others_may_err_more(
+    name: str, found: float, status: str, marked: bool
+) -> None:
+    row = gpu.judged(name, found, 1e-3, torch.float32)
+    assert row["status"] == status
+    assert ("why" in row) == marked
+
+
 @pytest.mark.slow
 def test_gpu_peers_agree() -> None:
     """Every peer of the GPU benchmark, at sizes that a CPU runs quickly."""
