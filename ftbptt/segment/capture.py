@@ -7,6 +7,7 @@ tensors of the graph, and its results out of them. One graph serves one number o
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -122,9 +123,7 @@ class CapturedExecutable(Executable):
                 RuntimeWarning,
             )
         if len(self.graphs) > _MOST_GRAPHS:
-            evicted, graph = self.graphs.popitem(last=False)
-            self.evicted.append(evicted)
-            _let_go_of(graph)
+            self.evicted.append(self.graphs.popitem(last=False)[0])
 
     def _captured(self, groups: Groups, with_grad: bool) -> SegmentGraph | None:
         run = super().run
@@ -137,8 +136,6 @@ class CapturedExecutable(Executable):
                 )
         except RuntimeError as error:  # out of memory too: a graph needs more of it
             self.failed = True
-            for graph in self.graphs.values():
-                _let_go_of(graph)
             self.graphs.clear()
             warn(
                 f"ftbptt: a segment could not be captured as a CUDA graph ({error}). Its kernels "
@@ -168,6 +165,8 @@ class SegmentGraph:
                 run(copies)
 
         self.outputs, self.replay = _capture(warm_up, lambda: run(copies), device, separate_memory)
+        # When it is dropped its last replay may be on another stream, and not over.
+        weakref.finalize(self, _keep_until_replayed, self.inputs).atexit = False
 
     def __call__(self, groups: Groups) -> list[Tensor]:
         """Returns the graph's tensors, which the next call overwrites."""
@@ -176,9 +175,9 @@ class SegmentGraph:
         return list(self.outputs)
 
 
-def _let_go_of(graph: SegmentGraph | None) -> None:
-    """Before a graph is dropped: its last replay may be on another stream, and not over."""
-    for tensor in () if graph is None else graph.inputs:
+def _keep_until_replayed(inputs: list[Tensor]) -> None:
+    """Keeps the memory of a graph's inputs until what was launched last is over."""
+    for tensor in inputs:
         if tensor.is_cuda:
             tensor.record_stream(_last_stream[tensor.device])
 

@@ -189,6 +189,37 @@ def test_few_graphs_are_kept(captures: Captures, monkeypatch: pytest.MonkeyPatch
     assert captures.made == 1
 
 
+@pytest.mark.parametrize("how", ["evicted", "failed", "segment dropped"])
+def test_inputs_outlive_the_last_replay(
+    how: str, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be on another stream, and not over when the graph is dropped."""
+
+    def refuse(*args: Any) -> Any:
+        raise RuntimeError("no")
+
+    kept: list[Tensor] = []
+    monkeypatch.setattr(capture, "_keep_until_replayed", kept.extend)
+    given = problem("lstm_readout")
+    segment = make(given)
+    for _ in range(2):
+        segment(*given.data(3))
+    assert captures.made == 1
+    assert not kept
+    if how == "evicted":
+        monkeypatch.setattr(capture, "_MOST_GRAPHS", 1)
+        segment(*given.data(2))
+    elif how == "failed":
+        monkeypatch.setattr(capture, "_capture", refuse)
+        segment(*given.data(2))
+        with pytest.warns(RuntimeWarning, match="could not be captured"):
+            segment(*given.data(2))
+    else:
+        del segment
+    gc.collect()
+    assert kept
+
+
 @contextmanager
 def as_set(change: Callable[[Any], None], before: Any, now: Any) -> Iterator[None]:
     change(now)
