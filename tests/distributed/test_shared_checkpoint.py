@@ -229,6 +229,37 @@ def test_a_file_where_a_folder_should_be(two: Ranks, tmp_path: Path) -> None:
         assert said.startswith(f"OSError: checkpoint: no file can be written in {tmp_path}")
 
 
+def _folders_of_their_own(mesh: DeviceMesh, folder: str, kind: str) -> str:
+    path = Path(folder, str(mesh.get_rank()))
+    if kind == "a file" and mesh.get_rank() == 1:
+        path.touch()
+    try:
+        new_run(mesh, checkpoint=path)
+    except (ValueError, RankFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_folders_that_are_not_the_same(two: Ranks, tmp_path: Path) -> None:
+    """Each rank would keep its part for itself, without a word, and no run could go on from it."""
+    for said in two.call(_folders_of_their_own, str(tmp_path), "a folder"):
+        assert said.startswith(
+            f"ValueError: checkpoint: rank 1 does not see in {tmp_path / '1'} what rank 0 writes "
+            f"in {tmp_path / '0'}. Give all ranks the same folder, on a disk that they share."
+        )
+    assert [list(tmp_path.glob(f"{rank}/*")) for rank in range(2)] == [[], []]
+
+
+def test_a_file_on_one_rank(two: Ranks, tmp_path: Path) -> None:
+    """The other rank is told, and does not wait."""
+    first, second = two.call(_folders_of_their_own, str(tmp_path), "a file")
+    assert second == (
+        f"ValueError: checkpoint: {tmp_path / '1'} is a file. With a mesh, give the name of a "
+        "folder."
+    )
+    assert first == f"RankFailed: rank 1: {second}"
+
+
 def _finished_again(mesh: DeviceMesh, folder: str) -> list[str]:
     """One rank alone asks once more for what all have done."""
     run = new_run(mesh, checkpoint=folder)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,8 +60,8 @@ def store_at(
 ) -> Store:
     """The store of a run: a file, or with ranks a folder.
 
-    Raises ValueError if ``path`` is the other one, FileExistsError if there are checkpoints and
-    ``resume`` is None, and OSError if nothing can be written there.
+    Raises ValueError if ``path`` is the other one, or not the same on all ranks, FileExistsError if
+    there are checkpoints and ``resume`` is None, and OSError if nothing can be written there.
     """
     path = path.absolute()  # the caller may change the folder
     if is_special(path):
@@ -72,10 +74,7 @@ def store_at(
             )
         exists = has_checkpoint(path)
     else:
-        if path.is_file():
-            raise ValueError(
-                f"checkpoint: {path} is a file. With a mesh, give the name of a folder."
-            )
+        ranks.all_do(partial(_check_no_file, path))
         exists = _has_content_on_any(ranks, path)
     if exists and resume is None:
         raise FileExistsError(
@@ -87,6 +86,7 @@ def store_at(
         check_writable(path.parent)
         return FileStore(path, exists, replaces)
     ranks.all_do(partial(check_writable, path))
+    _check_shared(ranks, path)
     return SharedStore(path, ranks, row_axis, exists, replaces)
 
 
@@ -158,6 +158,34 @@ class SharedStore:
         return {**common, **by_rank, **rows}
 
 
+def _check_no_file(path: Path) -> None:
+    if path.is_file():
+        raise ValueError(f"checkpoint: {path} is a file. With a mesh, give the name of a folder.")
+
+
 def _has_content_on_any(ranks: Ranks, folder: Path) -> bool:
     """Whether any rank sees anything in the folder. A collective."""
-    return any(ranks.gather(folder.is_dir() and any(folder.iterdir())))
+    return any(ranks.gather(ranks.all_do(lambda: folder.is_dir() and any(folder.iterdir()))))
+
+
+def _check_shared(ranks: Ranks, folder: Path) -> None:
+    """Raises ValueError, on all ranks, if one does not see what the first writes. A collective.
+
+    Each would keep its part for itself, and none could go on from it.
+    """
+    with ExitStack() as stack:
+
+        def write() -> str | None:
+            if ranks.rank:
+                return None
+            return Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=folder)).name).name
+
+        name = ranks.gather(ranks.all_do(write))[0]
+        seen = ranks.gather((str(folder), (folder / name).exists()))
+    for rank, (found, sees) in enumerate(seen):
+        if not sees:
+            raise ValueError(
+                f"checkpoint: rank {rank} does not see in {found} what rank 0 writes in "
+                f"{seen[0][0]}. Give all ranks the same folder, on a disk that they share. (A name "
+                "that is made of the time, as it is on each rank, differs.)"
+            )
