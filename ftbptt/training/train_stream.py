@@ -225,18 +225,19 @@ def train_stream(
     store = None
     if checkpoint is not None:
         store = store_at(Path(checkpoint), ranks, segments.row_axis, resume)
+    if state is not None:
+        check_tensors("state", state, "None is the state that the step starts from.")
+        state = tree_map(Tensor.detach, state)
+    all_rows = state
     if ranks is not None:
         params, state = _on_rank(ranks, segments, params, state, optimizer)
     learner = Learner(
         params, optimizer, clip_norm=clip_norm, clip_value=clip_value, scheduler=scheduler,
         scaler=scaler, ema_decay=ema_decay,
     )  # fmt: skip
-    source, transforms = _own_source(source, segments, ranks, prepare)
+    source, transforms = _own_source(source, segments, ranks, all_rows, prepare)
     cursor = Cursor(source, truncation, segments.axes, transforms, Mover(check_device(device)))
     rank_sync = None if ranks is None else RankSync(ranks, learner, reduce_dtype)
-    if state is not None:
-        check_tensors("state", state, "None is the state that the step starts from.")
-        state = tree_map(Tensor.detach, state)
     guard, events = Guard(on_nonfinite, learner), events or Events()
     shows = progress and (ranks is None or ranks.rank == 0)
     monitor = Monitor(Meter(interval), events, guard, learner, stop, shows)
@@ -272,9 +273,16 @@ def _on_rank(
 
 
 def _own_source(
-    source: Source, segments: Segments, ranks: Ranks | None, prepare: Callable[..., Any] | None
+    source: Source,
+    segments: Segments,
+    ranks: Ranks | None,
+    state: Tree,
+    prepare: Callable[..., Any] | None,
 ) -> tuple[Source, list[Callable[[Chunk], Chunk]]]:
-    """The source of this rank's data, and the functions that are applied to each chunk of it."""
+    """The source of this rank's data, and the functions that are applied to each chunk of it.
+
+    ``state`` is that of all rows.
+    """
     transforms: list[Callable[[Chunk], Chunk]] = []
     if prepare is not None:
         transforms.append(partial(segments.prepared, prepare))
@@ -286,5 +294,5 @@ def _own_source(
         return source.share(ranks.rank, ranks.size), transforms
     if isinstance(source, ChunkStream):
         source.begin_as(ranks.gather(source.beginning())[0])
-    transforms.insert(0, partial(segments.own_rows, ranks.rank, ranks.size))
+    transforms.insert(0, partial(segments.own_rows, ranks.rank, ranks.size, state))
     return source, transforms

@@ -20,7 +20,7 @@ from ftbptt.training import train_stream
 from ..cells.problems import named
 from ..oracle import assert_close
 from ..training.streams import mean_cross_entropy, stream, tagger
-from .rank_runs import doubles, new_run, segment_of, shared_out, train, train_on
+from .rank_runs import CharModel, doubles, new_run, segment_of, shared_out, train, train_on
 from .ranks import Ranks
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -56,6 +56,30 @@ def check_as_one(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
             difference = (torch.tensor(found["params"][name]) - torch.tensor(value)).abs().max()
             assert difference < 1e-6  # read as float32: the finer look is below
         assert_close(doubles(found), doubles(expected))
+
+
+def _steps_that_weigh(mesh: DeviceMesh | None) -> list[float]:
+    """On tokens [T, B], with a weight of each step [T] beside the targets [T, B]."""
+    torch.manual_seed(1)
+    tokens, weight = torch.randint(6, (24, 3)), torch.rand(24).double()
+
+    def loss(out: Tensor, y: tuple[Tensor, Tensor]) -> Tensor:
+        each = torch.nn.functional.cross_entropy(out.movedim(-1, 1), y[0], reduction="none")
+        return (each * y[1][:, None]).mean()
+
+    module = CharModel()
+    run = train_stream(
+        make_train_segment(module, loss, backend="eager"), named(module),
+        torch.zeros(3, 4).double(), (tokens, (tokens.roll(-1, 0), weight)),
+        torch.optim.SGD(module.parameters(), lr=0.5), k1=4, progress=False, mesh=mesh,
+    )  # fmt: skip
+    return [float(update.loss) for update in run]
+
+
+def test_tokens_with_a_weight_of_each_step(two: Ranks) -> None:
+    """Two rows of three weigh twice as much as the third."""
+    expected = _steps_that_weigh(None)
+    assert two.call(_steps_that_weigh) == [pytest.approx(expected, rel=1e-12)] * 2
 
 
 class Buffered(torch.nn.Module):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy
 import pytest
 import torch
+from torch.distributed import DeviceMesh
 
 from ftbptt.training import ContiguousStreams, PackedSequences
 
-from .rank_runs import ROWS, sequences
+from ..training.streams import stream
+from .rank_runs import ROWS, new_run, sequences
+from .ranks import Ranks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -31,3 +37,38 @@ def test_too_few_rows() -> None:
         PackedSequences(sequences(), rows=ROWS).share(0, 6)
     with pytest.raises(ValueError, match="mesh: 6 ranks share the rows"):
         ContiguousStreams(torch.arange(100), rows=ROWS).share(0, 6)
+
+
+def _shared_out(mesh: DeviceMesh, options: dict[str, Any]) -> str:
+    try:
+        next(new_run(mesh, **options))
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"state": (numpy.zeros((ROWS, 5)),) * 2},
+            "TypeError: state[0]: expected a tensor, found ndarray. None is the state that ",
+        ),
+        (
+            {"state": (torch.zeros(ROWS, 5).double(), torch.zeros(()))},
+            "ValueError: mesh: state[1] has shape [], without the axis of rows, which the ranks "
+            "share. Give each row its own.",
+        ),
+        (  # features were taken for rows
+            {"data": (stream(8, 1)[0][:, 0], None), "state": (torch.zeros(5).double(),) * 2},
+            "ValueError: mesh: x of shape [4, 3], y and the state have no rows in common, which ",
+        ),
+        (
+            {"state": (torch.zeros(ROWS + 1, 5).double(),) * 2},
+            "ValueError: mesh: x of shape [4, 5, 3], y and the state have no rows in common, wh",
+        ),
+    ],
+)
+def test_what_has_no_rows_to_share(options: dict[str, Any], words: str, two: Ranks) -> None:
+    for said in two.call(_shared_out, options):
+        assert said.startswith(words)

@@ -8,7 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._trees import Tree, in_order_of, tree_leaves, tree_map
+from ..._trees import (
+    Tree,
+    in_order_of,
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+)
 from ...contract.layout import InDimsLayout, Layout, where_rows
 from ...distributed.shares import share_of
 from ...segment.train_segment import TrainSegment
@@ -146,12 +153,16 @@ class DataLayout:
         """
         self.first_row = share_of(rows, rank, size).start
 
-    def own_rows(self, rank: int, size: int, chunk: Chunk) -> Chunk:
-        """The part of a chunk in the rows of a rank."""
+    def own_rows(self, rank: int, size: int, state: Tree, chunk: Chunk) -> Chunk:
+        """The part of a chunk in the rows of a rank; ``state`` is that of all rows."""
         layout = self.layout(chunk.x)
         x = tree_leaves(chunk.x)[0]
-        if x.dim() <= layout.x_rows:
-            raise ValueError("mesh: x has no rows that could be shared out.")
+        if x.dim() <= layout.x_rows or self.rows(chunk, state) is None:
+            raise ValueError(
+                f"mesh: x of shape {list(x.shape)}, y and the state have no rows in common, which "
+                "the ranks would share. Give all of them an axis of as many rows; the last batch "
+                "of a DataLoader may have fewer: drop_last=True."
+            )
         self.set_share(x.shape[layout.x_rows], rank, size)
         return split_rows(chunk, (), size, layout, self.row_axis)[rank][0]
 
@@ -159,6 +170,12 @@ class DataLayout:
         """The rows of a state that belong to a rank."""
         if state is None:
             return None
+        for path, leaf in tree_flatten_with_path(state)[0]:
+            if leaf.dim() <= self.row_axis(leaf):
+                raise ValueError(
+                    f"mesh: state{keystr(path)} has shape {list(leaf.shape)}, without the axis of "
+                    "rows, which the ranks share. Give each row its own."
+                )
         return tree_map(lambda leaf: leaf.tensor_split(size, self.row_axis(leaf))[rank], state)
 
     def restart_nonfinite_rows(self, state: Tree, initial: Tree, rows: int | None) -> Tree:

@@ -19,7 +19,7 @@ def count_rows(
 
     ``batched_axes`` is the fewest axes that ``x`` has with rows. Where neither that nor a flag
     decides, an axis of ``x`` is taken for rows, and not for features, if ``y`` and the state have
-    it too.
+    it too. (Of ``y`` one leaf is enough: beside the targets there may be a weight of each step.)
     """
     for flags in (chunk.reset, chunk.mask):
         if flags is not None and (axis := layout.flag_axes(flags.dim())[1]) is not None:
@@ -29,7 +29,8 @@ def count_rows(
         return int(x.shape[layout.x_rows])
     if x.dim() < batched_axes:
         return None
-    if x.dim() == 2 and any(leaf.dim() < 2 for leaf in tree_leaves(chunk.y) if leaf is not None):
+    targets = [leaf for leaf in tree_leaves(chunk.y) if leaf is not None]
+    if x.dim() == 2 and targets and all(leaf.dim() < 2 for leaf in targets):
         return None
     rows = int(x.shape[layout.x_rows])
     state_has_rows = all(
