@@ -276,6 +276,24 @@ def test_a_run_that_was_left_is_finished_by_one(two: Ranks, tmp_path: Path) -> N
     assert two.call(_finished_again, str(tmp_path / "run")) == [["update-000000005"]] * 2
 
 
+def _saved_by_one(mesh: DeviceMesh, folder: str) -> tuple[int, str]:
+    run = new_run(mesh, checkpoint=folder)
+    try:
+        for update in run:
+            if update.index == 2 and mesh.get_rank() == 0:
+                run.save()
+    except RuntimeError as error:
+        return run.index, str(error)
+    return run.index, "no error"
+
+
+def test_one_rank_alone_saves(two: Ranks, tmp_path: Path) -> None:
+    """The others would make an update without it, and then wait for it until the time-out."""
+    for index, said in two.call(_saved_by_one, str(tmp_path / "run")):
+        assert index == 3
+        assert said.startswith("save: rank 0 saves the run, but not all ranks do: each writes its")
+
+
 def _saved_twice(mesh: DeviceMesh, folder: str) -> list[str]:
     """Killed in the second: what the first has written is still there."""
     run = new_run(mesh, checkpoint=folder)

@@ -21,7 +21,7 @@ from ...distributed.reduction import Reduction
 from .learner import Learner
 from .window_stats import WindowStats
 
-_STOPPING, _FAILED = 1, 2  # a rank's status; 0 while it goes on
+_STOPPING, _FAILED, _SAVING = 1, 2, 3  # a rank's status; 0 while it goes on
 _BASE = 4096  # the steps of all ranks are summed as two digits, each exact in float32
 
 
@@ -98,8 +98,8 @@ class JointUpdate(NamedTuple):
         whether losses are to be read
     ``seconds``
         how long the run took, by the first rank's clock
-    ``stopping``, ``failed``
-        the ranks that stop the run, and those that left it
+    ``stopping``, ``failed``, ``saving``
+        the ranks that stop the run, those that left it, and those that are about to save it
     """
 
     stats: WindowStats | None
@@ -109,6 +109,7 @@ class JointUpdate(NamedTuple):
     seconds: float
     stopping: list[int]
     failed: list[int]
+    saving: list[int]
 
 
 class RankSync:
@@ -153,12 +154,14 @@ class RankSync:
         more: bool = False,
         due: bool = False,
         stops: bool = False,
+        saves: bool = False,
         seconds: float = 0.0,
     ) -> JointUpdate:
         """Joins the windows of all ranks for an update; the learner then has the gradients of all.
 
         ``stats`` is None if this rank has no window that counts, ``more`` false if it has none at
-        all. Raises :class:`RankFailed` if another rank has left the run.
+        all. ``saves``: this is no update, but the rank is about to save. Raises :class:`RankFailed`
+        if another rank has left the run, RuntimeError if some ranks save and others go on.
         """
         learner, grads = self.learner, None
         if stats is not None and learner.gathered is not None:
@@ -167,12 +170,18 @@ class RankSync:
             stats, is_first=self.ranks.rank == 0, more=more, due=due, seconds=seconds
         )
         steps = 0 if stats is None else stats.steps
-        joint = self._join(grads, numbers, steps, _STOPPING if stops else 0)
+        joint = self._join(grads, numbers, steps, _STOPPING if stops else _SAVING if saves else 0)
         if joint.failed:
             self.has_left = True
             first = joint.failed[0]
             reasons = self.ranks.gather(None)
             raise RankFailed(f"rank {first} has left the run: {reasons[first]}")
+        if joint.saving and len(joint.saving) + len(joint.stopping) < self.ranks.size:
+            self.has_left = True  # as on all ranks
+            raise RuntimeError(
+                f"save: rank {joint.saving[0]} saves the run, but not all ranks do: each writes "
+                "its own part. Call it on all of them, not on the first one alone."
+            )
         if joint.stopping and not stops:
             warn(
                 f"ftbptt: rank {joint.stopping[0]} stops the run before update {index}.",
@@ -186,9 +195,9 @@ class RankSync:
     def check(self, index: int, stops: bool) -> bool:
         """Whether a rank stops the run before update ``index``; ``stops``: this one does.
 
-        Raises :class:`RankFailed` if one has left.
+        All ranks call it before they save. Raises as :meth:`update`.
         """
-        return bool(self.update(index, stops=stops).stopping)
+        return bool(self.update(index, stops=stops, saves=True).stopping)
 
     def close(self, index: int) -> None:
         """Waits until all ranks end the run, before update ``index``.
@@ -233,4 +242,5 @@ class RankSync:
             seconds=total.seconds,
             stopping=[rank for rank, status in enumerate(all_statuses) if status == _STOPPING],
             failed=[rank for rank, status in enumerate(all_statuses) if status == _FAILED],
+            saving=[rank for rank, status in enumerate(all_statuses) if status == _SAVING],
         )
