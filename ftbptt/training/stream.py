@@ -267,7 +267,8 @@ class Stream(Iterator[Update]):
     def state_dict(self) -> dict[str, Any]:
         """The run after the last update: tensors, numbers, strings, lists and dicts.
 
-        The tensors are the run's own, which the next update changes: copy what is to be kept.
+        The tensors are the run's own, which the next update changes: copy what is to be kept. Of a
+        sharded optimizer it is a collective: call it on all ranks.
         """
         return {
             "format": 1,
