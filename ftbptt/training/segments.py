@@ -54,8 +54,8 @@ class Segments(DataLayout):
                 "time_dim: belongs to the segment. Pass it to "
                 f"make_train_segment(..., time_dim={time_dim})."
             )
-        under_vmap = getattr(train_segment, "__wrapped__", None)
-        if time_dim is None and isinstance(under_vmap, TrainSegment):
+        self.under_vmap = isinstance(getattr(train_segment, "__wrapped__", None), TrainSegment)
+        if time_dim is None and self.under_vmap:
             raise ValueError(
                 "time_dim: train_segment is under vmap, which adds an axis to x and y. Say where "
                 "time is, counting that axis: time_dim=1 for x of [models, K, ...]."

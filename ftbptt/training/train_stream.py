@@ -212,6 +212,12 @@ def train_stream(
         raise ValueError("resume: give the file to resume from, checkpoint='run.pt'.")
     if scaler is not None and not isinstance(train_segment, TrainSegment):
         raise TypeError("scaler: needs what make_train_segment returns as train_segment.")
+    if mesh is not None and segments.under_vmap:
+        raise ValueError(
+            "mesh: train_segment is under vmap, so that it returns many losses; ranks share the "
+            "mean of one. An ensemble needs no mesh: each rank trains its own models, "
+            "ftbptt.distributed.own_models. For many sequences pass in_dims to make_train_segment."
+        )
     ranks, source = None if mesh is None else Ranks(mesh), as_source(data, segments.axes)
     if ranks is not None:
         options = asdict(truncation) | asdict(limits) | {

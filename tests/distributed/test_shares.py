@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.distributed import DeviceMesh
 
-from ftbptt.training import ContiguousStreams, PackedSequences
+from ftbptt.training import ContiguousStreams, PackedSequences, train_stream
 
-from ..training.streams import stream
-from .rank_runs import ROWS, new_run, sequences
+from ..training.streams import stream, tagger
+from .rank_runs import ROWS, new_run, segment_of, sequences
 from .ranks import Ranks
 
 
@@ -72,3 +72,17 @@ def _shared_out(mesh: DeviceMesh, options: dict[str, Any]) -> str:
 def test_what_has_no_rows_to_share(options: dict[str, Any], words: str, two: Ranks) -> None:
     for said in two.call(_shared_out, options):
         assert said.startswith(words)
+
+
+def _under_vmap(mesh: DeviceMesh) -> None:
+    module = tagger()
+    segment = torch.func.vmap(segment_of(type(module)), in_dims=(0, None, None, None))
+    params = {name: p.detach().expand(2, *p.shape) for name, p in module.named_parameters()}
+    optimizer = torch.optim.SGD(params.values(), lr=0.1)
+    expected = "mesh: train_segment is under vmap, so that it .*An ensemble needs no mesh: each"
+    with pytest.raises(ValueError, match=expected):
+        train_stream(segment, params, None, stream(8), optimizer, k1=4, time_dim=0, mesh=mesh)
+
+
+def test_models_are_not_shared_out_as_rows(two: Ranks) -> None:
+    two.call(_under_vmap)
