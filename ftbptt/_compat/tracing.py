@@ -15,7 +15,7 @@ import torch
 # for their shapes in C++ code that takes no symbolic K. As torch.compile does (2.0 to 2.13).
 from torch._dispatch.python import enable_python_dispatcher
 
-# What torch.func.grad and vjp do with their results, and the transform that runs (2.11 to 2.13).
+# What torch.func.grad and vjp do with their results, and the transform that runs (2.11 to 2.15).
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import GradInterpreter, retrieve_current_functorch_interpreter
 
