@@ -20,7 +20,7 @@ from ftbptt import make_train_segment
 
 from ..cells.problems import B, Draw, H, Problem, mse, named
 from ..oracle import check
-from .test_constants import AGAIN, made_with
+from .changing import AGAIN, made_with
 
 Change = Callable[[], Any]
 

@@ -17,7 +17,7 @@ from ..cells import slow_but
 from ..cells.problems import B, H, Problem, mse
 from ..oracle import assert_close, check
 from ..sequences import looped, stacked
-from .test_ops import check_both, problem_with
+from .one_operation import check_both, problem_with
 
 Tree = Any
 

@@ -14,7 +14,7 @@ from ftbptt import make_train_segment
 from ..cells.problems import mse
 from ..oracle import assert_close, check
 from ..sequences import looped, stacked
-from .test_ops import check_both, problem_with
+from .one_operation import check_both, problem_with
 
 
 @torch.library.custom_op("ftbptt_tests::mixed", mutates_args=())

@@ -16,7 +16,7 @@ from ftbptt import make_train_segment, tap
 
 from ..cells.problems import B, Draw, H, Problem, mse
 from ..oracle import assert_close, check, reference
-from .test_ops import check_both, problem_with
+from .one_operation import check_both, problem_with
 
 Tree = Any
 
