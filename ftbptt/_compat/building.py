@@ -43,12 +43,14 @@ def _cpp_builder(sources: Sequence[str], output: str, options: Any) -> Any:
 def _cpp_options(
     include: Sequence[str], *, precompiling: bool = False, compile_only: bool = False
 ) -> Any:
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import cpu_vec_isa
     from torch._inductor.cpp_builder import CppTorchDeviceOptions
     from torch._inductor.exc import InvalidCxxCompiler
 
+    from .instructions import reported_instructions
+
     try:
-        with config.patch({"cpp.vec_isa_ok": True}):
+        with reported_instructions():
             return CppTorchDeviceOptions(
                 vec_isa=cpu_vec_isa.pick_vec_isa(),
                 device_type="cpu",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,9 +59,6 @@ _INDUCTOR_OPTIONS = {
     "cpp.min_chunk_size": 16384,
     # The code around the kernels is long where these are many, and gains nothing from optimization.
     "cpp_wrapper_build_separate": True,
-    # Half of a cold start goes into test programs for vector instructions that the processor
-    # reports anyway: believe it, and ask only if the compiler then fails.
-    "cpp.vec_isa_ok": True,
 }
 
 
@@ -80,15 +78,20 @@ def inductor_compile(
     step of torch.compile after all of those. The wrapper in C++ runs a loop without Python.
     """
     from torch._guards import TracingContext, tracing
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.exc import CppCompileError
 
+    from .instructions import reported_instructions
+
     in_cpp = not calls_python and all(e.device.type == "cpu" for e in examples)
     options = {"cpp_wrapper": in_cpp, **_INDUCTOR_OPTIONS}
+    if shutil.which("openssl") is None:  # by which Inductor tells headers that have changed
+        options["cpp_cache_precompile_headers"] = False
 
-    def compiled_with(options: dict[str, Any]) -> Any:
+    def compiled(instructions: AbstractContextManager[None]) -> Any:
         with (
+            instructions,
             mode,
             tracing(TracingContext(mode)),
             config.patch(options),
@@ -103,15 +106,14 @@ def inductor_compile(
             return compile_fx_inner(graph, list(examples), cpp_wrapper=in_cpp)
 
     try:
-        compiled = compiled_with(options)
+        program = compiled(reported_instructions())
     except Exception as error:
         if not isinstance(getattr(error, "inner_exception", error), CppCompileError):
             raise  # whose message is clearer than that of a second attempt
-        cpu_vec_isa.valid_vec_isa_list.cache_clear()
-        compiled = compiled_with({**options, "cpp.vec_isa_ok": None})
+        program = compiled(nullcontext())  # Inductor asks what the compiler knows
 
     def run(*args: Tensor) -> list[Tensor]:
-        return list(compiled([arg.contiguous() for arg in args]))
+        return list(program([arg.contiguous() for arg in args]))
 
     return run
 

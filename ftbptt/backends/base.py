@@ -24,6 +24,8 @@ class Backend:
       ``RunScan``.
     - ``build(function, examples, mode)`` compiles a function of the program for tensors like the
       fake ``examples``, which belong to the fake tensor mode ``mode``. None: run it uncompiled.
+    - ``start_kernel(block)`` begins to compile what ``build`` will need for a scan block. None: it
+      needs nothing.
     - ``captured``: on a GPU, a segment is captured as one CUDA graph.
     - ``in_one_kernel(block)``: whether all steps of a scan block are one launch.
     - ``fusion``: which of the operations after a loop its kernel can absorb. None: no fusion.
@@ -33,6 +35,7 @@ class Backend:
     describe: Callable[[ScanBlock], str]
     run_scan: RunScan
     build: Callable[[Function, Sequence[Tensor], Any], Function] | None
+    start_kernel: Callable[[ScanBlock], None] | None = None
     captured: bool = False
     in_one_kernel: Callable[[ScanBlock], bool] = lambda block: False
     fusion: Fusion | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..compiler.fusion import Fusion
 from ..compiler.graphs import VIEWS, Node, aten, value_of
 from ..compiler.run_loop import ScanResult
 from ..kernels.argmax import expand_argmax
-from ..kernels.cpu.build import load, start
+from ..kernels.cpu.build import load, start, start_ahead
 from ..kernels.cpu.loop import print_cpp
 from ..kernels.cpu.toolchain import INCLUDE
 from ..kernels.expressions import Unsupported, is_elementwise
@@ -271,6 +271,12 @@ def _build(function: Function, examples: Sequence[Tensor], mode: Any) -> Functio
         return build_program(function, examples, mode)
 
 
+def _start_kernel(block: ScanBlock) -> None:
+    if block.device.type == "cpu":  # Triton compiles where a kernel is first launched
+        with suppress(Unsupported, OSError):  # of which the latter is met again, and told, later
+            start_ahead(_source_for(block)[2])
+
+
 def _takes_in(node: Node) -> bool:
     """Whether a kernel can compute this operation, given its operands."""
     is_cheap = is_elementwise(node) or node.target in VIEWS
@@ -290,5 +296,12 @@ def _rows_of(block: ScanBlock) -> tuple[int, ...] | None:
 
 _FUSION = Fusion(expand_argmax, _takes_in, _rows_of)
 FUSED = Backend(
-    "fused", _describe, run_scan, _build, captured=True, in_one_kernel=_has_kernel, fusion=_FUSION
+    "fused",
+    _describe,
+    run_scan,
+    _build,
+    _start_kernel,
+    captured=True,
+    in_one_kernel=_has_kernel,
+    fusion=_FUSION,
 )

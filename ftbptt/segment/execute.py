@@ -115,6 +115,8 @@ class Executable(Programs):
         self, inputs: LoopInputs, with_grad: bool, early: EarlyGradients | None
     ) -> LoopOutputs:
         steps = inputs.x[0].shape[0]
+        if with_grad and early is None and self.plan.sliding is None:
+            self.begin_kernels()
         # The windows of a sliding gradient read from all steps.
         chunks = _chunks(steps, self.chunk if self.plan.sliding is None else steps)
         loss = self.plan.loss.graphs_for(steps).program(with_grad)

@@ -27,7 +27,7 @@ from .._compat.tracing import is_pinned, most_indexed, symbolic_steps, unseen_by
 from ..backends import Backend
 from ..backends.base import Function
 from ..backends.cache_folder import built_somewhere
-from ..compiler.blocks import DistributedLoop
+from ..compiler.blocks import DistributedLoop, ScanBlock
 from ..compiler.distribute import distribute
 from ..compiler.plan import Plan
 from ..compiler.sliding_window import check_is_linear
@@ -98,6 +98,16 @@ class Programs(Phases):
         if name not in self.functions:
             self.build_once(name, graph, args, 0, n_symbolic)
         return self.functions[name](*args)
+
+    def begin_kernels(self) -> None:
+        """Begins to compile all kernels: those of the reverse loop while the forward is built."""
+        start = self.backend.start_kernel
+        if start is None or "reverse" in self.functions:
+            return
+        with TRACING:
+            for block in (*self.forward.blocks, *self.reverse.blocks):
+                if isinstance(block, ScanBlock):
+                    start(block)
 
     def build_once(
         self, name: Any, function: Function, args: Sequence[Tensor], first: int, last: int

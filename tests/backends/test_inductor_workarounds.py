@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import currentframe
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor import compile_fx, config
+from torch._inductor import codecache, compile_fx, config, cpu_vec_isa
 from torch._inductor.exc import CppCompileError, InductorError
 
+from ftbptt._compat.instructions import reported_instructions
 from ftbptt._compat.tracing import FakeTensorMode, make_fx
 from ftbptt.backends.compile import build
 from ftbptt.backends.inductor_workarounds import DECOMPOSITIONS
@@ -56,12 +58,42 @@ def test_a_compiler_without_the_vector_instructions(
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_as_told)
 
-    def doubled(x: Tensor) -> list[Tensor]:
-        return [2 * x]
+    with nullcontext() if is_tried_again else pytest.raises(InductorError, match="a bug"):
+        check_compiled(lambda x: [2 * x])
 
+
+def check_compiled(function: Callable[[Tensor], list[Tensor]]) -> None:
     x, mode = torch.arange(7.0), FakeTensorMode()
     with mode:
         examples = [torch.empty(7)]
-    with nullcontext() if is_tried_again else pytest.raises(InductorError, match="a bug"):
-        (found,) = build(doubled, examples, mode)(x)
-        assert torch.equal(found, 2 * x)
+    (found,), (expected,) = build(function, examples, mode)(x), function(x)
+    torch.testing.assert_close(found, expected)
+
+
+def test_vector_instructions_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test program is compiled, and what Inductor knows of them is not changed."""
+    before = cpu_vec_isa.valid_vec_isa_list
+
+    def refuse(*_: object) -> bool:
+        raise AssertionError("Inductor asks")
+
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", refuse)
+    with reported_instructions():
+        picked = cpu_vec_isa.pick_vec_isa()
+        assert picked
+    reported = torch.backends.cpu.get_cpu_capability()
+    if reported in ("AVX2", "AVX512"):
+        assert str(picked) == reported.lower()
+    check_compiled(lambda x: [x.exp().sin() + x])
+    assert cpu_vec_isa.valid_vec_isa_list is before
+
+
+def test_without_the_program_that_hashes_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have a compiler, but no openssl, without which torch 2.13 cannot compile."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(codecache, "_precompile_header", _refuse_to_hash)
+    check_compiled(lambda x: [x.cos() * 3 + x])
+
+
+def _refuse_to_hash(*_: object, **__: object) -> str:
+    raise FileNotFoundError("openssl")

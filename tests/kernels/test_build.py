@@ -132,9 +132,40 @@ def test_what_is_cancelled_is_not_begun(empty_cache: Path, monkeypatch: pytest.M
         monkeypatch.setattr(build, "_build", wait_for_the_end)
         for source in ("first", "second", "third"):
             build.start(source)
+        build.start_ahead("fourth")
         build.cancel()
         may_end.set()
     assert begun in ([], ["first"])
+
+
+def test_what_is_begun_ahead_is_not_waited_for_until_it_is_asked_for(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    may_end = threading.Event()
+
+    def wait_for_the_end(source: str, library: Path) -> None:
+        begun.append(source)
+        if source == "later":
+            assert may_end.wait(60)
+
+    monkeypatch.setattr(build, "_build", wait_for_the_end)
+    build.start_ahead("later")
+    build.start("now")
+    build.finish()
+    assert sorted(begun) == ["later", "now"]
+    build.start("later")
+    threading.Timer(0.2, may_end.set).start()
+    build.finish()
+    assert may_end.is_set()
+    assert len(begun) == 2
+
+
+def test_an_error_in_what_is_begun_ahead_is_told_where_it_is_asked_for(empty_cache: Path) -> None:
+    build.start_ahead("nonsense;")
+    assert half_of(SOURCE, 6) == 3
+    with pytest.raises(RuntimeError, match=r"no kernel could be compiled.*nonsense"):
+        library_of("nonsense;")
 
 
 @pytest.mark.parametrize("damage", ["nothing", "text", "half"])

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ftbptt import Explanation, make_train_segment
+from ftbptt.backends import fused
+from ftbptt.kernels.cpu import build
 
 from ..cells import CELLS, REPRESENTATIVE, problem, slow_but
 from ..cells.problems import B, Draw, H, Problem, mse
@@ -146,6 +148,32 @@ def test_one_sequence_over_a_batch(name: str, kernels: None) -> None:
     found = make(given, in_dims=(None, 0, 0, 0))(params, *many)
     segment = make_train_segment(given.step, given.loss, backend="eager", in_dims=(None, 0, 0, 0))
     assert_close(found, segment(params, *many))
+
+
+def test_kernels_of_both_loops_are_begun_before_the_first_is_waited_for(
+    kernels: None, in_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    begin, run = build.start_ahead, fused.load
+
+    def start_ahead(source: str) -> None:
+        events.append("begun")
+        begin(source)
+
+    def load(library: str) -> Any:
+        events.append("run")
+        return run(library)
+
+    monkeypatch.setattr(fused, "start_ahead", start_ahead)
+    monkeypatch.setattr(fused, "load", load)
+    given = problem("lstm_readout")
+    segment = make(given)
+    segment.evaluate(*given.data(3))
+    assert events == ["run"]
+    events.clear()
+    for _ in range(2):
+        segment(*given.data(3))
+    assert events == ["begun", "begun", "run", "run", "run", "run"]
 
 
 # -- whole programs, compiled -------------------------------------------------------------------

@@ -40,6 +40,7 @@ def _new_builders() -> ThreadPoolExecutor:
 
 _builders = _new_builders()
 _started: dict[Path, Future[None]] = {}
+_ahead: dict[Path, Future[None]] = {}  # begun before they are asked for
 _precompiled: set[Path] = set()  # cache folders for which this process has started precompiling
 
 
@@ -48,6 +49,7 @@ def _forget_builders() -> None:
     global _builders
     _builders = _new_builders()
     _started.clear()
+    _ahead.clear()
 
 
 os.register_at_fork(after_in_child=_forget_builders)
@@ -58,12 +60,23 @@ def start(source: str) -> Path:
 
     Kernels are compiled in the background, several at once, while Inductor compiles the program.
     """
-    folder, key = kernel_cache_dir(), key_of(source)
-    library = folder / f"{key}.so"
-    if library not in _started and not is_sealed(library):
-        folder.mkdir(parents=True, exist_ok=True)
-        _started[library] = _builders.submit(_build, source, library)
+    start_ahead(source)
+    library = _library_of(source)
+    if library in _ahead:
+        _started[library] = _ahead.pop(library)
     return library
+
+
+def start_ahead(source: str) -> None:
+    """As ``start``, of a kernel that will be asked for later: ``finish`` does not wait for it."""
+    library = _library_of(source)
+    if library not in _started and library not in _ahead and not is_sealed(library):
+        library.parent.mkdir(parents=True, exist_ok=True)
+        _ahead[library] = _builders.submit(_build, source, library)
+
+
+def _library_of(source: str) -> Path:
+    return kernel_cache_dir() / f"{key_of(source)}.so"
 
 
 def finish() -> None:
@@ -90,15 +103,18 @@ def abandon() -> None:
     """
     try:
         wait(_started.values())
-    finally:
+    except BaseException:
         cancel()
+        raise
+    _started.clear()
 
 
 def cancel() -> None:
-    """Forgets all builds that were started, and does not begin those that wait for their turn."""
-    for build in _started.values():
-        build.cancel()
-    _started.clear()
+    """Forgets all builds that were begun, and does not begin those that wait for their turn."""
+    for builds in (_started, _ahead):
+        for build in builds.values():
+            build.cancel()
+        builds.clear()
 
 
 @cache
