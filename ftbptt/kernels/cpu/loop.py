@@ -272,7 +272,7 @@ class _Printer:
             a_pointer, c_pointer = f"{a_pointer} + v * {op.k}", f"{c_pointer} + v * {op.n}"
             packed += f" + v * packed_size{op.weight}" if op.by_vector else ""
         yield (
-            f"Gemm<{t}>::run({rows}, {op.k}, {op.n}, {a_pointer}, {lda}, {packed}, {c_pointer}, "
+            f"Gemm<{t}>::run<{op.k}, {op.n}>({rows}, {a_pointer}, {lda}, {packed}, {c_pointer}, "
             f"{ldc});"
         )
 

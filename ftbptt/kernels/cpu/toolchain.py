@@ -1,8 +1,8 @@
 """Compiler commands for kernels, and what is precompiled to speed them up.
 
-Of the 3.5 seconds that a kernel takes to compile, 1.5 are for parsing the header that all kernels
-include, and 1.5 for their matrix product. Where many kernels are built, both are compiled once and
-cached beside the kernels: the header, and an object file that is linked into them.
+Of the 3 seconds that a kernel takes to compile, 1.5 are for parsing the header that all kernels
+include, and up to 1.5 for the panels of its matrix products. Where many kernels are built, both are
+compiled once and cached beside the kernels: the header, and an object file of all panels.
 """
 
 from __future__ import annotations

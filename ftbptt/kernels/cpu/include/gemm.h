@@ -10,6 +10,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "panel.h"
@@ -50,20 +51,20 @@ struct __attribute__((visibility("hidden"))) Gemm {
 
   static void run(int64_t rows, int64_t k, int64_t n, const T* a, int64_t lda, const T* packed, T* c, int64_t ldc,
                   bool add = false) {
-    const int64_t count = panels(k, n), base = vectors(n) / count, wider = vectors(n) % count;
-    Ahead ahead = kLines;
-    if (bytes(k, n) <= kSmall) ahead = kNothing;
-    if (bytes(k, n) >= kOutsideL2 && rows > Panel<T, kPrefetchedWidth>::kMaxRows) ahead = kNextPanel;
-    const T* b = packed;
-    for (int64_t p = 0; p < count; ++p) {
-      const bool last = p + 1 == count;
-      const int64_t size = base + (p < wider), tail = last ? n - (vectors(n) - 1) * kLanes : kLanes;
-      const T* end = b + size * kLanes * k;
-      panel(std::make_integer_sequence<int, kMaxWidth>(), size, rows, k, a, lda, b, last ? packed : end, ahead, c, ldc,
-            tail, add);
-      b = end;
-      c += size * kLanes;
-    }
+    using Widths = std::conditional_t<kMaxWidth == 4, std::integer_sequence<int, 1, 2, 3, 4>,
+                                      std::integer_sequence<int, 1, 2, 3>>;
+    multiply(Widths(), Prefetches<kNothing, kLines, kNextPanel>(), rows, k, n, a, lda, packed, c, ldc, add);
+  }
+
+  // The same for a k and n that the compiler knows: it compiles only the panels that occur in it.
+  template <int64_t k, int64_t n>
+  static void run(int64_t rows, const T* a, int64_t lda, const T* packed, T* c, int64_t ldc) {
+    constexpr int narrow = vectors(n) / panels(k, n);
+    using Widths = std::conditional_t<vectors(n) % panels(k, n) == 0, std::integer_sequence<int, narrow>,
+                                      std::integer_sequence<int, narrow, narrow + 1>>;
+    using InCache = Prefetches<bytes(k, n) <= kSmall ? kNothing : kLines>;
+    using Any = std::conditional_t<bytes(k, n) < kOutsideL2, InCache, Prefetches<kLines, kNextPanel>>;
+    multiply(Widths(), Any(), rows, k, n, a, lda, packed, c, ldc, false);
   }
 
  private:
@@ -83,9 +84,35 @@ struct __attribute__((visibility("hidden"))) Gemm {
     return bytes(k, n) <= kSmall ? kMaxWidth : kPrefetchedWidth;
   }
 
-  template <int... W, typename... Args>
-  static void panel(std::integer_sequence<int, W...>, int64_t size, Args... args) {
-    ((size == W + 1 ? Panel<T, W + 1>::run(args...) : void()), ...);
+  template <Ahead... A>
+  struct Prefetches {};
+
+  // W and A: the widths of panels and the ways to prefetch that may occur.
+  template <int... W, Ahead... A>
+  static void multiply(std::integer_sequence<int, W...>, Prefetches<A...> any, int64_t rows, int64_t k, int64_t n,
+                       const T* a, int64_t lda, const T* packed, T* c, int64_t ldc, bool add) {
+    const int64_t count = panels(k, n), base = vectors(n) / count, wider = vectors(n) % count;
+    Ahead ahead = kLines;
+    if (bytes(k, n) <= kSmall) ahead = kNothing;
+    if (bytes(k, n) >= kOutsideL2 && rows > Panel<T, kPrefetchedWidth>::kMaxRows) ahead = kNextPanel;
+    const T* b = packed;
+    for (int64_t p = 0; p < count; ++p) {
+      const bool last = p + 1 == count;
+      const int64_t size = base + (p < wider), tail = last ? n - (vectors(n) - 1) * kLanes : kLanes;
+      const T* end = b + size * kLanes * k;
+      const T* next = last ? packed : end;
+      ((size == W ? panel<W>(any, ahead, rows, k, a, lda, b, next, c, ldc, tail, add) : void()), ...);
+      b = end;
+      c += size * kLanes;
+    }
+  }
+
+  template <int W, Ahead... A, typename... Args>
+  static void panel(Prefetches<A...>, Ahead ahead, Args... args) {
+    if constexpr (W == kPrefetchedWidth)
+      ((ahead == A ? Panel<T, W, A>::run(args...) : void()), ...);
+    else
+      Panel<T, W>::run(args...);
   }
 };
 

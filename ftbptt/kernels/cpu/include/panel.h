@@ -1,5 +1,5 @@
-// One panel of the packed matrix of gemm.h, times rows of the other. This is three quarters of what there is to compile
-// of a kernel, and the same in all of them, so it can be compiled once and linked (see FTBPTT_PANELS).
+// One panel of the packed matrix of gemm.h, times rows of the other. This is most of what there is to compile of a
+// kernel, and the same in all of them, so it can be compiled once and linked (see FTBPTT_PANELS).
 #pragma once
 #include <ATen/cpu/vec/vec.h>
 
@@ -27,7 +27,7 @@ constexpr int kPrefetchedWidth = 3;
 
 // c[rows, W vectors] = a[rows, k] @ b[k, W vectors], or added to c. Hidden: a process loads many kernels, possibly built
 // for different instruction sets, and must not share this code between them.
-template <typename T, int W>
+template <typename T, int W, Ahead A = kNothing>
 struct __attribute__((visibility("hidden"))) Panel {
   static constexpr int64_t kLanes = Lanes<T>::kCount;
   static constexpr int kRegisters = Lanes<T>::kRegisters;
@@ -37,17 +37,18 @@ struct __attribute__((visibility("hidden"))) Panel {
   static constexpr int kMaxRows = std::min((kRegisters - 1 - W) / W, 12);
 
   // `tail` columns of the last vector are stored; `next` is the panel after b.
-  static void run(int64_t rows, int64_t k, const T* a, int64_t lda, const T* b, const T* next, Ahead ahead, T* c,
-                  int64_t ldc, int64_t tail, bool add);
+  static void run(int64_t rows, int64_t k, const T* a, int64_t lda, const T* b, const T* next, T* c, int64_t ldc,
+                  int64_t tail, bool add);
 
  private:
+  static_assert(W == kPrefetchedWidth || A == kNothing);
   using Vec = at::vec::Vectorized<T>;
   using Block = void (*)(int64_t, const T*, int64_t, const T*, const T*, int64_t, T*, int64_t, int64_t, bool);
 
   // Prefetching pays from 3 rows on: below, the loads of b take all the load slots.
-  template <Ahead A, int... R>
+  template <int... R>
   static constexpr std::array<Block, sizeof...(R)> table(std::integer_sequence<int, R...>) {
-    return {&block<R + 1, R + 1 >= 3 && W == kPrefetchedWidth ? A : kNothing>...};
+    return {&block<R + 1, R + 1 >= 3 ? A : kNothing>...};
   }
 
   // An FMA has a latency of 4 cycles and two start per cycle. Blocks of few rows therefore split the sum over k into
@@ -60,7 +61,7 @@ struct __attribute__((visibility("hidden"))) Panel {
 
   // R rows x W vectors of c; the last vector has `tail` columns. The loops over R, W and U unroll completely, which
   // turns the arrays into registers. The last bits of an element depend on U, hence on the block that it falls in.
-  template <int R, Ahead A>
+  template <int R, Ahead P>
   static void block(int64_t k, const T* a, int64_t lda, const T* b, const T* next, int64_t next_stride, T* c,
                     int64_t ldc, int64_t tail, bool add) {
     constexpr int U = partial_sums(R * W);
@@ -69,12 +70,12 @@ struct __attribute__((visibility("hidden"))) Panel {
     for (; i + U <= k; i += U) {
 #pragma GCC unroll 8
       for (int u = 0; u < U; ++u) {
-        if constexpr (A == kNextPanel) {
+        if constexpr (P == kNextPanel) {
           __builtin_prefetch(next, 0, 2);
           __builtin_prefetch(next + kLanes, 0, 2);
           next += next_stride;
         }
-        add_row<R, A != kNothing>(a + i + u, lda, b + (i + u) * W * kLanes, sum[u]);
+        add_row<R, P != kNothing>(a + i + u, lda, b + (i + u) * W * kLanes, sum[u]);
       }
     }
     if constexpr (U > 1) {
@@ -113,18 +114,16 @@ struct __attribute__((visibility("hidden"))) Panel {
 };
 
 // Not defined within the class, where it would be inline, and so compiled with each kernel.
-template <typename T, int W>
-void Panel<T, W>::run(int64_t rows, int64_t k, const T* a, int64_t lda, const T* b, const T* next, Ahead ahead, T* c,
-                      int64_t ldc, int64_t tail, bool add) {
-  using Rows = std::make_integer_sequence<int, kMaxRows>;
-  static constexpr std::array<Block, kMaxRows> blocks[] = {table<kNothing>(Rows()), table<kLines>(Rows()),
-                                                           table<kNextPanel>(Rows())};
+template <typename T, int W, Ahead A>
+void Panel<T, W, A>::run(int64_t rows, int64_t k, const T* a, int64_t lda, const T* b, const T* next, T* c, int64_t ldc,
+                         int64_t tail, bool add) {
+  static constexpr std::array<Block, kMaxRows> blocks = table(std::make_integer_sequence<int, kMaxRows>());
   // blocks of equal size (up to one row), so that no remainder of few rows runs at a fraction of the speed
   int left = (static_cast<int>(rows) + kMaxRows - 1) / kMaxRows;
   const int64_t next_stride = left > 0 ? (W * kLanes + left - 1) / left : 0;
   for (; left > 0; --left) {
     const int size = (static_cast<int>(rows) + left - 1) / left;
-    blocks[ahead][size - 1](k, a, lda, b, next, next_stride, c, ldc, tail, add);
+    blocks[size - 1](k, a, lda, b, next, next_stride, c, ldc, tail, add);
     next += next_stride * k;
     a += size * lda;
     c += size * ldc;
@@ -135,12 +134,13 @@ void Panel<T, W>::run(int64_t rows, int64_t k, const T* a, int64_t lda, const T*
 }  // namespace ftbptt
 
 // All panels: FTBPTT_PANELS() defines them, FTBPTT_PANELS(extern) takes them from where they are defined.
-#define FTBPTT_PANELS(EXTERN)                      \
-  EXTERN template struct ftbptt::Panel<float, 1>;  \
-  EXTERN template struct ftbptt::Panel<float, 2>;  \
-  EXTERN template struct ftbptt::Panel<float, 3>;  \
-  EXTERN template struct ftbptt::Panel<float, 4>;  \
-  EXTERN template struct ftbptt::Panel<double, 1>; \
-  EXTERN template struct ftbptt::Panel<double, 2>; \
-  EXTERN template struct ftbptt::Panel<double, 3>; \
-  EXTERN template struct ftbptt::Panel<double, 4>;
+#define FTBPTT_PANELS_OF(EXTERN, T)                            \
+  EXTERN template struct ftbptt::Panel<T, 1>;                  \
+  EXTERN template struct ftbptt::Panel<T, 2>;                  \
+  EXTERN template struct ftbptt::Panel<T, 3>;                  \
+  EXTERN template struct ftbptt::Panel<T, 3, ftbptt::kLines>;  \
+  EXTERN template struct ftbptt::Panel<T, 3, ftbptt::kNextPanel>; \
+  EXTERN template struct ftbptt::Panel<T, 4>;
+#define FTBPTT_PANELS(EXTERN)      \
+  FTBPTT_PANELS_OF(EXTERN, float)  \
+  FTBPTT_PANELS_OF(EXTERN, double)
