@@ -8,8 +8,15 @@ import sys
 import sysconfig
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator
-from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
+from collections.abc import Callable, Iterable, Iterator
+from functools import (
+    cache,
+    cached_property,
+    lru_cache,
+    partial,
+    partialmethod,
+    singledispatchmethod,
+)  # fmt: skip
 from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -169,6 +176,14 @@ def modules_read_by(function: Any) -> list[nn.Module]:
     return [value for value in reached_by(function) if isinstance(value, nn.Module)]
 
 
+def _of_each_code(
+    names: Callable[[CodeType], Iterator[str]],
+) -> Callable[[CodeType], tuple[str, ...]]:
+    """Each name once, in order; kept, since a first call asks for a function's many times over."""
+    return lru_cache(2**12)(lambda code: tuple(dict.fromkeys(names(code))))
+
+
+@_of_each_code
 def names_in(code: CodeType) -> Iterator[str]:
     """The names that code, and the code nested in it, may look up; also with ``getattr``."""
     yield from code.co_names
@@ -196,6 +211,7 @@ def names_asked_by(reached: Iterable[Any]) -> set[str]:
     return {name for function in functions for name in _strings_in(function.__code__)}
 
 
+@_of_each_code
 def globals_in(code: CodeType) -> Iterator[str]:
     """The global variables that code, and the code nested in it, reads or binds."""
     for instruction in dis.get_instructions(code):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from .._compat.graph_modules import GraphModule, tracing_without_code
 from .._compat.inductor import inductor_compile, inductor_decompositions, while_loop
 from .._compat.tracing import enable_python_dispatcher, make_fx
 from .._interrupt import uninterrupted
@@ -224,7 +225,7 @@ def with_small_products(module: fx.GraphModule) -> fx.GraphModule:
                 product = graph.call_function(_small_product, node.args)
             node.replace_all_uses_with(product)
             graph.erase_node(node)
-    return fx.GraphModule(module, graph)
+    return GraphModule(module, graph)
 
 
 def _small_product(a: Tensor, b: Tensor) -> Tensor:
@@ -260,7 +261,7 @@ def build(
     _keep_freed_memory()
     try:
         # Ctrl-C would leave torch's modes in a broken state.
-        with uninterrupted(), mode, enable_python_dispatcher():
+        with uninterrupted(), mode, enable_python_dispatcher(), tracing_without_code():
             table = inductor_decompositions() | DECOMPOSITIONS
             program = make_fx(function, decomposition_table=table)(*examples)
         work_around_defects(program)

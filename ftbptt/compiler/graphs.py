@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, fx
 
+from .._compat.graph_modules import GraphModule
 from .._compat.tracing import may_be_a_view
 
 # torch types a node's arguments as a union of everything that an argument can be, which would need
@@ -197,7 +198,7 @@ def extract(
                 raise AssertionError(f"{node} is needed but not an input of the block")
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies[node] for node in outputs])
-    return fx.GraphModule({}, graph)
+    return GraphModule({}, graph)
 
 
 def vjp_by(

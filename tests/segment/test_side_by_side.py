@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import DataLoader, Dataset
 
-from ftbptt import SegmentOutput, make_train_segment
+from ftbptt import make_train_segment
+from ftbptt._compat.graph_modules import GraphModule
 from ftbptt.training import train_stream
 
 from ..cells.problems import mse, named
@@ -34,11 +38,11 @@ def problems() -> list[tuple[nn.Module, tuple[Any, ...]]]:
     return made
 
 
-def at_once(calls: list[Callable[[], SegmentOutput]]) -> list[SegmentOutput]:
+def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
     """Runs each call in its own thread, all starting together."""
     start = threading.Barrier(len(calls))
 
-    def run(call: Callable[[], SegmentOutput]) -> SegmentOutput:
+    def run(call: Callable[[], Any]) -> Any:
         start.wait()
         return call()
 
@@ -63,6 +67,26 @@ def test_one_segment_per_thread(backend: str) -> None:
             assert_close(result, like)
 
 
+@pytest.fixture
+def threads_in_turns() -> Iterator[None]:
+    """Within it, threads take turns at every few lines."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("threads_in_turns")
+def test_one_graph_whose_python_several_threads_want() -> None:
+    """It is written by one of them; torch changes how nodes print while it writes."""
+    traced = make_fx(lambda x: [(x * i + 1).tanh() for i in range(20)])(torch.ones(2))
+    for _ in range(10):
+        graph = GraphModule(traced, copy.deepcopy(traced.graph))
+        results = at_once([lambda own=graph: own(torch.ones(2))] * 4)
+        assert_close(results, [[(torch.ones(2) * i + 1).tanh() for i in range(20)]] * 4)
+
+
+@pytest.mark.usefixtures("threads_in_turns")
 def test_one_segment_for_all_threads() -> None:
     """All threads make the first call of its kind at once."""
     cell, arguments = problems()[0]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..._compat.graph_modules import GraphModule
 from ..graphs import aten, matrix_product
 from .convolution import (
     convolution_over_time,
@@ -156,4 +157,4 @@ def for_any_length(module: fx.GraphModule) -> fx.GraphModule:
     graph = copy.deepcopy(module.graph)
     for node in graph.nodes:
         node.target = _BATCHABLE.get(node.target, node.target)
-    return fx.GraphModule(module, graph)
+    return GraphModule(module, graph)

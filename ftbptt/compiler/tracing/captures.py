@@ -8,6 +8,7 @@ from copy import deepcopy
 import torch
 from torch import Tensor, fx
 
+from ..._compat.graph_modules import GraphModule
 from ..._compat.running import is_fake
 from ..._memory import resolved
 from ..graphs import Node, aten
@@ -68,7 +69,7 @@ def with_tensors_as_inputs(module: fx.GraphModule) -> tuple[fx.GraphModule, list
     held = [node for node in attributes if isinstance(getattr(module, node.target), Tensor)]
     tensors = [getattr(module, node.target) for node in held]
     _as_inputs(graph, held, after=len(graph.find_nodes(op="placeholder")))
-    return fx.GraphModule(module, graph), tensors
+    return GraphModule(module, graph), tensors
 
 
 def _as_inputs(graph: fx.Graph, nodes: Sequence[Node], after: int) -> None:

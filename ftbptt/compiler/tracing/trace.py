@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..._compat.graph_modules import GraphModule, tracing_without_code
 from ..._compat.tracing import (
     FakeTensorMode,
     calling_compiled_as_written,
@@ -125,6 +126,7 @@ def trace_function(
         unvalidated_distributions(),
         plain_attention,
         without_log_of_failures(),
+        tracing_without_code(),
         custom_gradients as put_custom_gradients_into,
     ):
         if differentiated is not None and _has_fourier_transform(differentiated.graph):
@@ -142,8 +144,7 @@ def trace_function(
         constants.add_tensors_read(tensors_read)
     _make_batchable(module.graph)
     module.graph.eliminate_dead_code()
-    module.recompile()
-    return module
+    return GraphModule(module, module.graph)
 
 
 def _has_fourier_transform(graph: fx.Graph) -> bool:
