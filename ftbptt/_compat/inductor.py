@@ -54,6 +54,10 @@ _INDUCTOR_OPTIONS = {
     # a sequence that a loop writes into, whose values it then loses.
     "layout_optimization": False,
     "triton.cudagraphs": False,  # a segment is one graph
+    # It keeps no guards on K, the size of inputs and none itself (2.13): what it finds there would
+    # be run for a K that its indices of 32 bits are too small for.
+    "fx_graph_cache": False,
+    "fx_graph_remote_cache": False,
     # A loop of fewer elements costs more to share between threads than to run: in the body of
     # a recurrence that is paid at every step.
     "cpp.min_chunk_size": 16384,

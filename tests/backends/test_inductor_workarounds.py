@@ -6,16 +6,18 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import currentframe
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor import codecache, compile_fx, config, cpu_vec_isa
 from torch._inductor.exc import CppCompileError, InductorError
 
 from ftbptt._compat.instructions import reported_instructions
-from ftbptt._compat.tracing import FakeTensorMode, make_fx
+from ftbptt._compat.tracing import FakeTensorMode, make_fx, symbolic_steps
+from ftbptt.backends import compile as compile_backend
 from ftbptt.backends.compile import build
 from ftbptt.backends.inductor_workarounds import DECOMPOSITIONS
 
@@ -60,6 +62,24 @@ def test_a_compiler_without_the_vector_instructions(
 
     with nullcontext() if is_tried_again else pytest.raises(InductorError, match="a bug"):
         check_compiled(lambda x: [2 * x])
+
+
+def test_guards_on_the_number_of_steps_when_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In what torch keeps of compiled graphs there are none. K may be too large for it on a GPU."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_backend, "products_in_cpp", nullcontext)  # torch keeps no such one
+
+    def guards() -> list[Any]:
+        mode, steps = symbolic_steps(64)
+        with mode:
+            examples = [torch.empty(steps, 32, 10), torch.empty(steps, 32, dtype=torch.int64)]
+        loss = nn.functional.cross_entropy
+        build(lambda out, y: [loss(out.flatten(0, 1), y.flatten())], examples, mode)
+        return [guard.expr for guard in mode.shape_env.guards]
+
+    assert guards() == guards() != []
 
 
 def check_compiled(function: Callable[[Tensor], list[Tensor]]) -> None:
