@@ -147,6 +147,9 @@ def markdown(results: Results) -> str:
     for steps, seconds in (results.get("compile_s") or {}).items():
         if seconds is not None:
             lines += ["", f"Cold compile of the first case at T={steps}: {seconds:.1f} s."]
+        again = results.get("compile_again_s", {}).get(steps)
+        if again is not None:
+            lines += ["", f"The same in a new process that finds the caches: {again:.1f} s."]
     return "\n".join(lines) + "\n"
 
 

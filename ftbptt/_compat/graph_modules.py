@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 # Writing a graph's Python takes a fifth of tracing, and most graphs are changed or taken apart
-# before they are called. Inductor uses the same class for that reason (2.2 to 2.15).
+# before they are called. Inductor uses the same class for that reason (2.11 to 2.13).
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 __all__ = ["GraphModule", "tracing_without_code"]
