@@ -16,7 +16,7 @@ from functools import (
     partial,
     partialmethod,
     singledispatchmethod,
-)  # fmt: skip
+)
 from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any

@@ -69,7 +69,7 @@ def test_guards_on_the_number_of_steps_when_compiled_again(
 ) -> None:
     """In what torch keeps of compiled graphs there are none. K may be too large for it on a GPU."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compile_backend, "products_in_cpp", nullcontext)  # torch keeps no such one
+    monkeypatch.setattr(compile_backend, "products_in_cpp", nullcontext)  # with it torch keeps none
 
     def guards() -> list[Any]:
         mode, steps = symbolic_steps(64)
