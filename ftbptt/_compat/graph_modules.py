@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
-# Writing a graph's Python takes a fifth of tracing, and most graphs are changed or taken apart
-# before they are called. Inductor uses the same class for that reason (2.11 to 2.13).
-from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch import fx, nn
+
+# _use_lazy_graph_module, for what make_fx returns: writing a graph's Python takes a fifth of
+# tracing, and most graphs are changed or taken apart before they are called. _forward_from_src, as
+# GraphModule itself uses it (both 2.11 to 2.14).
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.graph_module import _forward_from_src
 
 __all__ = ["GraphModule", "tracing_without_code"]
 
 _WRITING = threading.RLock()
 
 
-class GraphModule(_LazyGraphModule):
-    """``torch.fx.GraphModule`` that several threads may call for the first time."""
+class GraphModule(fx.GraphModule):
+    """``torch.fx.GraphModule`` that several threads may call for the first time.
 
-    def real_recompile(self) -> None:
-        with _WRITING:  # torch changes how the nodes print while it writes
-            super().real_recompile()
+    All are of one class. torch makes a class for each, and whenever tracing patches
+    ``nn.Module``, Python goes through all its subclasses: with thousands, a quarter of tracing.
+    """
 
-    def _lazy_forward(self, *args: Any) -> Any:
-        self.real_recompile()
-        return self.forward(*args)  # a call of the module would print errors
+    def __new__(cls, *args: Any, **kwargs: Any) -> GraphModule:
+        return nn.Module.__new__(cls)
 
-    forward = _lazy_forward
+    def recompile(self) -> None:  # type: ignore[override]
+        """Its Python will be written anew."""
+        self.__dict__.pop("_written", None)
+
+    def forward(self, *args: Any) -> Any:
+        return self._function()(self, *args)
+
+    def _function(self) -> Callable[..., Any]:
+        function = self.__dict__.get("_written")
+        if function is None:
+            with _WRITING:  # torch changes how the nodes print while it writes
+                code = self.graph.python_code("self")
+                function = self.__dict__["_written"] = _forward_from_src(code.src, code.globals)
+        return function
+
+    @property
+    def code(self) -> str:
+        return self.graph.python_code("self").src
 
 
 def tracing_without_code() -> Any:

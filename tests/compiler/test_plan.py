@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,25 @@ def kinds(explanation: Explanation, phase: str) -> list[str]:
 
 def scans(explanation: Explanation, phase: str) -> list[str]:
     return [b.title for b in explanation.blocks if b.phase == phase and "scan" in b.kind]
+
+
+def test_its_graphs_are_of_one_class() -> None:
+    """torch makes a subclass of Module for each; whenever Module is patched, all are gone through.
+
+    What a trace leaves of them is collected.
+    """
+
+    def count(of: type) -> int:
+        return 1 + sum(map(count, of.__subclasses__()))
+
+    cell, segments, counts = nn.LSTMCell(D, H), [], []
+    for _ in range(2):
+        segments.append(make_train_segment(cell, mse, backend="eager"))
+        data = torch.randn(K, B, D), torch.randn(K, B, H)
+        segments[-1](dict(cell.named_parameters()), None, *data)
+        gc.collect()
+        counts.append(count(nn.Module))
+    assert counts[0] == counts[1]
 
 
 def test_a_stack_falls_apart_into_one_scan_per_layer() -> None:
