@@ -87,6 +87,7 @@ def inductor_compile(
     from torch._inductor.exc import CppCompileError
 
     from .instructions import reported_instructions
+    from .strides import polynomial_strides
 
     in_cpp = not calls_python and all(e.device.type == "cpu" for e in examples)
     options = {"cpp_wrapper": in_cpp, **_INDUCTOR_OPTIONS}
@@ -100,6 +101,7 @@ def inductor_compile(
             tracing(TracingContext(mode)),
             config.patch(options),
             _keeping_mutations(),
+            polynomial_strides(),
             warnings.catch_warnings(),
             without_log("torch._inductor.ir", "missing a c-shim"),
         ):

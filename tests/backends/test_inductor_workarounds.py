@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
-from torch._inductor import codecache, compile_fx, config, cpu_vec_isa
+from torch._inductor import codecache, compile_fx, config, cpu_vec_isa, sizevars
 from torch._inductor.exc import CppCompileError, InductorError
+from torch.utils._sympy.functions import FloorDiv, Mod, ModularIndexing
 
 from ftbptt._compat.instructions import reported_instructions
+from ftbptt._compat.strides import polynomial_strides
 from ftbptt._compat.tracing import FakeTensorMode, make_fx, symbolic_steps
 from ftbptt.backends import compile as compile_backend
 from ftbptt.backends.compile import build
@@ -80,6 +83,36 @@ def test_guards_on_the_number_of_steps_when_compiled_again(
         return [guard.expr for guard in mode.shape_env.guards]
 
     assert guards() == guards() != []
+
+
+ROW, COLUMN, STEPS = sympy.symbols("row column steps", integer=True, nonnegative=True)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        sympy.Integer(3),
+        ROW,
+        7 * (ROW + 1) * STEPS + COLUMN,
+        (ROW + COLUMN) * (STEPS - ROW) + 2 * ROW**2,
+        FloorDiv(ROW, 16) * 5 + COLUMN,
+        ModularIndexing(ROW, 1, 32) + STEPS * COLUMN,
+        ModularIndexing(ROW + COLUMN, 3, 5),
+        Mod(ROW, 7) + ROW,
+        sympy.Ge(COLUMN, 3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("variable", [ROW, STEPS], ids=str)
+@pytest.mark.parametrize("length", [None, 16])
+def test_strides_are_what_inductor_finds(index: Any, variable: Any, length: int | None) -> None:
+    find = sizevars.stride_at_vec_range.__wrapped__  # without what is kept of it
+    expected = find(index, variable, length)
+    before = sizevars.stride_at
+    with polynomial_strides():
+        assert sizevars.stride_at is not before
+        assert find(index, variable, length) == expected
+    assert sizevars.stride_at is before
 
 
 def check_compiled(function: Callable[[Tensor], list[Tensor]]) -> None:
