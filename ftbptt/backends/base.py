@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ class Backend:
       ``RunScan``.
     - ``build(function, examples, mode)`` compiles a function of the program for tensors like the
       fake ``examples``, which belong to the fake tensor mode ``mode``. None: run it uncompiled.
+    - ``at_once()``: a context in which functions are built for a CPU at the same time; what
+      ``build`` returns may be called when it ends. None: each is built for itself.
     - ``start_kernel(block)`` begins to compile what ``build`` will need for a scan block. None: it
       needs nothing.
     - ``captured``: on a GPU, a segment is captured as one CUDA graph.
@@ -35,6 +38,7 @@ class Backend:
     describe: Callable[[ScanBlock], str]
     run_scan: RunScan
     build: Callable[[Function, Sequence[Tensor], Any], Function] | None
+    at_once: Callable[[], AbstractContextManager[None]] | None = None
     start_kernel: Callable[[ScanBlock], None] | None = None
     captured: bool = False
     in_one_kernel: Callable[[ScanBlock], bool] = lambda block: False

@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from .._compat.background import compiling_in_background
 from .._compat.graph_modules import GraphModule, tracing_without_code
 from .._compat.inductor import inductor_compile, inductor_decompositions, while_loop
 from .._compat.tracing import enable_python_dispatcher, make_fx
@@ -259,7 +262,7 @@ def build(
     ``calls_python``: the graph has custom operators that are implemented in Python.
     """
     _keep_freed_memory()
-    try:
+    with nullcontext() if _at_once.get() else _with_kernels():
         # Ctrl-C would leave torch's modes in a broken state.
         with uninterrupted(), mode, enable_python_dispatcher(), tracing_without_code():
             table = inductor_decompositions() | DECOMPOSITIONS
@@ -267,7 +270,28 @@ def build(
         work_around_defects(program)
         share_products(program)
         with products_in_cpp():
-            compiled = inductor_compile(program, examples, mode, calls_python)
+            return inductor_compile(program, examples, mode, calls_python)
+
+
+_at_once = ContextVar("at_once", default=False)
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """What is built within is compiled at the same time, and may be called when it ends."""
+    token = _at_once.set(True)
+    try:
+        with _with_kernels(), compiling_in_background():
+            yield
+    finally:
+        _at_once.reset(token)
+
+
+@contextmanager
+def _with_kernels() -> Iterator[None]:
+    """When it ends, the kernels of what is built within are ready too."""
+    try:
+        yield
     except Exception:
         abandon()
         raise
@@ -275,11 +299,10 @@ def build(
         cancel()
         raise
     finish()
-    return compiled
 
 
 def _describe(block: ScanBlock) -> str:
     return "a while_loop inside the compiled program"
 
 
-COMPILE = Backend("compile", _describe, run_scan, build)
+COMPILE = Backend("compile", _describe, run_scan, build, at_once)

@@ -37,7 +37,7 @@ from ..kernels.normalize import is_small_product
 from ..kernels.row_order import inverse
 from ..kernels.rowloop import RowLoop
 from .base import Backend, Function, histories_by_carry
-from .compile import COMPILE
+from .compile import COMPILE, at_once
 from .compile import build as build_program
 from .cudagraph import CUDAGRAPH
 
@@ -300,6 +300,7 @@ FUSED = Backend(
     _describe,
     run_scan,
     _build,
+    at_once,
     _start_kernel,
     captured=True,
     in_one_kernel=_has_kernel,

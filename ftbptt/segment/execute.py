@@ -23,7 +23,7 @@ from ..compiler.plan import Plan
 from ..contract.output import EarlyGradients
 from .early_gradients import can_hand_over, hand_over, reverse_in_parts
 from .phases import Chunk, Forward, LoopInputs, LoopOutputs
-from .programs import Count, Programs
+from .programs import Builder, Count, Programs
 from .reverse_windows import reverse_windows
 
 # What lives only inside a chunk should fit in a CPU's outer cache; but each chunk has a cost that
@@ -103,6 +103,7 @@ class Executable(Programs):
 
             first = len(inputs.fixed)
             last = first + len(inputs.x) + len(inputs.targets) if loss.key is ANY_STEPS else first
+            self.build_at_once(lambda: self.build_once(name, function, args, first, last))
             self.build_once(name, function, args, first, last)
         flat = self.functions[name](*args)
         n_probes = len(self.reverse.loop.stacked) if with_grad else 0
@@ -115,11 +116,13 @@ class Executable(Programs):
         self, inputs: LoopInputs, with_grad: bool, early: EarlyGradients | None
     ) -> LoopOutputs:
         steps = inputs.x[0].shape[0]
-        if with_grad and early is None and self.plan.sliding is None:
-            self.begin_kernels()
         # The windows of a sliding gradient read from all steps.
         chunks = _chunks(steps, self.chunk if self.plan.sliding is None else steps)
         loss = self.plan.loss.graphs_for(steps).program(with_grad)
+        last_function = "reverse" if with_grad else "evaluate"
+        if early is None and self.plan.sliding is None and last_function not in self.functions:
+            self.begin_kernels(with_grad)
+            self.build_at_once(lambda: Builder(self).run_phases(inputs, [None], loss, with_grad))
         return self.run_phases(inputs, chunks, loss, with_grad, early)
 
     def run_reverse(

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..backends import Backend
-from ..backends.base import Function
 from ..compiler.blocks import DistributedLoop
 from ..compiler.loss import ANY_STEPS, LossProgram
 from ..compiler.plan import Plan
@@ -83,7 +82,7 @@ class Phases:
         return [*finals, *stacked, *sums]
 
     def call(
-        self, name: Any, graph: Function, args: Sequence[Tensor], n_symbolic: int = 0
+        self, name: Any, graph: fx.GraphModule, args: Sequence[Tensor], n_symbolic: int = 0
     ) -> list[Tensor]:
         """Axis 0 of the first ``n_symbolic`` arguments is that of the steps, for any K."""
         return graph(*args)

@@ -16,19 +16,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from .._compat.tracing import is_pinned, most_indexed, symbolic_steps, unseen_by_tools
+from .._compat.tracing import (
+    FakeTensorMode,
+    is_pinned,
+    most_indexed,
+    symbolic_steps,
+    unseen_by_tools,
+)
 from ..backends import Backend
 from ..backends.base import Function
 from ..backends.cache_folder import built_somewhere
 from ..compiler.blocks import DistributedLoop, ScanBlock
 from ..compiler.distribute import distribute
+from ..compiler.graphs import Node, value_of
 from ..compiler.plan import Plan
 from ..compiler.sliding_window import check_is_linear
 from ..compiler.split_recurrences import SplitLoop, split_recurrences
@@ -61,6 +69,7 @@ class Programs(Phases):
         self.as_written = Phases(plan, backend, self.forward, self.evaluate, self.reverse)
         self.compiled = compiled or Count()
         self.functions: dict[Any, Function] = {}
+        self._unfinished: dict[Any, Function] | None = None  # while several are compiled
         self._sources: list[Function] = []  # keeps blocks alive that operators refer to by number
 
     @cached_property
@@ -79,45 +88,77 @@ class Programs(Phases):
         sequences: Sequence[Tensor],
         carries: Sequence[Tensor],
     ) -> list[Tensor]:
-        args = [*invariants, *sequences, *carries]
         if name not in self.functions:
-            as_written, first = self.as_written, len(invariants)
-            last = first + len(sequences)
+            self.build_chunk(name, distributed, invariants, sequences, carries)
+        return self.functions[name](*invariants, *sequences, *carries)
 
-            def function(*args: Tensor) -> list[Tensor]:
-                return as_written.run_chunk(
-                    name, distributed, args[:first], args[first:last], args[last:]
-                )
+    def build_chunk(
+        self,
+        name: Any,
+        distributed: DistributedLoop,
+        invariants: Sequence[Tensor],
+        sequences: Sequence[Tensor],
+        carries: Sequence[Tensor],
+    ) -> None:
+        """Builds what ``run_chunk`` calls."""
+        as_written, first = self.as_written, len(invariants)
+        last = first + len(sequences)
 
-            self.build_once(name, function, args, first, last)
-        return self.functions[name](*args)
+        def function(*args: Tensor) -> list[Tensor]:
+            return as_written.run_chunk(
+                name, distributed, args[:first], args[first:last], args[last:]
+            )
+
+        self.build_once(name, function, [*invariants, *sequences, *carries], first, last)
 
     def call(
-        self, name: Any, graph: Function, args: Sequence[Tensor], n_symbolic: int = 0
+        self, name: Any, graph: fx.GraphModule, args: Sequence[Tensor], n_symbolic: int = 0
     ) -> list[Tensor]:
         if name not in self.functions:
             self.build_once(name, graph, args, 0, n_symbolic)
         return self.functions[name](*args)
 
-    def begin_kernels(self) -> None:
+    def begin_kernels(self, with_grad: bool) -> None:
         """Begins to compile all kernels: those of the reverse loop while the forward is built."""
         start = self.backend.start_kernel
-        if start is None or "reverse" in self.functions:
-            return
+        loops = [self.forward, self.reverse] if with_grad else [self.evaluate]
         with TRACING:
-            for block in (*self.forward.blocks, *self.reverse.blocks):
-                if isinstance(block, ScanBlock):
+            for block in (block for loop in loops for block in loop.blocks):
+                if start is not None and isinstance(block, ScanBlock):
                     start(block)
+
+    def build_at_once(self, build: Callable[[], Any]) -> None:
+        """Compiles the functions that are built by ``build`` at the same time.
+
+        If it fails there are none: each will be built for itself, which tells why it cannot be.
+        """
+        at_once = self.backend.at_once
+        if at_once is None or self.plan.signature.x[0].device.type != "cpu":
+            return
+        with TRACING, suppress(Exception):
+            self._unfinished = {}
+            try:
+                with at_once():
+                    build()
+                self.compiled.value += len(self._unfinished)
+                self.functions |= self._unfinished
+            finally:
+                self._unfinished = None
 
     def build_once(
         self, name: Any, function: Function, args: Sequence[Tensor], first: int, last: int
     ) -> None:
         """Builds a function for tensors like ``args``; axis 0 of args[first:last] is symbolic."""
         with TRACING, unseen_by_tools():
-            if name not in self.functions:  # another thread may have been first
-                self._sources.append(function)
-                self.functions[name] = self._built(function, args, first, last)
+            if name in self.functions:  # another thread was first
+                return
+            self._sources.append(function)
+            built = self._built(function, args, first, last)
+            if self._unfinished is None:
+                self.functions[name] = built
                 self.compiled.value += 1
+            else:
+                self._unfinished[name] = built
 
     def _built(self, function: Function, args: Sequence[Tensor], first: int, last: int) -> Function:
         build = self.backend.build
@@ -156,6 +197,50 @@ class Programs(Phases):
         if program.most_steps == math.inf:
             return program.run
         return _ByLength([program], built_for, first, self.compiled)
+
+
+class Builder(Phases):
+    """Builds what the phases call, and calls none of it: results are tensors without data."""
+
+    def __init__(self, programs: Programs) -> None:
+        own = programs.as_written
+        super().__init__(own.plan, own.backend, own.forward, own.evaluate, own.reverse)
+        self.programs = programs
+
+    def run_chunk(
+        self,
+        name: Any,
+        distributed: DistributedLoop,
+        invariants: Sequence[Tensor],
+        sequences: Sequence[Tensor],
+        carries: Sequence[Tensor],
+    ) -> list[Tensor]:
+        self.programs.build_chunk(name, distributed, invariants, sequences, carries)
+        loop, steps = distributed.loop, sequences[0].shape[0]
+        stacked = [(steps, *value_of(node).shape) for node in loop.stacked]
+        summed = [value_of(node).shape for node in loop.summed]
+        return [*carries, *_without_data([*loop.stacked, *loop.summed], [*stacked, *summed])]
+
+    def call(
+        self, name: Any, graph: fx.GraphModule, args: Sequence[Tensor], n_symbolic: int = 0
+    ) -> list[Tensor]:
+        self.programs.build_once(name, graph, args, 0, n_symbolic)
+        results, steps = graph.graph.output_node().args[0], args[0].shape[0]
+        shapes = [
+            [size if isinstance(size, int) else steps for size in value_of(node).shape]
+            for node in results
+        ]
+        return _without_data(results, shapes)
+
+
+def _without_data(nodes: Sequence[Node], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Tensors of these shapes, of the dtypes of the nodes' values."""
+    values = map(value_of, nodes)
+    with FakeTensorMode():
+        return [
+            torch.empty(shape, dtype=value.dtype, device=value.device)
+            for value, shape in zip(values, shapes, strict=True)
+        ]
 
 
 class _Program(NamedTuple):
