@@ -90,6 +90,7 @@ def inductor_compile(
     from .strides import polynomial_strides
 
     in_cpp = not calls_python and all(e.device.type == "cpu" for e in examples)
+    in_cpp = in_cpp and not (_has_loop(graph) and _loses_written_carries())
     options = {"cpp_wrapper": in_cpp, **_INDUCTOR_OPTIONS}
     if shutil.which("openssl") is None:  # by which Inductor tells headers that have changed
         options["cpp_cache_precompile_headers"] = False
@@ -122,6 +123,19 @@ def inductor_compile(
         return list(program([arg.contiguous() for arg in args]))
 
     return run
+
+
+def _has_loop(graph: torch.fx.GraphModule) -> bool:
+    from torch._higher_order_ops.while_loop import while_loop_op
+
+    return bool(graph.graph.find_nodes(op="call_function", target=while_loop_op))
+
+
+def _loses_written_carries() -> bool:
+    """The C++ wrapper of 2.11 and 2.12 takes no ``while_loop`` whose body writes into a carry."""
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    return not hasattr(CppWrapperCpu, "_get_while_loop_carried_output_names")
 
 
 @contextmanager
