@@ -89,8 +89,8 @@ def inductor_compile(
     from .instructions import reported_instructions
     from .strides import polynomial_strides
 
-    in_cpp = not calls_python and all(e.device.type == "cpu" for e in examples)
-    in_cpp = in_cpp and not (_has_loop(graph) and _loses_written_carries())
+    on_cpu = all(e.device.type == "cpu" for e in examples)
+    in_cpp = on_cpu and not calls_python and not (_has_loop(graph) and _loses_written_carries())
     options = {"cpp_wrapper": in_cpp, **_INDUCTOR_OPTIONS}
     if shutil.which("openssl") is None:  # by which Inductor tells headers that have changed
         options["cpp_cache_precompile_headers"] = False

@@ -14,15 +14,20 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch._inductor import codecache, compile_fx, config, cpu_vec_isa, sizevars
+from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.exc import CppCompileError, InductorError
 from torch.utils._sympy.functions import FloorDiv, Mod, ModularIndexing
 
+from ftbptt import make_train_segment
 from ftbptt._compat.instructions import reported_instructions
 from ftbptt._compat.strides import polynomial_strides
 from ftbptt._compat.tracing import FakeTensorMode, make_fx, symbolic_steps
 from ftbptt.backends import compile as compile_backend
 from ftbptt.backends.compile import build
 from ftbptt.backends.inductor_workarounds import DECOMPOSITIONS
+
+from ..cells import problem
+from ..oracle import check
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,14 @@ def test_guards_on_the_number_of_steps_when_compiled_again(
         return [guard.expr for guard in mode.shape_env.guards]
 
     assert guards() == guards() != []
+
+
+@pytest.mark.slow
+def test_loops_where_their_wrapper_in_cpp_would_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.11 and 2.12."""
+    monkeypatch.delattr(CppWrapperCpu, "_get_while_loop_carried_output_names")
+    cell = problem("elman")
+    check(make_train_segment(cell.step, cell.loss, backend="compile"), cell, 7)
 
 
 ROW, COLUMN, STEPS = sympy.symbols("row column steps", integer=True, nonnegative=True)
