@@ -140,8 +140,9 @@ class _Own:
         )
 
 
-def _package(module_name: str | None) -> str:
-    return (module_name or "").partition(".")[0]
+def _package(module_name: Any) -> str:
+    """Empty where there is no name; a class may have a descriptor in its place."""
+    return module_name.partition(".")[0] if isinstance(module_name, str) else ""
 
 
 @cache

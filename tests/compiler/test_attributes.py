@@ -350,3 +350,22 @@ def test_a_buffer_that_is_removed() -> None:
     check(segment, made, 4)
     module.shift = None
     check(segment, made, 4)
+
+
+def test_a_class_that_tells_no_name_of_a_module() -> None:
+    """Its instances do, by a descriptor."""
+
+    class Rate:
+        value = 2.0
+
+    Rate.__module__ = property(lambda self: __name__)  # type: ignore[assignment]
+    rate = Rate()
+
+    def step(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x * params["w"] * rate.value + h)
+        return h, h
+
+    draw = Draw(1)
+    x, y = draw.sequence(B, H), draw.sequence(B, H)
+    made = Problem(step, {"w": draw(H).requires_grad_()}, draw(B, H), x, y, mse)
+    check(make_train_segment(step, mse, backend="eager"), made, 4)
