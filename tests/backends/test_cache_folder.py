@@ -14,10 +14,11 @@ from ftbptt.backends.cache_folder import built_somewhere
 from ..kernels.test_build import output_of, start
 
 RUN = """
-import os, torch, warnings
+import os, torch, torch._inductor.config, warnings
 from ftbptt import make_train_segment, reference_segment
 from tests.cells import problem
 
+torch._inductor.config.cpp_cache_precompile_headers = {headers}
 given = problem("elman")
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("ignore")
@@ -33,9 +34,12 @@ print("built", segment.compile_count)
 """
 
 
-def said(cache: Path, backend: str = "fused", **environment: str) -> list[str]:
-    """The warnings of a process that compiles and is right."""
-    lines = output_of(start(RUN.format(backend=backend), cache, **environment)).splitlines()
+def said(
+    cache: Path, backend: str = "fused", headers: bool = True, **environment: str
+) -> list[str]:
+    """The warnings of a process that compiles, with precompiled ``headers``, and is right."""
+    code = RUN.format(backend=backend, headers=headers)
+    lines = output_of(start(code, cache, **environment)).splitlines()
     assert lines.pop() == "built 1"
     return [line for line in lines if line]
 
@@ -87,16 +91,19 @@ def test_one_that_may_not_be_written(tmp_path: Path) -> None:
     assert_says_so(said(cache), cache)
 
 
-@pytest.mark.parametrize("damage", ["cut", pytest.param("text", marks=pytest.mark.slow)])
-def test_a_damaged_one(damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "headers"),
+    [("cut", False), *(pytest.param(d, True, marks=pytest.mark.slow) for d in ("cut", "text"))],
+)
+def test_a_damaged_one(damage: str, headers: bool, tmp_path: Path) -> None:
     """All that is in it is cut off in the middle, or is something else."""
-    assert said(tmp_path) == []
+    assert said(tmp_path, headers=headers) == []
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
     assert any(path.name.endswith(".main.so") for path in files)
     for path in files:
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"what is this\n")
-    lines = said(tmp_path)
+    lines = said(tmp_path, headers=headers)
     if lines:
         assert_says_so(lines, tmp_path)
     if damage == "text":
