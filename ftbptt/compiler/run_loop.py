@@ -32,12 +32,21 @@ class ScanResult(NamedTuple):
 RunScan = Callable[[ScanBlock, list[Tensor], list[Tensor], list[Tensor], Any], ScanResult]
 
 
+class ChunkInputs(NamedTuple):
+    """What consecutive steps of a loop read."""
+
+    invariants: Sequence[Tensor]
+    sequences: Sequence[Tensor]  # [K, ...]
+    carries: Sequence[Tensor]
+
+    def flat(self) -> list[Tensor]:
+        return [tensor for group in self for tensor in group]
+
+
 def run_loop(
     distributed: DistributedLoop,
     run_scan: RunScan,
-    invariants: Sequence[Tensor],
-    sequences: Sequence[Tensor],
-    carries: Sequence[Tensor],
+    inputs: ChunkInputs,
     steps: Any,
     windows: int = 0,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -50,12 +59,12 @@ def run_loop(
     values = LoopValues(
         steps,
         windows,
-        dict(zip(loop.invariants, invariants, strict=True)),
-        dict(zip(loop.sequences, sequences, strict=True)),
+        dict(zip(loop.invariants, inputs.invariants, strict=True)),
+        dict(zip(loop.sequences, inputs.sequences, strict=True)),
     )
-    start = dict(zip(loop.carries, carries, strict=True))
+    start = dict(zip(loop.carries, inputs.carries, strict=True))
     if distributed.hoisted is not None:
-        hoisted = distributed.hoisted(*invariants)
+        hoisted = distributed.hoisted(*inputs.invariants)
         values.invariants.update(zip(distributed.hoisted_nodes, hoisted, strict=True))
     for block in distributed.blocks:
         if isinstance(block, MapBlock):

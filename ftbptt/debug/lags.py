@@ -17,7 +17,7 @@ from ..backends import EAGER
 from ..compiler.distribute import distribute
 from ..compiler.graphs import nbytes, value_of
 from ..compiler.plan import Plan
-from ..compiler.run_loop import run_loop
+from ..compiler.run_loop import ChunkInputs, run_loop
 from ..compiler.sliding_window import Sliding, on_windows
 from ..segment.execute import Executable
 
@@ -55,9 +55,8 @@ def norms_by_lag(
     for batch in sliding.batches(first_loss, steps, count):
         windows = [sliding.side_by_side(sliding.part(s, batch, count)) for s in padded]
         windows += [sliding.with_loss(d_out, batch, count) for d_out in padded_d_outs]
-        _, d_states, _ = run_loop(
-            loop, scan_windows, invariants, windows, start, sliding.length, count
-        )
+        inputs = ChunkInputs(invariants, windows, start)
+        _, d_states, _ = run_loop(loop, scan_windows, inputs, sliding.length, count)
         # The last entry is the gradient that enters step t from later losses: always zero.
         d_states = [d[:-1, : batch.windows].flip(0) for d in d_states]
         norms.append(_norms_by_leaf(plan, d_states, row_axes))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..compiler.distribute import distribute
 from ..compiler.plan import Plan
+from ..compiler.run_loop import ChunkInputs
 from ..contract.output import EarlyGradients
 from .programs import Programs
 
@@ -44,8 +45,8 @@ def reverse_in_parts(
     plan, split = programs.plan, programs.split_reverse
     reads = [sequences[i] for i in split.reads]
     if reads:
-        loop = split.recurrences
-        results = programs.run_chunk("recurrences", loop, invariants, reads, d_carries)
+        given = ChunkInputs(invariants, reads, d_carries)
+        results = programs.run_chunk("recurrences", split.recurrences, given)
         sequences = [*sequences, *results[len(d_carries) :]]
     trained = plan.loops.trained_invariants
     index_of = {leaf: i for i, leaf in enumerate(trained)}
@@ -56,7 +57,7 @@ def reverse_in_parts(
         if name not in programs.functions:  # else the built program is called, not the loop
             summed = [part_loop.loop.summed[i] for i in part]
             part_loop = distribute(replace(part_loop.loop, summed=summed))
-        grads = programs.run_chunk(name, part_loop, invariants, sequences, [])
+        grads = programs.run_chunk(name, part_loop, ChunkInputs(invariants, sequences, []))
         for i, grad in zip(part, grads, strict=True):
             sums[i] = later[i] + grad if later else grad
 

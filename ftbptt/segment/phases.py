@@ -13,7 +13,7 @@ from ..backends import Backend
 from ..compiler.blocks import DistributedLoop
 from ..compiler.loss import ANY_STEPS, LossProgram
 from ..compiler.plan import Plan
-from ..compiler.run_loop import run_loop
+from ..compiler.run_loop import ChunkInputs, run_loop
 from ..contract.output import EarlyGradients
 
 # Consecutive steps that run at once; None: all of the segment's.
@@ -67,18 +67,11 @@ class Phases:
     reverse: DistributedLoop
 
     def run_chunk(
-        self,
-        name: Any,
-        distributed: DistributedLoop,
-        invariants: Sequence[Tensor],
-        sequences: Sequence[Tensor],
-        carries: Sequence[Tensor],
+        self, name: Any, distributed: DistributedLoop, inputs: ChunkInputs
     ) -> list[Tensor]:
         """One chunk of a loop: ``[*final carries, *stacked, *sums]``."""
-        steps = sequences[0].shape[0]
-        finals, stacked, sums = run_loop(
-            distributed, self.backend.run_scan, invariants, sequences, carries, steps
-        )
+        steps = inputs.sequences[0].shape[0]
+        finals, stacked, sums = run_loop(distributed, self.backend.run_scan, inputs, steps)
         return [*finals, *stacked, *sums]
 
     def call(
@@ -121,7 +114,7 @@ class Phases:
         outs: list[list[Tensor]] = []
         saved: list[list[Tensor]] = []
         for chunk in chunks:
-            result = self.run_chunk(name, loop, invariants, _cut(x, chunk), carries)
+            result = self.run_chunk(name, loop, ChunkInputs(invariants, _cut(x, chunk), carries))
             carries = result[:n_carries]
             outs.append(result[n_carries : n_carries + n_outs])
             saved.append(result[n_carries + n_outs :])
@@ -153,7 +146,8 @@ class Phases:
         probes: list[list[Tensor]] = []
         for chunk in reversed(chunks):
             sequences = forward.last_read(chunk, d_outs)
-            result = self.run_chunk("reverse", loop, invariants, sequences, d_carries)
+            given = ChunkInputs(invariants, sequences, d_carries)
+            result = self.run_chunk("reverse", loop, given)
             d_carries = result[:n_carries]
             probes.insert(0, result[n_carries : n_carries + n_probes])
             chunk_sums = result[n_carries + n_probes :]

@@ -31,6 +31,7 @@ from .._compat.tracing import (
     symbolic_steps,
     unseen_by_tools,
 )
+from .._trees import in_groups
 from ..backends import Backend
 from ..backends.base import Function
 from ..backends.cache_folder import built_somewhere
@@ -38,6 +39,7 @@ from ..compiler.blocks import DistributedLoop, ScanBlock
 from ..compiler.distribute import distribute
 from ..compiler.graphs import Node, value_of
 from ..compiler.plan import Plan
+from ..compiler.run_loop import ChunkInputs
 from ..compiler.sliding_window import check_is_linear
 from ..compiler.split_recurrences import SplitLoop, split_recurrences
 from ..compiler.tracing.trace import TRACING
@@ -81,35 +83,21 @@ class Programs(Phases):
         return split
 
     def run_chunk(
-        self,
-        name: Any,
-        distributed: DistributedLoop,
-        invariants: Sequence[Tensor],
-        sequences: Sequence[Tensor],
-        carries: Sequence[Tensor],
+        self, name: Any, distributed: DistributedLoop, inputs: ChunkInputs
     ) -> list[Tensor]:
         if name not in self.functions:
-            self.build_chunk(name, distributed, invariants, sequences, carries)
-        return self.functions[name](*invariants, *sequences, *carries)
+            self.build_chunk(name, distributed, inputs)
+        return self.functions[name](*inputs.flat())
 
-    def build_chunk(
-        self,
-        name: Any,
-        distributed: DistributedLoop,
-        invariants: Sequence[Tensor],
-        sequences: Sequence[Tensor],
-        carries: Sequence[Tensor],
-    ) -> None:
+    def build_chunk(self, name: Any, distributed: DistributedLoop, inputs: ChunkInputs) -> None:
         """Builds what ``run_chunk`` calls."""
-        as_written, first = self.as_written, len(invariants)
-        last = first + len(sequences)
+        as_written, sizes = self.as_written, [len(group) for group in inputs]
 
         def function(*args: Tensor) -> list[Tensor]:
-            return as_written.run_chunk(
-                name, distributed, args[:first], args[first:last], args[last:]
-            )
+            return as_written.run_chunk(name, distributed, ChunkInputs(*in_groups(args, sizes)))
 
-        self.build_once(name, function, [*invariants, *sequences, *carries], first, last)
+        first, n_sequences, _ = sizes
+        self.build_once(name, function, inputs.flat(), first, first + n_sequences)
 
     def call(
         self, name: Any, graph: fx.GraphModule, args: Sequence[Tensor], n_symbolic: int = 0
@@ -208,18 +196,13 @@ class Builder(Phases):
         self.programs = programs
 
     def run_chunk(
-        self,
-        name: Any,
-        distributed: DistributedLoop,
-        invariants: Sequence[Tensor],
-        sequences: Sequence[Tensor],
-        carries: Sequence[Tensor],
+        self, name: Any, distributed: DistributedLoop, inputs: ChunkInputs
     ) -> list[Tensor]:
-        self.programs.build_chunk(name, distributed, invariants, sequences, carries)
-        loop, steps = distributed.loop, sequences[0].shape[0]
+        self.programs.build_chunk(name, distributed, inputs)
+        loop, steps = distributed.loop, inputs.sequences[0].shape[0]
         stacked = [(steps, *value_of(node).shape) for node in loop.stacked]
         summed = [value_of(node).shape for node in loop.summed]
-        return [*carries, *_without_data([*loop.stacked, *loop.summed], [*stacked, *summed])]
+        return [*inputs.carries, *_without_data([*loop.stacked, *loop.summed], [*stacked, *summed])]
 
     def call(
         self, name: Any, graph: fx.GraphModule, args: Sequence[Tensor], n_symbolic: int = 0

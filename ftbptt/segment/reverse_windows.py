@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..compiler.run_loop import run_loop
+from .._trees import in_groups
+from ..compiler.run_loop import ChunkInputs, run_loop
 from ..compiler.sliding_window import Sliding, on_windows
 from .programs import Programs
 
@@ -44,7 +45,7 @@ def reverse_windows(
             sliding.add(total, batch, leaf)
     totals = [total[sliding.length - 1 :][:steps] for total in totals]
     all_sequences = [*sequences, *d_outs, *totals]
-    return programs.run_chunk("rest", split.rest, invariants, all_sequences, [])
+    return programs.run_chunk("rest", split.rest, ChunkInputs(invariants, all_sequences, []))
 
 
 def _windows(
@@ -59,17 +60,19 @@ def _windows(
 
     The first ``n_read`` sequences are parts of padded ones, the others side by side already.
     """
-    count, n_inv, n_seq = carries[0].shape[0], len(invariants), len(sequences)
-    name, args = ("windows", count), [*invariants, *sequences, *carries]
+    given = ChunkInputs(invariants, sequences, carries)
+    count, sizes = carries[0].shape[0], [len(group) for group in given]
+    name = ("windows", count)
     if name not in programs.functions:
         loop = programs.split_reverse.recurrences
         run_scan = on_windows(programs.backend.run_scan, loop, count)
 
         def function(*args: Tensor) -> list[Tensor]:
-            invariants, windows = args[:n_inv], list(args[n_inv : n_inv + n_seq])
+            inputs = ChunkInputs(*in_groups(args, sizes))
+            windows = list(inputs.sequences)
             windows[:n_read] = map(sliding.side_by_side, windows[:n_read])
-            start = args[n_inv + n_seq :]
-            return run_loop(loop, run_scan, invariants, windows, start, sliding.length, count)[1]
+            inputs = inputs._replace(sequences=windows)
+            return run_loop(loop, run_scan, inputs, sliding.length, count)[1]
 
-        programs.build_once(name, function, args, 0, 0)
-    return programs.functions[name](*args)
+        programs.build_once(name, function, given.flat(), 0, 0)
+    return programs.functions[name](*given.flat())
