@@ -28,6 +28,7 @@ def _globals() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.enabled,
         "mkldnn": torch.backends.mkldnn.enabled,
         "threads": torch.get_num_threads(),
+        "garbage collection": gc.isenabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "matmul precision": torch.get_float32_matmul_precision(),
     }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._garbage import without_garbage_collection
 from .._memory import resolved
 from .._warnings import warn
 from ..backends import Backend, choose
@@ -111,7 +112,12 @@ class Executables:
         key = call.key(tensors)
         if key in self._by_key:
             return self._by_key[key]
-        with TRACING, without_autocast(call.settings.autocast), without_inference_mode():
+        with (
+            TRACING,
+            without_garbage_collection(),
+            without_autocast(call.settings.autocast),
+            without_inference_mode(),
+        ):
             if key not in self._by_key:  # another thread may have been first
                 self.trace_count += 1
                 use_a_folder_that_works()

@@ -31,6 +31,7 @@ from .._compat.tracing import (
     symbolic_steps,
     unseen_by_tools,
 )
+from .._garbage import without_garbage_collection
 from .._trees import in_groups
 from ..backends import Backend
 from ..backends.base import Function
@@ -123,7 +124,7 @@ class Programs(Phases):
         at_once = self.backend.at_once
         if at_once is None or self.plan.signature.x[0].device.type != "cpu":
             return
-        with TRACING, suppress(Exception):
+        with TRACING, without_garbage_collection(), suppress(Exception):
             self._unfinished = {}
             try:
                 with at_once():
@@ -137,7 +138,7 @@ class Programs(Phases):
         self, name: Any, function: Function, args: Sequence[Tensor], first: int, last: int
     ) -> None:
         """Builds a function for tensors like ``args``; axis 0 of args[first:last] is symbolic."""
-        with TRACING, unseen_by_tools():
+        with TRACING, without_garbage_collection(), unseen_by_tools():
             if name in self.functions:  # another thread was first
                 return
             self._sources.append(function)
@@ -252,7 +253,7 @@ class _ByLength:
         for run, most_steps in self.programs:
             if steps <= most_steps:
                 return run
-        with TRACING, unseen_by_tools():
+        with TRACING, without_garbage_collection(), unseen_by_tools():
             most_steps = self.programs[-1].most_steps
             if steps > most_steps:  # else another thread was first
                 # With this as the example, what was too large for 32 bits gets more.

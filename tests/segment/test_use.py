@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -238,3 +239,26 @@ def test_a_segment_that_is_dropped_is_freed_at_once() -> None:
         assert kept() is executable() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_no_search_for_garbage_in_a_first_call(is_on: bool) -> None:
+    """Afterwards it is as the caller had it, also where the step fails."""
+
+    def of_three(params: Any, x_t: Tensor, h: Tensor) -> Any:
+        assert not gc.isenabled()
+        if x_t.shape[-1] != 3:
+            raise ValueError("three features")
+        return h, torch.tanh(h + x_t * params["w"])
+
+    segment = make_train_segment(of_three, lambda out, y: out.mean(), backend="eager")
+    before = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        for features in (3, 2):
+            x, state = torch.ones(4, 2, features), torch.zeros(2, features)
+            with nullcontext() if features == 3 else pytest.raises(ValueError, match="features"):
+                segment({"w": torch.ones(1)}, state, x, None)
+            assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if before else gc.disable)()

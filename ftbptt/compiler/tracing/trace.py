@@ -29,6 +29,7 @@ from ..._compat.tracing import (
     without_log_of_failures,
     writes_in_place,
 )
+from ..._garbage import without_garbage_collection
 from ..._interrupt import uninterrupted
 from ..._trees import (
     Tree,
@@ -115,6 +116,7 @@ def trace_function(
     plain_attention = sdpa_kernel(SDPBackend.MATH)
     with (
         TRACING,
+        without_garbage_collection(),
         uninterrupted(),  # torch's modes and transforms do not survive Ctrl-C
         unseen_by_tools(),
         mode,
