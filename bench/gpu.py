@@ -70,6 +70,7 @@ OURS = ("fused", "cudagraph")
 # not profiled. All is to be done in 8 minutes.
 _MOST_SECONDS, _FEWEST_ROUNDS, _LONGEST_PROFILED = 4.0, 5, 0.1
 _LAST_START = 7 * 60.0  # seconds after which no case begins
+_LONGEST_KERNELS = 6  # that the results name
 _LONGEST_CASE = 180.0  # a kernel that waits for another for ever cannot be interrupted
 LSTM = (*OURS, "eager", "library")
 
@@ -199,9 +200,11 @@ def run_case(
                 ms=1e3 * seconds, round_ms=[1e3 * s for s in times[name]],
                 of_floor=floor / seconds, kernels=None,
             )  # fmt: skip
-            if seconds < _LONGEST_PROFILED:
+            if seconds < _LONGEST_PROFILED and device.type == "cuda":
                 try:
-                    rows[name]["kernels"] = _kernels(call, device)
+                    kernels = _kernels(call)
+                    rows[name]["kernels"] = sum(count for _, count, _ in kernels)
+                    rows[name]["longest"] = kernels[:_LONGEST_KERNELS]
                 except Exception as reason:  # of the profiler: the times are right without it
                     rows[name]["not_profiled"] = one_line(reason)
     return {"title": gpu_case.title, "floor_ms": 1e3 * floor, "peers": rows}
@@ -295,16 +298,23 @@ def measure_ceilings(device: torch.device, size: int) -> dict[str, float]:
     return rates
 
 
-def _kernels(call: Call, device: torch.device) -> int | None:
-    """The number of kernels that one call runs, including those of a graph's replay."""
-    if device.type != "cuda":
-        return None
+def _kernels(call: Call) -> list[tuple[str, int, float]]:
+    """The kernels that one call runs, those of a graph's replay as well: (name, how many, ms).
+
+    Those that take longest, all of a name together, come first.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type.name == "CUDA" for event in seen.events())
+    found: dict[str, tuple[int, float]] = {}
+    for event in seen.events():
+        if event.device_type.name == "CUDA":
+            count, ms = found.get(event.name, (0, 0.0))
+            found[event.name] = count + 1, ms + 1e-3 * event.device_time
+    kernels = [(name, count, ms) for name, (count, ms) in found.items()]
+    return sorted(kernels, key=lambda kernel: -kernel[2])
 
 
 def targets(gpu_case: GpuCase, result: dict[str, Any]) -> list[dict[str, Any]]:

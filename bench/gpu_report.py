@@ -13,6 +13,7 @@ _LABELS = {
     "library": "cuDNN", "split": "cuDNN, split and padded", "scan": "torch's scan, compiled",
     "vmap": "vmap of an eager loop", "jax": "JAX scan, jit",
 }  # fmt: skip
+_LONGEST_NAME = 60
 
 
 def write(results: dict[str, Any], folder: Path) -> None:
@@ -49,7 +50,22 @@ def markdown(results: dict[str, Any]) -> str:
         lines.append("| | ms | of floor | kernels | first call | error |")
         lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
         lines += [_row(_LABELS.get(name, name), row) for name, row in case["peers"].items()]
+        lines += _where_time_goes(case["peers"])
     return "\n".join(lines) + "\n"
+
+
+def _where_time_goes(peers: dict[str, dict[str, Any]]) -> list[str]:
+    """The kernels that take longest, of each peer that was profiled."""
+    lines = []
+    for name, row in peers.items():
+        if kernels := row.get("longest"):
+            shares = ", ".join(f"{count} × `{_short(k)}` {ms:.3f} ms" for k, count, ms in kernels)
+            lines.append(f"- {_LABELS.get(name, name)}: {shares}")
+    return ["", "Kernels that take longest, in one call:", "", *lines] if lines else []
+
+
+def _short(kernel: str) -> str:
+    return kernel if len(kernel) <= _LONGEST_NAME else f"{kernel[: _LONGEST_NAME - 1]}…"
 
 
 def _row(label: str, row: dict[str, Any]) -> str:
