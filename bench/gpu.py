@@ -273,7 +273,7 @@ def error(result: Any, expected: Any) -> float:
 def _floor(gpu_case: GpuCase, ceilings: dict[str, float], problem: Problem) -> float:
     """Seconds that the case's FLOPs or bytes take at the ceilings, whichever is longer."""
     step, batched = limits.gemms(gpu_case.case)
-    flops = sum(gemm.flops * gemm.count for gemm in step) + sum(gemm.flops for gemm in batched)
+    flops = sum(gemm.flops for gemm in (*step, *batched))
     parameters = sum(p.numel() for p in problem.model.parameters())
     moved = limits.least_bytes(gpu_case.case, parameters)
     moved *= 0.5 if gpu_case.precision == "bf16" else 1.0
