@@ -85,7 +85,7 @@ def test_what_others_still_read_is_not_written() -> None:
 
     scan = Scan(step, [random(16, 16)], [random(4, 3, 16, seed=1)], [random(3, 16)], [False])
     source = _source_for(scan.block)[2]
-    assert source.count("= meet(") == 1
+    assert source.count("expected += ") == 1
     assert "scratch0" in source
     scan.check()
 
@@ -101,7 +101,7 @@ def test_deviations_from_a_mean_are_not_exchanged() -> None:
 
     scan = Scan(step, [random(16, 32)], [random(4, 17, 16, seed=1)], [random(17, 16)])
     source = _source_for(scan.block)[2]
-    assert source.count("= meet(") == 2  # before the product, and before the mean
+    assert source.count("expected += ") == 2  # before the product, and before the mean
     assert source.count("tl.dot(") == 2  # its halves, from which it is stored as well
     scan.check()
 
@@ -134,7 +134,7 @@ def test_what_a_reduction_computes_itself_is_little(operations: int, meetings: i
         return [torch.tanh(x[0] + a * (b - b.mean(-1, keepdim=True)))], []
 
     scan = Scan(step, [random(16, 16)], [random(4, 3, 16, seed=1)], [random(3, 16)])
-    assert _source_for(scan.block)[2].count("= meet(") == meetings
+    assert _source_for(scan.block)[2].count("expected += ") == meetings
     scan.check()
 
 

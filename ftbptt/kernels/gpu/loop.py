@@ -190,7 +190,7 @@ class LoopPrinter(TilePrinter):
         # What the previous step stored must be visible, and what it read may be overwritten.
         awaited = ("carry", "scratch") if self.scratch_slots == 1 else ("carry",)
         if any(memory.kind in awaited for memory in self.tiles.read_back):
-            self._barrier(self.body)
+            self._await_step_before()
         for op in self.loop.operations:
             if isinstance(op, Product):
                 self._product(op)
@@ -204,6 +204,9 @@ class LoopPrinter(TilePrinter):
             if memory.dtype != compute_dtype(memory.dtype):  # round it, as memory would
                 rounded = f"carry{i}.to({TYPES[memory.dtype]})"
                 self.body.append(f"carry{i} = {self._converted(rounded, memory.dtype)}")
+
+    def _await_step_before(self) -> None:
+        self._barrier(self.body)
 
     def _load_inputs_ahead(self) -> None:
         """Loads the inputs of the next step before a step, which then waits for no memory."""
@@ -259,32 +262,42 @@ class LoopPrinter(TilePrinter):
     # -- operations -------------------------------------------------------------------------------
 
     def _reduce(self, op: Reduce) -> None:
-        name = name_of(op.value)
+        """Ranges of as many columns are combined element by element, and reduced as one."""
+        name, by_width = name_of(op.value), dict[int, tuple[str, Space]]()
         for i, (expression, space) in enumerate(self.tiles.ranges_of(op)):
-            part = f"{name}_{i}" if i else name
-            self._reduce_range(part, op, expression, space)
+            x, part = self._to_reduce(op, expression, space), f"{name}_part{i}"
+            if space.width in by_width:
+                part, _ = by_width[space.width]
+                x = _COMBINED[op.kind].format(part, f"({x})")
+            else:
+                by_width[space.width] = part, space
+            self.body.append(f"{part} = {x}")
+        for i, (part, space) in enumerate(by_width.values()):
+            self._reduce_tile(part if i else name, part, op, space)
             if i:
                 self.body.append(f"{name} = {_COMBINED[op.kind].format(name, part)}")
         self._store(op.value)
 
-    def _reduce_range(self, name: str, op: Reduce, expression: Expression, space: Space) -> None:
+    def _to_reduce(self, op: Reduce, expression: Expression, space: Space) -> str:
+        """A tile, with what changes no result where it has no columns."""
         neutral = literal(_NEUTRAL[op.kind], compute_dtype(op.value.dtype))
         x = self._tile(self._operand(expression, op.value.dtype, space), space)
-        if space.is_padded:
-            x = f"tl.where({self._space(space)}_in, {x}, {neutral})"
+        return f"tl.where({self._space(space)}_in, {x}, {neutral})" if space.is_padded else x
+
+    def _reduce_tile(self, name: str, x: str, op: Reduce, space: Space) -> None:
         axis = "1"
         if space.outer:
             shape = f"(ROWS, {columns(space.outer_size)}, {columns(space.inner_size)})"
-            axis, x = "2", f"tl.reshape({x}, {shape})"
-        self.body.append(f"{name} = {x}")
+            self.body.append(f"{x} = tl.reshape({x}, {shape})")
+            axis = "2"
         result = {
-            "sum": f"tl.sum({name}, {axis})",
-            "product": f"tl.reduce({name}, {axis}, multiplied)",
-            "maximum": f"tl.max({name}, {axis})",
-            "minimum": f"tl.min({name}, {axis})",
+            "sum": f"tl.sum({x}, {axis})",
+            "product": f"tl.reduce({x}, {axis}, multiplied)",
+            "maximum": f"tl.max({x}, {axis})",
+            "minimum": f"tl.min({x}, {axis})",
         }[op.kind]
         if op.kind in ("maximum", "minimum"):  # NaN if any element is, as in torch
-            nans = f"tl.sum(({name} != {name}).to(tl.int32), {axis})"
+            nans = f"tl.sum(({x} != {x}).to(tl.int32), {axis})"
             result = f"tl.where({nans} > 0, float('nan'), {result})"
         self.body.append(f"{name} = {result}" + ("" if space.outer else "[:, None]"))
 
@@ -299,13 +312,12 @@ class LoopPrinter(TilePrinter):
             ]
         else:
             row = [(self._all_columns(value), first, value.size) for value, first in pieces]
+        row = [
+            (f"tl.where({self._space(flat(k))}_in, {a}, 0)" if columns(k) != k else a, first, k)
+            for a, first, k in row
+        ]
         for offset, length in self.tiles.pieces[op.value]:
-            name = name_of(op.value, offset, length)
-            for i, (a, k_first, k) in enumerate(row):
-                if columns(k) != k:
-                    a = f"tl.where({self._space(flat(k))}_in, {a}, 0)"
-                weight = self._weight(op, k_first, k, offset, length)
-                self.body.append(f"{name} = {self._dot(op, a, k, length, weight, name, i == 0)}")
+            self._product_columns(op, row, offset, length)
         if not self.tiles.is_stored(op.value):
             return
         if (0, op.n) in self.tiles.pieces[op.value]:
@@ -316,6 +328,18 @@ class LoopPrinter(TilePrinter):
             space = self.tiles.flat(length)
             index = self._index(space, op.value.offset + offset, contiguous(space.shape))
             self._store_at(op.value, space, index, name_of(op.value, offset, length))
+
+    def _product_columns(
+        self, op: Product, row: list[tuple[str, int, int]], offset: int, length: int
+    ) -> None:
+        """A piece of a product's columns, as the sum over the pieces of its row.
+
+        ``row``: the tiles of these, each with its offset in the row and its length.
+        """
+        name = name_of(op.value, offset, length)
+        for i, (a, k_first, k) in enumerate(row):
+            weight = self._weight(op, k_first, k, offset, length)
+            self.body.append(f"{name} = {self._dot(op, a, k, length, weight, name, i == 0)}")
 
     def _all_columns(self, value: Value) -> str:
         return name_of(value, 0, value.size) if value in self.tiles.pieces else name_of(value)

@@ -16,10 +16,11 @@ from collections.abc import Iterator
 import torch
 
 from ..expressions import Unsupported
-from ..rowloop import Memory, Product, RowLoop, compute_dtype
+from ..rowloop import Memory, Product, RowLoop, Value, compute_dtype
 from .expressions import type_of
 from .loop import LoopPrinter
 from .placement import Space, Tiles, columns, make_tiles
+from .printer import name_of
 
 _WARPS = 8
 # Integers of a counter at which the programs of a tile meet: a line of the cache for each.
@@ -35,17 +36,35 @@ _MOST_LOADED_AHEAD = 64
 # Shared memory besides weights and products: rows as operands, reductions.
 _OTHER_SHARED_BYTES = 35 << 10
 
-_MEET = """
+_HEAD = """
 
 @triton.jit
-def meet(arrivals, expected, PARTS: tl.constexpr):
+def arrive(arrivals):
     tl.debug_barrier()  # the stores of all threads of this program come first
-    expected += PARTS
     tl.atomic_add(arrivals, 1, sem="release")
-    while tl.atomic_add(arrivals, 0, sem="acquire") < expected:
+
+
+@triton.jit
+def arrived(arrivals):
+    # Not an atomic addition of zero, whose result would go from one thread to all, each time.
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [arrivals], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def wait(arrivals, expected):
+    while arrived(arrivals) < expected:
         pass
-    tl.debug_barrier()
-    return expected
+
+
+@triton.jit
+def over_warps(products, WARPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    # Split, so that each thread sums all warps' parts of its own elements. A sum over the axis of
+    # the warps would leave every element in every warp, and so would all that is computed of it.
+    halves = tl.reshape(products, (WARPS // 2, 2, ROWS, COLUMNS))
+    first, second = tl.split(tl.permute(halves, (0, 2, 3, 1)))
+    return tl.sum(first + second, 0)
 
 """
 
@@ -96,8 +115,14 @@ def weight_bytes(loop: RowLoop, tiles: Tiles) -> int:
 
 
 class SplitPrinter(LoopPrinter):
-    head = LoopPrinter.head + _MEET
-    # A slot of scratch memory is written again only after the next step's barrier.
+    """Programs meet in two halves: each arrives as soon as it has stored what the others read,
+    and waits for their arrivals where it reads, so that what lies in between delays none.
+
+    All arrivals count the same, so a program arrives again only after it has waited.
+    """
+
+    head = LoopPrinter.head + _HEAD
+    # A slot of scratch memory is written again only after the next step's meeting.
     scratch_slots = 2
     load_option = ', cache_modifier=".cg"'  # not from the cache of this multiprocessor
 
@@ -105,6 +130,10 @@ class SplitPrinter(LoopPrinter):
         super().__init__(loop, parts)
         self.parts, self.reshaped = parts, set[str]()
         self.meetings = 0  # of the programs of a tile, in a step
+        # The lines of a step after which all that the next meeting is for is stored: in this step,
+        # and for the next one; and whether steps begin by waiting for the step before.
+        self.stored = self.next_stored = 0
+        self.awaits_step_before = False
 
     def _constants(self) -> Iterator[str]:
         yield f"PARTS, TILE_ROWS, WARPS = {self.parts}, {_ROWS}, {_WARPS}"
@@ -122,10 +151,41 @@ class SplitPrinter(LoopPrinter):
         yield f"arrivals += program * {_COUNTER}"
         yield "expected = tl.full((), 0, tl.int32)"
 
+    # -- meetings ---------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        super()._step()
+        if self.awaits_step_before:
+            self.prologue.append("arrive(arrivals)")
+            self.body.insert(self.next_stored, "arrive(arrivals)")
+
+    def _await_step_before(self) -> None:
+        self.awaits_step_before = True
+        self._wait(self.body)
+        self.next_stored = len(self.body)
+
     def _barrier(self, lines: list[str]) -> None:
-        lines.append(f"expected = meet(arrivals, expected, {self.parts})")
-        self.meetings += 1
+        if lines is self.body:
+            lines.insert(self.stored, "arrive(arrivals)")
+        elif not self.awaits_step_before:  # else the last step has arrived
+            lines.append("arrive(arrivals)")
+        self._wait(lines)
+        self.next_stored = len(lines)
         self.dirty.clear()
+
+    def _wait(self, lines: list[str]) -> None:
+        lines += [f"expected += {self.parts}", "wait(arrivals, expected)"]
+        self.meetings += lines is self.body
+
+    def _store_at(self, value: Value, space: Space, index: str, name: str) -> None:
+        super()._store_at(value, space, index, name)
+        memory = value.memory
+        assert memory is not None
+        self.stored = len(self.body)
+        if memory.kind == "next" and self.loop.carries[memory.index] in self.tiles.read_back:
+            self.next_stored = self.stored
+
+    # -- what is read and computed ----------------------------------------------------------------
 
     def _is_loaded_ahead(self, source: Memory, space: Space) -> bool:
         # Not what a reduction reads, all columns of a row.
@@ -136,19 +196,36 @@ class SplitPrinter(LoopPrinter):
             return self._slot(f"scratch{memory.index}", "(t % 2)", memory)
         return super()._step_pointer(memory)
 
-    def _dot(self, op: Product, a: str, k: int, n: int, weight: str, name: str, first: bool) -> str:
-        dtype, kind = self.loop.weight_dtypes[op.weight], type_of(compute_dtype(op.value.dtype))
-        length = columns(k) // _WARPS
-        if length < _LEAST_OF_A_WARP or n == 1 or dtype is torch.float64:
-            return super()._dot(op, a, k, n, weight, name, first)
-        rows = f"tl.permute(tl.reshape({a}, (ROWS, {_WARPS}, {length})), (1, 0, 2))"
+    def _product_columns(
+        self, op: Product, row: list[tuple[str, int, int]], offset: int, length: int
+    ) -> None:
+        """Each warp multiplies a part of the row with all columns, if that is not short."""
+        dtype = self.loop.weight_dtypes[op.weight]
+        is_matrix = length != 1 and dtype is not torch.float64
+        by_warp = [is_matrix and columns(k) >= _WARPS * _LEAST_OF_A_WARP for _, _, k in row]
+        rest = [piece for piece, flag in zip(row, by_warp, strict=True) if not flag]
+        super()._product_columns(op, rest, offset, length)
+        name, kind = name_of(op.value, offset, length), type_of(compute_dtype(op.value.dtype))
+        width = self.tiles.flat(length).width
+        pieces = [piece for piece, flag in zip(row, by_warp, strict=True) if flag]
+        for i, (a, k_first, k) in enumerate(pieces):
+            of_warp = columns(k) // _WARPS
+            rows = f"tl.permute(tl.reshape({a}, (ROWS, {_WARPS}, {of_warp})), (1, 0, 2))"
+            weight = self._weight(op, k_first, k, offset, length)
+            weight = self._weight_by_warp(weight, of_warp, width)
+            accumulator = f", acc={name}_by_warp" if i else ""
+            self.body.append(
+                f"{name}_by_warp = tl.dot({self._factor(op, rows)}, {weight}{accumulator}, "
+                f"input_precision=PRECISION, out_dtype={kind})"
+            )
+        if pieces:
+            summed = f"over_warps({name}_by_warp, {_WARPS}, ROWS, {width})"
+            self.body.append(f"{name} = {f'{name} + ' if rest else ''}{summed}")
+
+    def _weight_by_warp(self, weight: str, of_warp: int, width: int) -> str:
         by_warp = f"{weight}_by_warp"
         if by_warp not in self.reshaped:
             self.reshaped.add(by_warp)
-            shape = f"({_WARPS}, {length}, {self.tiles.flat(n).width})"
+            shape = f"({_WARPS}, {of_warp}, {width})"
             self.prologue.append(f"{by_warp} = tl.reshape({weight}, {shape})")
-        product = (
-            f"tl.sum(tl.dot({self._factor(op, rows)}, {by_warp}, input_precision=PRECISION, "
-            f"out_dtype={kind}), 0)"
-        )
-        return product if first else f"{name} + {product}"
+        return by_warp
