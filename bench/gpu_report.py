@@ -33,8 +33,8 @@ def markdown(results: dict[str, Any]) -> str:
         f"{about['commit']}; medians over {results['rounds']} rounds in which the peers took "
         "turns. One segment: forward, loss and the gradients of all parameters. *Error* is the "
         "worst of the loss's and the gradients' from the loop in float64, marked (!) above three "
-        "times the eager loop's own; *of floor*: the case's "
-        "FLOPs or bytes at the ceilings, over its time; *kernels*: in one call.",
+        "times the eager loop's own, and measured in fp32 where gradients are chaotic in TF32; *of "
+        "floor*: the case's FLOPs or bytes at the ceilings, over its time; *kernels*: in one call.",
         "",
         "Ceilings measured in this run: "
         + ", ".join(f"{ceilings[p] / 1e12:.1f} TFLOP/s in {p}" for p in ("fp32", "tf32", "bf16"))
@@ -72,7 +72,7 @@ def _row(label: str, row: dict[str, Any]) -> str:
     if row["status"] != "ok":
         return f"| {label} | {why_untimed(row)} | | | | |"
     kernels = "" if row["kernels"] is None else str(row["kernels"])
-    mark = " (!)" if "why" in row else ""
+    mark = " (!)" if "why" in row else " in fp32" if "in_fp32" in row else ""
     return (
         f"| {label} | {row['ms']:.3f} | {row['of_floor']:.0%} | {kernels} | {row['first_s']:.1f} s "
         f"| {row['error']:.0e}{mark} |"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from bench.cells import LayerNormLSTM
 from ftbptt import as_step, make_train_segment
 
 from ..cells import CELLS, NOT_BFLOAT16, WITH_ROWS, problem
@@ -47,6 +48,22 @@ def on_gpu(name: str, dtype: torch.dtype = torch.float64) -> Problem:
 def lstm(rows: int, units: int, dtype: torch.dtype) -> Problem:
     draw = Draw(0)
     module = draw.module(lambda: torch.nn.LSTMCell(D, units))
+    state = draw(rows, units), draw(rows, units)
+    x, y = draw.sequence(rows, D), draw.sequence(rows, units)
+    params = dict(module.named_parameters())
+    return Problem(as_step(module), params, state, x, y, mse, rows).to(dtype).on("cuda")
+
+
+class NormLSTM(LayerNormLSTM):
+    def forward(self, x_t: Tensor, state: Any) -> Any:
+        h, c = super().forward(x_t, state)
+        return h, (h, c)
+
+
+def layer_norm(rows: int, units: int, dtype: torch.dtype) -> Problem:
+    """Whose programs also wait for each other to normalize."""
+    draw = Draw(0)
+    module = draw.module(lambda: NormLSTM(D, units))
     state = draw(rows, units), draw(rows, units)
     x, y = draw.sequence(rows, D), draw.sequence(rows, units)
     params = dict(module.named_parameters())
@@ -92,6 +109,17 @@ def test_split_weights(dtype: torch.dtype, rows: int) -> None:
     assert "its weights split over" in str(segment.explain(*given.data(63)))
     for steps in (63, 63, 63, 1, 200, 63):
         check_low_precision(segment, given, steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_split_reductions_and_resets(dtype: torch.dtype) -> None:
+    """Few steps: its gradients are chaotic over many."""
+    given = layer_norm(37, 200, dtype)
+    segment = make(given, "fused")
+    assert "its weights split over" in str(segment.explain(*given.data(5)))
+    for seed in (1, 2, 3):
+        check_low_precision(segment, given, 5)
+        check_low_precision(segment, given, 5, reset=flags(5, 37, seed=seed).cuda())
 
 
 @pytest.fixture(params=["float32", "tf32", "bfloat16"])

@@ -142,6 +142,9 @@ def compiled_function(
         **{f"scratch{i}": getattr(torch, dtype)
            for i, (dtype, _, each) in enumerate(module.WORKSPACE) if not each},
     }  # fmt: skip
+    # Of a Linear's weight; and of one whose columns were put together.
+    is_exact = options.get("PRECISION") == "ieee" and torch.float32 in loop.weight_dtypes.values()
+    contiguous = "n_stride" if loop.reverse or is_exact else "k_stride"
     for i, name in enumerate(function.arg_names):
         if name in memory:
             signature[name] = f"*{TYPES[memory[name]]}"
@@ -151,7 +154,7 @@ def compiled_function(
         elif name in options:
             signature[name] = "constexpr"
             constants[(i,)] = options[name]
-        elif name.startswith("n_stride" if loop.reverse else "k_stride"):  # of a Linear's weight
+        elif name.startswith(contiguous):
             signature[name] = "constexpr"
             constants[(i,)] = 1
         else:

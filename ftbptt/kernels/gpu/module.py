@@ -76,6 +76,8 @@ def launch(
         for dtype, size, each_step in module.WORKSPACE
     ]  # fmt: skip
     function, rows, options = _choose(module, steps, total, groups, device)
+    if module.EXACT and options.get("PRECISION") == "ieee":
+        inputs, numbers = _with_columns_together(function.arg_names, inputs, numbers)
     tiles = -(-total // groups // rows) * groups
     if module.PARTS > 1:
         arrivals = torch.zeros(tiles * module.COUNTER, dtype=torch.int32, device=device)
@@ -89,6 +91,26 @@ def launch(
             enable_fp_fusion=True,  # a * b + c as one operation; no longer a default in Triton 3.10
             **options,
         )  # fmt: skip
+
+
+def _with_columns_together(
+    names: Sequence[str], inputs: Sequence[Tensor], numbers: Sequence[int]
+) -> tuple[list[Tensor], list[int]]:
+    """Float32 weights with the columns of a row next to each other, and the strides of these.
+
+    Without a matrix unit, threads read one row of a weight at a time, each another column of it:
+    columns that are a row's length apart are in the same bank of shared memory.
+    """
+    inputs, numbers = list(inputs), list(numbers)
+    weights = [i for i, name in enumerate(names) if name.startswith("weight")]
+    strides = len(numbers) - 3 * len(weights)
+    for place, i in enumerate(weights):
+        weight = inputs[i]
+        if weight.dtype is torch.float32 and 0 not in weight.stride():
+            inputs[i] = weight.contiguous()
+            after = strides + 3 * (place + 1)
+            numbers[after - weight.dim() : after] = inputs[i].stride()
+    return inputs, numbers
 
 
 def _choose(
