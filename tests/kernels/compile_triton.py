@@ -142,9 +142,10 @@ def compiled_function(
         **{f"scratch{i}": getattr(torch, dtype)
            for i, (dtype, _, each) in enumerate(module.WORKSPACE) if not each},
     }  # fmt: skip
-    # Of a Linear's weight; and of one whose columns were put together.
     is_exact = options.get("PRECISION") == "ieee" and torch.float32 in loop.weight_dtypes.values()
-    contiguous = "n_stride" if loop.reverse or is_exact else "k_stride"
+    # As a Linear's weight is laid out, or as it is copied.
+    by_row = is_exact or (loop.reverse and module.PARTS == 1)
+    contiguous = "n_stride" if by_row else "k_stride"
     for i, name in enumerate(function.arg_names):
         if name in memory:
             signature[name] = f"*{TYPES[memory[name]]}"

@@ -76,8 +76,11 @@ def launch(
         for dtype, size, each_step in module.WORKSPACE
     ]  # fmt: skip
     function, rows, options = _choose(module, steps, total, groups, device)
-    if module.EXACT and options.get("PRECISION") == "ieee":
-        inputs, numbers = _with_columns_together(function.arg_names, inputs, numbers)
+    if module.EXACT or module.PARTS > 1:
+        is_exact = options.get("PRECISION") == "ieee"
+        inputs, numbers = _with_weights_laid_out(
+            module, function.arg_names, inputs, numbers, is_exact
+        )
     tiles = -(-total // groups // rows) * groups
     if module.PARTS > 1:
         arrivals = torch.zeros(tiles * module.COUNTER, dtype=torch.int32, device=device)
@@ -93,23 +96,32 @@ def launch(
         )  # fmt: skip
 
 
-def _with_columns_together(
-    names: Sequence[str], inputs: Sequence[Tensor], numbers: Sequence[int]
+def _with_weights_laid_out(
+    module: Any,
+    names: Sequence[str],
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    is_exact: bool,
 ) -> tuple[list[Tensor], list[int]]:
-    """Float32 weights with the columns of a row next to each other, and the strides of these.
+    """Weights as their products read them from shared memory without bank conflicts, and strides.
 
-    Without a matrix unit, threads read one row of a weight at a time, each another column of it:
-    columns that are a row's length apart are in the same bank of shared memory.
+    A matrix unit takes columns. Without one (``is_exact``, in float32) threads read one row of a
+    weight at a time, each another column of it.
     """
     inputs, numbers = list(inputs), list(numbers)
     weights = [i for i, name in enumerate(names) if name.startswith("weight")]
     strides = len(numbers) - 3 * len(weights)
     for place, i in enumerate(weights):
         weight = inputs[i]
-        if weight.dtype is torch.float32 and 0 not in weight.stride():
-            inputs[i] = weight.contiguous()
-            after = strides + 3 * (place + 1)
-            numbers[after - weight.dim() : after] = inputs[i].stride()
+        if weight.dtype is torch.float64 or 0 in weight.stride():  # a copy could be far larger
+            continue
+        if is_exact and weight.dtype is torch.float32:
+            weight = weight.contiguous()
+        elif module.PARTS > 1:
+            weight = weight.mT.contiguous().mT
+        after = strides + 3 * (place + 1)
+        numbers[after - weight.dim() : after] = weight.stride()
+        inputs[i] = weight
     return inputs, numbers
 
 
