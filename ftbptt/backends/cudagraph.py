@@ -22,8 +22,11 @@ from ..compiler.blocks import ScanBlock
 from ..compiler.graphs import value_of
 from ..compiler.run_loop import ScanResult
 from ..compiler.tracing.trace import TRACING
+from ..kernels.row_order import inverse
 from .base import Backend, Function, histories_by_carry
 from .compile import build
+
+Orders = tuple[tuple[int, ...], ...]  # of the axes of each invariant, as it lies in memory
 
 _library = torch.library.Library("ftbptt", "FRAGMENT")
 _library.define(
@@ -34,7 +37,7 @@ _library.define(
 # An operator cannot take a block as an argument: it takes a number, by which the block is found.
 _numbers: WeakKeyDictionary[ScanBlock, int] = WeakKeyDictionary()
 _blocks: WeakValueDictionary[int, ScanBlock] = WeakValueDictionary()
-_compiled_steps: WeakKeyDictionary[ScanBlock, Function] = WeakKeyDictionary()
+_compiled_steps: WeakKeyDictionary[ScanBlock, dict[Orders, Function]] = WeakKeyDictionary()
 _next_number = count()
 
 
@@ -56,7 +59,10 @@ def _run(inputs: Sequence[Tensor], number: int, steps: int) -> list[Tensor]:
     """The operator's implementation: a Python loop over the compiled step."""
     block, outputs = _blocks[number], _outputs(inputs, number, steps)
     n_inv, n_seq, n_carries = map(len, (block.invariants, block.sequences, block.carries))
-    invariants = [tensor.contiguous() for tensor in inputs[:n_inv]]
+    # As they lie in memory: for a weight by columns, as a transposed one of a Linear is, cuBLAS has
+    # a faster product in TF32 than for its copy by rows.
+    orders = tuple(map(_memory_order, inputs[:n_inv]))
+    invariants = [t.permute(o).contiguous() for t, o in zip(inputs, orders, strict=False)]
     sequences, carries = inputs[n_inv : n_inv + n_seq], inputs[n_inv + n_seq :]
     first_emit = n_carries + sum(block.history)
     finals, emits = outputs[:n_carries], outputs[first_emit:]
@@ -68,7 +74,7 @@ def _run(inputs: Sequence[Tensor], number: int, steps: int) -> list[Tensor]:
         else history
         for carry, history in zip(carries, histories, strict=True)
     ]
-    step, reverse = _compiled_step(block), block.reverse
+    step, reverse = _compiled_step(block, orders), block.reverse
 
     def carries_at(slot: int) -> list[Tensor]:
         return [
@@ -92,32 +98,46 @@ def _run(inputs: Sequence[Tensor], number: int, steps: int) -> list[Tensor]:
     return outputs
 
 
-def _compiled_step(block: ScanBlock) -> Function:
-    """``step(*inputs, *targets)``, which writes its results to ``targets``. Compiled once."""
-    if block not in _compiled_steps:
+def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The axes, the one with the largest stride first."""
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
+
+
+def _compiled_step(block: ScanBlock, orders: Orders) -> Function:
+    """``step(*inputs, *targets)``, which writes its results to ``targets``. Compiled once.
+
+    The invariants among the inputs are contiguous, with their axes in these orders.
+    """
+    steps = _compiled_steps.setdefault(block, {})
+    if orders not in steps:
         with TRACING:  # a program may be running in several threads
-            if block not in _compiled_steps:
-                _compiled_steps[block] = _compile_step(block)
-    return _compiled_steps[block]
+            if orders not in steps:
+                steps[orders] = _compile_step(block, orders)
+    return steps[orders]
 
 
-def _compile_step(block: ScanBlock) -> Function:
+def _compile_step(block: ScanBlock, orders: Orders) -> Function:
     module = block.module
     inputs = [value_of(node) for node in module.graph.find_nodes(op="placeholder")]
     results = [value_of(node) for node in module.graph.output_node().args[0]]
 
     def step(*args: Tensor) -> list[Tensor]:
-        targets = args[len(inputs) :]
-        for target, value in zip(targets, module(*args[: len(inputs)]), strict=True):
+        invariants = [t.permute(inverse(o)) for t, o in zip(args, orders, strict=False)]
+        given, targets = args[len(orders) : len(inputs)], args[len(inputs) :]
+        for target, value in zip(targets, module(*invariants, *given), strict=True):
             target.copy_(value)
         return list(targets)
 
     with not_traced():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
+            shapes = [value.shape for value in (*inputs, *results)]
+            for i, order in enumerate(orders):
+                shapes[i] = torch.Size([shapes[i][axis] for axis in order])
             examples = [
-                torch.empty(value.shape, dtype=value.dtype, device=value.device)
-                for value in (*inputs, *results)
+                torch.empty(shape, dtype=value.dtype, device=value.device)
+                for shape, value in zip(shapes, (*inputs, *results), strict=True)
             ]
         return build(step, examples, mode)
 

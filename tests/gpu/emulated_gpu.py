@@ -123,10 +123,10 @@ def _compile_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     compiled_step = cudagraph._compiled_step
 
-    def step_on_cpu(block: Any) -> Any:  # within an operator no mode is active
+    def step_on_cpu(block: Any, orders: Any) -> Any:  # within an operator no mode is active
         def step(*args: Tensor) -> Any:
             with _OnCpu():
-                return compiled_step(block)(*args)
+                return compiled_step(block, orders)(*args)
 
         return step
 
