@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_is_put_off = False
 
 
 @contextmanager
@@ -14,10 +17,23 @@ def without_garbage_collection() -> Iterator[None]:
     It took a sixth of a first call whose kernels are on disk. One thread at a time: the search is
     that of all threads.
     """
+    global _is_put_off
     was_on = gc.isenabled()
     try:
+        _is_put_off |= was_on
         gc.disable()
         yield
     finally:
         if was_on:
-            gc.enable()
+            _in_force_again()
+
+
+def _in_force_again() -> None:
+    global _is_put_off
+    if _is_put_off:
+        gc.enable()
+    _is_put_off = False
+
+
+# A process that another thread forks meanwhile has nobody who would do so.
+os.register_at_fork(after_in_child=_in_force_again)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ftbptt
 from ftbptt import make_train_segment
+from ftbptt._garbage import without_garbage_collection
 
 from ..cells import problem, slow_but
 from ..cells.problems import Draw, Problem
@@ -239,6 +242,24 @@ def test_a_segment_that_is_dropped_is_freed_at_once() -> None:
         assert kept() is executable() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_process_that_is_forked_during_a_first_call_searches_for_garbage() -> None:
+    found: list[int] = []
+
+    def fork() -> None:
+        if (process := os.fork()) == 0:
+            os._exit(10 + gc.isenabled())
+        found.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+
+    with without_garbage_collection():
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert found == [11]
 
 
 @pytest.mark.parametrize("is_on", [True, False])
