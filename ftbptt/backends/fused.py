@@ -117,16 +117,16 @@ class Language:
 
     ``print_source(loop)`` is the source of a kernel, ``describe(loop)`` says what it is;
     ``make_ready(source)`` compiles or stores it, and returns the path of its library.
-    ``elements_are_rows``: see ``make_row_loop``. A CPU vectorizes along the last axis, and goes
-    over the heads of a row one by one; on a GPU each element of an elementwise loop can be a row,
-    with one thread, and a program has the rows of one head.
+    ``on_gpu``: see ``make_row_loop``. A CPU vectorizes along the last axis, and goes over the heads
+    of a row one by one; on a GPU each element of an elementwise loop can be a row, with one thread,
+    and a program has the rows of one head.
     ``takes_in``: whether kernels absorb operations after the loop; a GPU lacks the registers.
     """
 
     print_source: Callable[[RowLoop], str]
     describe: Callable[[RowLoop], str]
     make_ready: Callable[[str], Path]
-    elements_are_rows: bool
+    on_gpu: bool
     takes_in: bool
 
 
@@ -135,8 +135,8 @@ def _describe_cpp(loop: RowLoop) -> str:
 
 
 LANGUAGES = {  # device type -> language
-    "cpu": Language(print_cpp, _describe_cpp, start, elements_are_rows=False, takes_in=True),
-    "cuda": Language(print_triton, describe_triton, write, elements_are_rows=True, takes_in=False),
+    "cpu": Language(print_cpp, _describe_cpp, start, on_gpu=False, takes_in=True),
+    "cuda": Language(print_triton, describe_triton, write, on_gpu=True, takes_in=False),
 }
 
 
@@ -153,7 +153,7 @@ def _source_for(block: ScanBlock) -> tuple[Language, RowLoop, str]:
     # A kernel's tiles follow from the sizes of its GPU, which may not be the current one.
     has_gpu = block.device.type == "cuda" and torch.cuda.is_available()
     with not_traced(), torch.cuda.device(block.device) if has_gpu else nullcontext():
-        loop = make_row_loop(block, elements_are_rows=language.elements_are_rows)
+        loop = make_row_loop(block, on_gpu=language.on_gpu)
         return language, loop, language.print_source(loop)
 
 

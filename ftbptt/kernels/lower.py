@@ -27,22 +27,23 @@ from .normalize import normalize
 from .rowloop import Map, Memory, Operation, Product, Read, Reduce, RowLoop, Value, compute_dtype
 
 
-def make_row_loop(block: ScanBlock, *, elements_are_rows: bool = False) -> RowLoop:
+def make_row_loop(block: ScanBlock, *, on_gpu: bool = False) -> RowLoop:
     """make_row_loop : ScanBlock -> RowLoop
 
     As many leading axes of the carries as possible become rows, but not the last one.
-    ``elements_are_rows``: also that one, and an axis of heads, each of which has a weight of its
-    own. Raises Unsupported, which names the node, if no kernel can be generated.
+    ``on_gpu``: also that one, and an axis of heads, each of which has a weight of its own; and
+    products convert what they read. Raises Unsupported, which names the node, if no kernel can be
+    generated.
     """
     shapes = [tuple(value_of(node).shape) for node in block.carries]
     shared = 0
     while all(len(s) > shared and s[shared] == shapes[0][shared] for s in shapes):
         shared += 1
-    most = max(min(shared, max(map(len, shapes)) - (not elements_are_rows)), 0)
+    most = max(min(shared, max(map(len, shapes)) - (not on_gpu)), 0)
     error: Unsupported | None = None
     for rank in range(most, -1, -1):
         try:
-            return _Builder(block, RowView(shapes[0][:rank]), elements_are_rows).build()
+            return _Builder(block, RowView(shapes[0][:rank]), on_gpu).build()
         except Unsupported as reason:
             # The reason to report is that of the smallest rank above 0: rank 0, all of the batch
             # as one row, is refused for other reasons.
@@ -54,9 +55,9 @@ def make_row_loop(block: ScanBlock, *, elements_are_rows: bool = False) -> RowLo
 class _Builder:
     """Builds the loop in one pass over the graph, given which axes are the rows."""
 
-    def __init__(self, block: ScanBlock, rows: RowView, elements_are_rows: bool) -> None:
-        self.block, self.rows = block, rows
-        normal = normalize(block, rows, heads_are_rows=elements_are_rows)
+    def __init__(self, block: ScanBlock, rows: RowView, on_gpu: bool) -> None:
+        self.block, self.rows, self.on_gpu = block, rows, on_gpu
+        normal = normalize(block, rows, heads_are_rows=on_gpu)
         self.graph = normal.graph
         self.values: dict[Node, Value] = {}  # of the nodes
         self.all_values: list[Value] = []  # also copies, pieces of a cat, ...
@@ -233,13 +234,20 @@ class _Builder:
             grouped = self.rows.axis(groups, node)
         read = self._read(a, shape, rank)
         features = [size for size in (vectors, k) if size != 1]
-        if read.strides != contiguous(features) or not _is_operand(read, self.rows):
+        if read.strides != contiguous(features) or not self._is_operand(read):
             read = self._copied(a, shape, rank)
         index = self.invariants[weight]
         self.loop.weight_dtypes[index] = value_of(weight).dtype
         self.operations.append(
             Product(self._value(node), read, index, vectors, k, n, grouped, by_vector, trailing)
         )
+
+    def _is_operand(self, read: Read) -> bool:
+        """Whether a product can read its rows in place: one per row, in a dtype it computes in."""
+        if isinstance(read.source, Value):
+            return True
+        is_per_row = read.source.pattern.axes == (0, len(self.rows.dims))
+        return is_per_row and (self.on_gpu or read.dtype == compute_dtype(read.dtype))
 
     def _copied(self, node: Node, shape: list[int], rank: int) -> Read:
         """The node copied to a contiguous value."""
@@ -320,11 +328,3 @@ def _with_axes(expr: Expression, order: Sequence[int]) -> Expression:
     if isinstance(expr, Apply):
         return replace(expr, args=tuple(_with_axes(arg, order) for arg in expr.args))
     return expr
-
-
-def _is_operand(read: Read, rows: RowView) -> bool:
-    """Whether a product can read its rows in place: one per row, in the compute dtype."""
-    if isinstance(read.source, Value):
-        return True
-    is_per_row = read.source.pattern.axes == (0, len(rows.dims))
-    return is_per_row and read.dtype == compute_dtype(read.dtype)

@@ -103,7 +103,7 @@ def loops(plan: Any) -> list[tuple[str, ScanBlock]]:
 
 def compiled(block: ScanBlock, precision: str) -> dict[str, dict[str, int]]:
     """The kernels of a block by their names, with the tiles that they would be called with."""
-    loop = make_row_loop(block, elements_are_rows=True)
+    loop = make_row_loop(block, on_gpu=True)
     module = load(str(write(print_triton(loop))))
     if module.PARTS > 1:
         rows, warps = module.TILE_ROWS, module.WARPS
