@@ -32,8 +32,8 @@ def make_row_loop(block: ScanBlock, *, on_gpu: bool = False) -> RowLoop:
 
     As many leading axes of the carries as possible become rows, but not the last one.
     ``on_gpu``: also that one, and an axis of heads, each of which has a weight of its own; and
-    products convert what they read. Raises Unsupported, which names the node, if no kernel can be
-    generated.
+    loads and stores convert to and from the dtype that is computed in. Raises Unsupported, which
+    names the node, if no kernel can be generated.
     """
     shapes = [tuple(value_of(node).shape) for node in block.carries]
     shared = 0
@@ -243,7 +243,7 @@ class _Builder:
         )
 
     def _is_operand(self, read: Read) -> bool:
-        """Whether a product can read its rows in place: one per row, in a dtype it computes in."""
+        """Whether a product can read its rows in place: one per row, and not to be converted."""
         if isinstance(read.source, Value):
             return True
         is_per_row = read.source.pattern.axes == (0, len(self.rows.dims))
@@ -298,7 +298,7 @@ class _Builder:
         memory = self._memory(kind, index, node)
         (self.loop.nexts if kind == "next" else self.loop.emits).append(memory)
         value = None
-        if memory.dtype == compute_dtype(memory.dtype):
+        if self.on_gpu or memory.dtype == compute_dtype(memory.dtype):
             value = self._same_value(node)
         if value is not None and value.memory is not None:
             if value.memory.kind == "scratch" and value.memory.size == value.size:
