@@ -26,7 +26,7 @@ from .chunk_check import check_steps_are_alone
 from .executables import Executables
 from .explain import Explanation, explain
 from .probes import find_taps, taps_of, with_probes
-from .vmap import SegmentFunction
+from .vmap import run_mapped
 
 
 class TrainSegment:
@@ -278,7 +278,7 @@ class TrainSegment:
                     "and everything detached. Call it outside of torch.func.grad, vjp and jvp."
                 )
             info = CallInfo(with_grad)  # nothing is handed over early
-            flat = SegmentFunction.apply(self._executables, call, info, *tensors)
+            flat = tuple(run_mapped(self._executables, call, info, tensors))
         else:
             flat = tuple(self._executables.run(call, info, tensors))
             if not self._steps_checked and in_dims is None:

@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from .._compat.running import VmapLevel
 from ..compiler.signature import Level
 from .call import Call, CallInfo
 from .executables import Executables
 
 
-class SegmentFunction(torch.autograd.Function):
-    """Each level of vmap adds its axis to the call, and the last one runs it."""
+def run_mapped(
+    executables: Executables, call: Call, info: CallInfo, tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """The segment on tensors of any levels of vmap, and its results on the same levels.
 
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(executables: Executables, call: Call, info: CallInfo, *tensors: Tensor) -> Any:
-        return tuple(executables.run(call, info, tensors))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.mark_non_differentiable(*output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError("ftbptt: a segment is not differentiable; it returns the gradients.")
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: Any,
-        executables: Executables,
-        call: Call,
-        call_info: CallInfo,
-        *tensors: Tensor,
-    ) -> Any:
-        dims = in_dims[3:]
+    Each level, the innermost first, adds its axis to the call: behind time in sequences, in front
+    of all others. The last one runs it.
+    """
+    level = VmapLevel.innermost()
+    if level is None:
+        return executables.run(call, info, tensors)
+    unwrapped = [level.unwrapped(tensor) for tensor in tensors]
+    flags = [dim is not None for _, dim in unwrapped]
+    with level.outside():
+        if not any(flags):
+            return run_mapped(executables, call, info, tensors)
         moved = [
-            t if d is None else t.movedim(d, 1 if is_sequence else 0)
-            for t, d, is_sequence in zip(tensors, dims, call.is_sequence(), strict=True)
+            tensor if dim is None else tensor.movedim(dim, 1 if is_sequence else 0)
+            for (tensor, dim), is_sequence in zip(unwrapped, call.is_sequence(), strict=True)
         ]
-        level = Level(info.batch_size, info.randomness)
-        call = call.under_vmap(level, [d is not None for d in dims])
-        flat = SegmentFunction.apply(executables, call, call_info, *moved)
-        before_out = len(flat) - len(
-            call.results(flat, call_info.with_grad).out
-        )  # what has no axis of time
-        return flat, tuple(0 if i < before_out else 1 for i in range(len(flat)))
+        call = call.under_vmap(Level(level.size, level.randomness), flags)
+        flat = run_mapped(executables, call, info, moved)
+    first_out = len(flat) - len(call.results(flat, info.with_grad).out)  # out has an axis of time
+    return [level.wrapped(tensor, int(i >= first_out)) for i, tensor in enumerate(flat)]
