@@ -18,9 +18,13 @@ _LONGEST_NAME = 60
 
 def write(results: dict[str, Any], folder: Path) -> None:
     """Writes both files."""
+    write_text(results, markdown(results), folder, tag(results))
+
+
+def tag(results: dict[str, Any]) -> str:
+    """Their name, such as ``nvidia-h200-gpu``."""
     about = results["machine"]
-    name = file_name(about.get("gpu") or about["cpu"], "gpu")
-    write_text(results, markdown(results), folder, name)
+    return file_name(about.get("gpu") or about["cpu"], "gpu")
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ftbptt.kernels.expressions import Unsupported
 from ftbptt.kernels.gpu import kernel as triton_kernel
 from ftbptt.kernels.gpu import placement
 from ftbptt.kernels.gpu import split as triton_split
+from ftbptt.kernels.gpu.module import _with_weights_laid_out
 
 from ..cells import CELLS, problem, slow_but
 from ..oracle import check, check_low_precision
@@ -74,6 +76,39 @@ def test_rows_and_units(rows: int, units: int) -> None:
 
 def test_tf32() -> None:
     check_tf32(32)
+
+
+@pytest.mark.parametrize(
+    ("is_exact", "strides"), [(False, (1, 4)), (True, (6, 1))], ids=["columns", "rows"]
+)
+@pytest.mark.parametrize("given", ["by row", "by column", "models"])
+def test_weights_lie_as_products_read_them(
+    is_exact: bool, strides: tuple[int, int], given: str
+) -> None:
+    """Those of float64, and one that is expanded, stay as they are."""
+    weight = random(4, 6).float()
+    if given == "by column":
+        weight = weight.t().contiguous().t()
+    if given == "models":
+        weight = torch.stack([weight, 2 * weight])
+    names = ["invariant0", "weight1", "weight2", "weight3", "sequence0", "start0"]
+    inputs = [
+        random(6),
+        weight,
+        random(4, 6),
+        random(1, 6).float().expand(4, 6),
+        random(3, 4),
+        random(4),
+    ]
+    numbers = [3, 4, 24]
+    for tensor in inputs[1:4]:
+        numbers += tensor.stride() if tensor.dim() == 3 else (0, *tensor.stride())
+    module = SimpleNamespace(PARTS=2)
+    found, after = _with_weights_laid_out(module, names, inputs, numbers, is_exact)
+    assert all(map(torch.equal, found, inputs))
+    assert found[1].stride()[-2:] == strides
+    group = 24 if given == "models" else 0
+    assert after == [3, 4, 24, group, *strides, *numbers[6:]]
 
 
 @pytest.mark.usefixtures("order")

@@ -167,10 +167,12 @@ class SplitPrinter(LoopPrinter):
     def _barrier(self, lines: list[str]) -> None:
         if lines is self.body:
             lines.insert(self.stored, "arrive(arrivals)")
-        elif not self.awaits_step_before:  # else the last step has arrived
-            lines.append("arrive(arrivals)")
-        self._wait(lines)
-        self.next_stored = len(lines)
+            self._wait(lines)
+            self.next_stored = len(lines)
+        else:
+            if not self.awaits_step_before:  # else the last step has arrived
+                lines.append("arrive(arrivals)")
+            self._wait(lines)
         self.dirty.clear()
 
     def _wait(self, lines: list[str]) -> None:
@@ -181,9 +183,11 @@ class SplitPrinter(LoopPrinter):
         super()._store_at(value, space, index, name)
         memory = value.memory
         assert memory is not None
-        self.stored = len(self.body)
-        if memory.kind == "next" and self.loop.carries[memory.index] in self.tiles.read_back:
-            self.next_stored = self.stored
+        read_back = self.tiles.read_back
+        if memory in read_back:
+            self.stored = len(self.body)
+        if memory.kind == "next" and self.loop.carries[memory.index] in read_back:
+            self.next_stored = len(self.body)
 
     # -- what is read and computed ----------------------------------------------------------------
 
