@@ -29,8 +29,8 @@ class VmapLevel:
     """The innermost active ``torch.func`` transform, which is a vmap.
 
     torch's public way to it, an autograd.Function with a rule for vmap, goes through the arguments
-    and results as trees several times: it took three quarters of the call of a small segment under
-    vmap (2.11 to 2.15: ``torch._functorch.pyfunctorch``, ``torch._C._functorch``).
+    and results as trees several times: it took three tenths of the call of a small segment (2.11 to
+    2.15: ``torch._functorch.pyfunctorch``, ``torch._C._functorch``).
     """
 
     def __init__(self, interpreter: VmapInterpreter) -> None:

@@ -332,3 +332,13 @@ def test_randomness_error_is_the_default() -> None:
     segment, arguments = noisy()
     with pytest.raises(RuntimeError, match="random"):
         vmap(segment, in_dims=(None, 0, 0, 0))(*arguments)
+
+
+def test_another_transform_is_refused(segments: Segments) -> None:
+    params, state, x, y = problem("elman").data(3)
+    segment = segments("elman", "eager")
+    with pytest.raises(RuntimeError) as raised:
+        torch.func.functionalize(lambda x: segment(params, state, x, y).loss)(x)
+    assert str(raised.value) == (
+        "a segment runs under torch.func.vmap, but not under functionalize."
+    )
