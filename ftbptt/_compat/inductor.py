@@ -119,10 +119,18 @@ def inductor_compile(
             raise  # whose message is clearer than that of a second attempt
         program = compiled(nullcontext())  # Inductor asks what the compiler knows
 
+    # Examples that are no dense tensors stand for arguments with the same strides.
+    is_strided = [not (_has_symbols(e) or e.is_contiguous()) for e in examples]
+
     def run(*args: Tensor) -> list[Tensor]:
-        return list(program([arg.contiguous() for arg in args]))
+        pairs = zip(args, is_strided, strict=True)
+        return list(program([arg if flag else arg.contiguous() for arg, flag in pairs]))
 
     return run
+
+
+def _has_symbols(tensor: Tensor) -> bool:
+    return any(not isinstance(size, int) for size in tensor.shape)
 
 
 def _has_loop(graph: torch.fx.GraphModule) -> bool:

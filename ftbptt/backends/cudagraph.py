@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .._compat.tracing import FakeTensorMode, not_traced
 from ..compiler.blocks import ScanBlock
@@ -25,6 +25,7 @@ from ..compiler.tracing.trace import TRACING
 from ..kernels.row_order import inverse
 from .base import Backend, Function, histories_by_carry
 from .compile import build
+from .stages import Stage, Stages
 
 Orders = tuple[tuple[int, ...], ...]  # of the axes of each invariant, as it lies in memory
 
@@ -37,7 +38,7 @@ _library.define(
 # An operator cannot take a block as an argument: it takes a number, by which the block is found.
 _numbers: WeakKeyDictionary[ScanBlock, int] = WeakKeyDictionary()
 _blocks: WeakValueDictionary[int, ScanBlock] = WeakValueDictionary()
-_compiled_steps: WeakKeyDictionary[ScanBlock, dict[Orders, Function]] = WeakKeyDictionary()
+_compiled_steps: WeakKeyDictionary[ScanBlock, dict[Orders, CompiledStep]] = WeakKeyDictionary()
 _next_number = count()
 
 
@@ -62,7 +63,10 @@ def _run(inputs: Sequence[Tensor], number: int, steps: int) -> list[Tensor]:
     # As they lie in memory: for a weight by columns, as a transposed one of a Linear is, cuBLAS has
     # a faster product in TF32 than for its copy by rows.
     orders = tuple(map(_memory_order, inputs[:n_inv]))
-    invariants = [t.permute(o).contiguous() for t, o in zip(inputs, orders, strict=False)]
+    invariants = [
+        t.permute(order).contiguous().permute(inverse(order))
+        for t, order in zip(inputs, orders, strict=False)
+    ]
     sequences, carries = inputs[n_inv : n_inv + n_seq], inputs[n_inv + n_seq :]
     first_emit = n_carries + sum(block.history)
     finals, emits = outputs[:n_carries], outputs[first_emit:]
@@ -75,6 +79,7 @@ def _run(inputs: Sequence[Tensor], number: int, steps: int) -> list[Tensor]:
         for carry, history in zip(carries, histories, strict=True)
     ]
     step, reverse = _compiled_step(block, orders), block.reverse
+    scratch = step.scratch(device=inputs[-1].device)
 
     def carries_at(slot: int) -> list[Tensor]:
         return [
@@ -87,11 +92,14 @@ def _run(inputs: Sequence[Tensor], number: int, steps: int) -> list[Tensor]:
     for t in range(steps - 1, -1, -1) if reverse else range(steps):
         before, after = (t + 1, t) if reverse else (t, t + 1)
         step(
-            *invariants,
-            *(sequence[t] for sequence in sequences),
-            *carries_at(before),
-            *carries_at(after),
-            *(emit[t] for emit in emits),
+            [
+                *invariants,
+                *(sequence[t] for sequence in sequences),
+                *carries_at(before),
+                *carries_at(after),
+                *(emit[t] for emit in emits),
+                *scratch,
+            ]
         )
     for final, last in zip(finals, carries_at(0 if reverse else steps), strict=True):
         final.copy_(last)
@@ -104,42 +112,50 @@ def _memory_order(tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
 
 
-def _compiled_step(block: ScanBlock, orders: Orders) -> Function:
-    """``step(*inputs, *targets)``, which writes its results to ``targets``. Compiled once.
-
-    The invariants among the inputs are contiguous, with their axes in these orders.
-    """
+def _compiled_step(block: ScanBlock, orders: Orders) -> CompiledStep:
+    """The step of a block, compiled once, for invariants with their axes in these orders."""
     steps = _compiled_steps.setdefault(block, {})
     if orders not in steps:
         with TRACING:  # a program may be running in several threads
             if orders not in steps:
-                steps[orders] = _compile_step(block, orders)
+                steps[orders] = CompiledStep(block.module.graph, orders)
     return steps[orders]
 
 
-def _compile_step(block: ScanBlock, orders: Orders) -> Function:
-    module = block.module
-    inputs = [value_of(node) for node in module.graph.find_nodes(op="placeholder")]
-    results = [value_of(node) for node in module.graph.output_node().args[0]]
+class CompiledStep:
+    """``step(memory)``, with the memory of its ``Stages``, whose functions are compiled."""
 
-    def step(*args: Tensor) -> list[Tensor]:
-        invariants = [t.permute(inverse(o)) for t, o in zip(args, orders, strict=False)]
-        given, targets = args[len(orders) : len(inputs)], args[len(inputs) :]
-        for target, value in zip(targets, module(*invariants, *given), strict=True):
-            target.copy_(value)
-        return list(targets)
+    def __init__(self, graph: fx.Graph, orders: Orders) -> None:
+        stages = Stages(graph)
+        inputs = graph.find_nodes(op="placeholder")
+        values = [value_of(node) for node in (*inputs, *graph.output_node().args[0])]
+        self._scratch = [value_of(node) for node in stages.scratch]
+        with not_traced():
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            with mode:
+                memory = [_empty(value, value.device) for value in (*values, *self._scratch)]
+                for i, order in enumerate(orders):
+                    memory[i] = memory[i].permute(order).contiguous().permute(inverse(order))
+            self._stages = [(stage, _compiled(stage, memory, mode)) for stage in stages.stages]
 
-    with not_traced():
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode:
-            shapes = [value.shape for value in (*inputs, *results)]
-            for i, order in enumerate(orders):
-                shapes[i] = torch.Size([shapes[i][axis] for axis in order])
-            examples = [
-                torch.empty(shape, dtype=value.dtype, device=value.device)
-                for shape, value in zip(shapes, (*inputs, *results), strict=True)
-            ]
-        return build(step, examples, mode)
+    def scratch(self, device: torch.device) -> list[Tensor]:
+        return [_empty(value, device) for value in self._scratch]
+
+    def __call__(self, memory: Sequence[Tensor]) -> None:
+        for stage, function in self._stages:
+            stage.run(memory, function)
+
+
+def _empty(value: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+def _compiled(stage: Stage, memory: Sequence[Tensor], mode: FakeTensorMode) -> Function:
+    if not stage.targets:
+        return stage.function
+    with mode:
+        examples = stage.arguments(memory)
+    return build(stage.function, examples, mode)
 
 
 for _device in ("CPU", "CUDA"):

@@ -21,6 +21,7 @@ class LoopValues:
     sequences: dict[Node, Tensor]
     finals: dict[Node, Tensor] = field(default_factory=dict)
     totals: dict[Node, Tensor] = field(default_factory=dict)
+    row_sums: dict[Node, Tensor] = field(default_factory=dict)
 
     def sequence(self, node: Node) -> Tensor:
         """The values at all steps, ``[K, ...]``, or ``[K, windows, ...]``."""
@@ -36,6 +37,16 @@ class LoopValues:
             self.totals[node] = self.sequence(node).sum(0)
         return self.totals[node]
 
+    def row_sum(self, node: Node) -> Tensor:
+        """The sum over steps and rows, ``[N]``: of an LSTM's two biases it is the gradient.
+
+        A tensor of its own for each, as gradients are.
+        """
+        if node in self.row_sums:
+            return self.row_sums[node].clone()
+        self.row_sums[node] = _sum_of_rows(self.sequence(node))
+        return self.row_sums[node]
+
     def invariant(self, node: Node) -> Tensor:
         """The same at every step. A view of a parameter, or a constant, is computed here."""
         if node not in self.invariants:
@@ -43,3 +54,15 @@ class LoopValues:
             kwargs = torch.fx.node.map_arg(node.kwargs, self.invariant)
             self.invariants[node] = node.target(*args, **kwargs)
         return self.invariants[node]
+
+
+# From so many rows on, their sum is a product with ones.
+_ROWS_FOR_A_PRODUCT = 16
+
+
+def _sum_of_rows(x: Tensor) -> Tensor:
+    """``[K, B, N] -> [N]``; a large batch by products with ones, which read it in order."""
+    if x.shape[1] < _ROWS_FOR_A_PRODUCT:
+        return x.sum((0, 1))
+    ones = x.new_ones(1, 1, x.shape[1]).expand(x.shape[0], 1, x.shape[1])
+    return torch.bmm(ones, x).sum(0)

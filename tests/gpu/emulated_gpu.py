@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -121,15 +121,15 @@ def _compile_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
         examples = [SimpleNamespace(shape=a.shape, dtype=a.dtype, device=GPU) for a in args]
         return built(self, function, examples, first, last)
 
-    compiled_step = cudagraph._compiled_step
-
-    def step_on_cpu(block: Any, orders: Any) -> Any:  # within an operator no mode is active
-        def step(*args: Tensor) -> Any:
+    class StepOnCpu(cudagraph.CompiledStep):  # within an operator no mode is active
+        def __init__(self, *args: Any) -> None:
             with _OnCpu():
-                return compiled_step(block, orders)(*args)
+                super().__init__(*args)
 
-        return step
+        def __call__(self, memory: Sequence[Tensor]) -> None:
+            with _OnCpu():
+                super().__call__(memory)
 
-    monkeypatch.setattr(cudagraph, "_compiled_step", step_on_cpu)
+    monkeypatch.setattr(cudagraph, "CompiledStep", StepOnCpu)
     monkeypatch.setattr(Leaf, "__init__", on_gpu)
     monkeypatch.setattr(Programs, "_built", built_for_gpu)

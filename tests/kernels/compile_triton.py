@@ -28,7 +28,7 @@ from ftbptt.compiler.distribute import distribute
 from ftbptt.kernels.expressions import Unsupported
 from ftbptt.kernels.gpu import kernel as triton_kernel
 from ftbptt.kernels.gpu.kernel import print_triton
-from ftbptt.kernels.gpu.module import load, options_for, steps_at_once, write
+from ftbptt.kernels.gpu.module import load, options_for, options_of_split, steps_at_once, write
 from ftbptt.kernels.lower import make_row_loop
 from ftbptt.kernels.rowloop import RowLoop
 
@@ -49,6 +49,7 @@ CASES = {
     "lstm-31-fp64": (31, torch.float64, "ieee", 32),
     # Their weights are split over multiprocessors.
     "lstm-256-fp32": (256, torch.float32, "ieee", 32),
+    "lstm-256-fp32-16-rows": (256, torch.float32, "ieee", 16),
     "lstm-256-tf32": (256, torch.float32, "tf32", 32),
     "lstm-500-bf16": (500, torch.bfloat16, "ieee", 32),
     # As wide and as many rows as a program of theirs takes.
@@ -106,7 +107,8 @@ def compiled(block: ScanBlock, precision: str) -> dict[str, dict[str, int]]:
     loop = make_row_loop(block, on_gpu=True)
     module = load(str(write(print_triton(loop))))
     if module.PARTS > 1:
-        rows, warps = module.TILE_ROWS, module.WARPS
+        rows, precision = options_of_split(module, loop.rows.total, 1, 132, precision)
+        warps = module.WARPS
     else:
         exact = module.EXACT and precision == "ieee"
         rows, warps = options_for(1 << 20, 1, module.ROW_BYTES, 132, exact)

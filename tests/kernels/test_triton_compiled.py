@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ftbptt.kernels.gpu.module import options_for
+from ftbptt.kernels.gpu.module import options_for, options_of_split
 
 from ..cells import CELLS, WITH_ROWS
 
@@ -61,6 +62,26 @@ def test_they_fit(names: list[str], count: int) -> None:
 )
 def test_the_rows_of_a_tile(rows: int, row_bytes: int, exact: bool, expected: int) -> None:
     assert options_for(rows, 1, row_bytes, 132, exact)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "precision", "expected"),
+    [
+        (16, 1, "ieee", (2, "ieee")),
+        (17, 1, "ieee", (4, "ieee")),
+        (128, 1, "ieee", (16, "ieee")),
+        (2, 5, "ieee", (2, "ieee")),
+        (16, 2, "tf32", (16, "tf32")),
+        (16, 1, "tf32", (2, "ieee")),  # no slower, and exact
+    ],
+)
+def test_the_rows_of_a_shared_tile(
+    rows: int, groups: int, precision: str, expected: tuple[int, str]
+) -> None:
+    module = SimpleNamespace(PARTS=16, TILE_ROWS=16, EXACT_ROWS=2)
+    assert options_of_split(module, rows, groups, 132, precision) == expected
+    module.EXACT_ROWS = 16  # there are weights in bfloat16
+    assert options_of_split(module, rows, groups, 132, precision) == (16, precision)
 
 
 @pytest.mark.slow

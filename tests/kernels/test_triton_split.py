@@ -11,6 +11,7 @@ import torch
 from ftbptt.backends.fused import _source_for
 from ftbptt.kernels.expressions import Unsupported
 from ftbptt.kernels.gpu import kernel as triton_kernel
+from ftbptt.kernels.gpu import module as triton_module
 from ftbptt.kernels.gpu import placement
 from ftbptt.kernels.gpu import split as triton_split
 from ftbptt.kernels.gpu.module import _with_weights_laid_out
@@ -186,6 +187,13 @@ def test_heads_of_several_models() -> None:
     scan = heads_of_models(2, 17, 3, units=8)
     assert parts(scan) == 4
     scan.check()
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_tiles_of_few_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than a matrix unit takes."""
+    monkeypatch.setattr(triton_module, "options_of_split", lambda *_: (rows, "ieee"))
+    check(make(problem("lstm_readout")), problem("lstm_readout"), 4)
 
 
 @pytest.mark.parametrize("table", ["REDUCTIONS", "VIEWS"])

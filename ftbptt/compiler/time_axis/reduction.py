@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from ..._trees import tree_leaves, tree_map
@@ -80,7 +79,7 @@ class BatchSum(Term):
         return LoopTotal(self.node) if self.node in nodes else self
 
     def evaluate(self, values: LoopValues) -> Tensor:
-        return _sum_of_rows(values.sequence(self.summed)).reshape(value_of(self.node).shape)
+        return values.row_sum(self.summed).reshape(value_of(self.node).shape)
 
 
 @dataclass(frozen=True)
@@ -148,16 +147,6 @@ class Apply(Term):
 
         return self.node.target(*tree_map(value, self.args), **self.node.kwargs)
 
-
-def _sum_of_rows(x: Tensor) -> Tensor:
-    """``[K, B, N] -> [N]``; a large batch by products with ones, which read it in order."""
-    if x.shape[1] < _ROWS_FOR_A_PRODUCT:
-        return x.sum((0, 1))
-    ones = x.new_ones(1, 1, x.shape[1]).expand(x.shape[0], 1, x.shape[1])
-    return torch.bmm(ones, x).sum(0)
-
-
-_ROWS_FOR_A_PRODUCT = 16
 
 _LINEAR_VIEWS = VIEWS - {aten.lift_fresh.default}
 

@@ -34,7 +34,8 @@ def print_triton(loop: RowLoop) -> str:
     - ``EXACT``: whether, without TF32, some products cannot use a matrix unit.
     - ``PARTS``: the programs that share a tile of rows. If there are several, the kernel has an
       argument ``arrivals`` after the workspace, for each tile ``COUNTER`` integers that are zero,
-      and the module has constants ``TILE_ROWS`` and ``WARPS``.
+      and the module has constants ``WARPS`` and ``TILE_ROWS``, of which without TF32
+      ``EXACT_ROWS`` may do.
 
     If the steps compose there is also ``run_composed``. Raises Unsupported.
     """

@@ -130,19 +130,36 @@ def _choose(
 ) -> tuple[Any, int, dict[str, Any]]:
     """The module's function to launch, the rows of a tile, and further options."""
     precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-    if module.PARTS > 1:
-        options = {"PRECISION": precision, "num_warps": module.WARPS}
-        # The programs wait for each other, so all must run at once.
-        return module.run, module.TILE_ROWS, options | {"launch_cooperative_grid": True}
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if module.PARTS > 1:
+        rows, precision = options_of_split(module, total // groups, groups, processors, precision)
+        options = {"PRECISION": precision, "num_warps": module.WARPS}
+        # The programs wait for each other, so all must run at once.
+        return module.run, rows, options | {"launch_cooperative_grid": True}
     exact = module.EXACT and precision == "ieee"
     rows, warps = options_for(total // groups, groups, module.ROW_BYTES, processors, exact)
     tile = steps_at_once(steps, total, processors)
     if tile is not None and hasattr(module, "run_composed"):
         return module.run_composed, tile[1], {"STEPS": tile[0], "num_warps": warps}
     return module.run, rows, {"PRECISION": precision, "num_warps": warps}
+
+
+def options_of_split(
+    module: Any, rows: int, groups: int, processors: int, precision: str
+) -> tuple[int, str]:
+    """(rows of a tile that several programs share, precision of its products)
+
+    Without a matrix unit, the fewest rows with which all programs run at once. So it is in TF32
+    too where these are so few that it takes no longer.
+    """
+    size = module.EXACT_ROWS
+    while -(-rows // size) * groups * module.PARTS > processors and size < module.TILE_ROWS:
+        size *= 2
+    if precision == "ieee" or size == module.EXACT_ROWS < module.TILE_ROWS:
+        return size, "ieee"
+    return module.TILE_ROWS, precision
 
 
 def options_for(

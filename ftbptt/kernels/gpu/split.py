@@ -26,7 +26,9 @@ _WARPS = 8
 # Integers of a counter at which the programs of a tile meet: a line of the cache for each.
 _COUNTER = 32
 # Rows of a tile: the least that a matrix unit takes. The results for more do not stay in registers.
-_PARTS, _ROWS = (2, 4, 8, 16, 32, 64), 16
+# Without a matrix unit, fewer rows are less work for a program, if there are enough processors:
+# so few take no longer than 16 with one.
+_PARTS, _ROWS, _FEWEST_ROWS = (2, 4, 8, 16, 32, 64), 16, 2
 # The fewest elements of a row for which each warp multiplies some of them with all columns.
 _LEAST_OF_A_WARP = 16
 # Results of a product for each row. Each warp holds its part of all of them, in registers.
@@ -136,7 +138,9 @@ class SplitPrinter(LoopPrinter):
         self.awaits_step_before = False
 
     def _constants(self) -> Iterator[str]:
-        yield f"PARTS, TILE_ROWS, WARPS = {self.parts}, {_ROWS}, {_WARPS}"
+        is_exact = set(self.loop.weight_dtypes.values()) == {torch.float32}
+        yield f"PARTS, WARPS = {self.parts}, {_WARPS}"
+        yield f"TILE_ROWS, EXACT_ROWS = {_ROWS}, {_FEWEST_ROWS if is_exact else _ROWS}"
         yield f"COUNTER = {_COUNTER}"
 
     def _arguments(self) -> Iterator[str]:

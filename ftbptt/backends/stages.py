@@ -1,0 +1,203 @@
+"""A step as stages: compiled functions, and between them the matrix products.
+
+In one compiled function Inductor has a product write to memory of its own and copies the result to
+where the step wants it, and likewise what a product reads: a third of all bytes that the reverse
+step of an LSTM moves on a GPU. Here products and functions write to where their results belong.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ..compiler.graphs import (
+    VIEWS,
+    Node,
+    aten,
+    contains_parts_unchanged,
+    extract,
+    inputs_of,
+    is_random,
+    join_axis,
+    value_of,
+)
+
+_PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+    aten.mm.default: torch.mm,
+    aten.bmm.default: torch.bmm,
+}
+
+
+class Part(NamedTuple):
+    """A tensor of the memory, or a range of it along an axis."""
+
+    place: int
+    axis: int = 0
+    first: int = 0
+    length: int | None = None
+
+    def of(self, memory: Sequence[Tensor]) -> Tensor:
+        tensor = memory[self.place]
+        if self.length is None:
+            return tensor
+        return tensor.narrow(self.axis, self.first, self.length)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a product reads: a view of a tensor of the memory, by these operations."""
+
+    place: int
+    views: list[Node]
+
+    def of(self, memory: Sequence[Tensor]) -> Tensor:
+        tensor = memory[self.place]
+        for view in self.views:
+            tensor = view.target(tensor, *view.args[1:], **view.kwargs)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Product:
+    function: Callable[..., Tensor]
+    operands: list[Operand]
+    target: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """``module(*inputs) -> [*results for the targets]``, and then products."""
+
+    module: fx.GraphModule
+    inputs: list[int]
+    targets: list[Part]
+    products: list[Product]
+
+    def arguments(self, memory: Sequence[Tensor]) -> list[Tensor]:
+        """Of ``function``: the inputs of the module, and its targets."""
+        inputs = [memory[place] for place in self.inputs]
+        return inputs + [part.of(memory) for part in self.targets]
+
+    def function(self, *arguments: Tensor) -> list[Tensor]:
+        """The module, whose results are written to the targets. Also returns these."""
+        count = len(self.inputs)
+        inputs, targets = arguments[:count], arguments[count:]
+        for target, result in zip(targets, self.module(*inputs), strict=True):
+            target.copy_(result)
+        return list(targets)
+
+    def run(self, memory: Sequence[Tensor], function: Callable[..., list[Tensor]]) -> None:
+        """``function``: the stage's own, or the same compiled."""
+        if self.targets:
+            function(*self.arguments(memory))
+        for product in self.products:
+            operands = [operand.of(memory) for operand in product.operands]
+            product.function(*operands, out=memory[product.target])
+
+
+class Stages:
+    """The stages of a step, in the order they run, on a memory of tensors.
+
+    It begins with the inputs of the step, then the targets of its results, then ``scratch``.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        inputs = list(graph.find_nodes(op="placeholder"))
+        outputs: list[Node] = list(graph.output_node().args[0])
+        # The stage in which a node is computed: the first one, or that after a product it needs.
+        self._stage: dict[Node, int] = {}
+        for node in graph.nodes:
+            before = (self._stage[arg] + _is_product(arg) for arg in inputs_of(node))
+            self._stage[node] = max(before, default=0)
+        self._place: dict[Node, int] = {node: i for i, node in enumerate(inputs)}
+        self.scratch: list[Node] = []
+        self._first_scratch = len(inputs) + len(outputs)
+        # What the function of a stage writes, and where.
+        self._results: dict[int, list[tuple[Node, int]]] = defaultdict(list)
+        for place, node in enumerate(outputs, len(inputs)):
+            if node in self._place:  # a copy
+                self._results[self._stage[node] + _is_product(node)].append((node, place))
+            else:
+                self._put(node, place)
+        products: dict[int, list[Product]] = defaultdict(list)
+        for node in filter(_is_product, graph.nodes):
+            self._keep(node)
+            operands = [self._operand(arg) for arg in node.args]
+            product = Product(_PRODUCTS[node.target], operands, self._place[node])
+            products[self._stage[node]].append(product)
+        last = max((*self._results, *products), default=0)
+        stages = [self._make(i, graph, products[i]) for i in range(last, -1, -1)]
+        self.stages = stages[::-1]
+
+    def _put(self, node: Node, place: int) -> None:
+        self._place[node] = place
+        if not _is_product(node):
+            self._results[self._stage[node]].append((node, place))
+
+    def _keep(self, node: Node) -> None:
+        """Gives the node's value a place in memory."""
+        if node not in self._place:
+            self._put(node, self._first_scratch + len(self.scratch))
+            self.scratch.append(node)
+
+    def _operand(self, node: Node) -> Operand:
+        views: list[Node] = []
+        while node.target in VIEWS:
+            views.insert(0, node)
+            node = node.args[0]
+        self._keep(node)
+        return Operand(self._place[node], views)
+
+    def _make(self, number: int, graph: fx.Graph, products: list[Product]) -> Stage:
+        """A stage, made after those that come later, and so need its results."""
+        written = [pair for result in self._results[number] for pair in _parts(*result)]
+        inputs = dict.fromkeys(self._inputs(number, [node for node, _ in written]))
+        module = extract(list(inputs), [node for node, _ in written], graph)
+        places = [self._place[node] for node in inputs]
+        return Stage(module, places, [part for _, part in written], products)
+
+    def _inputs(self, number: int, results: list[Node]) -> Iterator[Node]:
+        """What a stage reads. What is cheap it computes again, rather than read it."""
+        seen, stack = set[Node](), list(results)
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            is_earlier = self._stage[node] < number
+            if is_earlier and not _is_cheap(node):
+                self._keep(node)
+            if node.op == "placeholder" or (node in self._place and is_earlier):
+                yield node
+            else:
+                stack.extend(inputs_of(node))
+
+
+def _is_product(node: Node) -> bool:
+    return node.target in _PRODUCTS
+
+
+def _is_cheap(node: Node) -> bool:
+    """Whether its value is computed as fast as it is read from memory."""
+    is_elementwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return (is_elementwise and not is_random(node)) or node.target in VIEWS
+
+
+def _parts(node: Node, place: int) -> Iterator[tuple[Node, Part]]:
+    """What is written to a place: the parts of a ``cat`` each on its own, so that one kernel does.
+
+    Inductor computes a ``cat`` for every element of it, with all that its parts have in common.
+    """
+    if node.target is not aten.cat.default or not contains_parts_unchanged(node):
+        yield node, Part(place)
+        return
+    axis, first = join_axis(node), 0
+    for part in node.args[0]:
+        length = value_of(part).shape[axis]
+        yield part, Part(place, axis, first, length)
+        first += length

@@ -1,0 +1,114 @@
+"""What a compiled step is made of: functions and products, and where they write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ftbptt.backends.stages import Part, Stages
+
+SIZE = 3
+
+
+def stages_of(step: Any, *shapes: tuple[int, ...]) -> tuple[Stages, list[Tensor], list[Tensor]]:
+    """The stages of a step, its inputs, and what it computes of them."""
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    graph = make_fx(step, tracing_mode="fake")(*inputs).graph
+    return Stages(graph), inputs, step(*inputs)
+
+
+def run(stages: Stages, inputs: list[Tensor], expected: list[Tensor]) -> list[Tensor]:
+    """The targets, after the stages have run without a compiler."""
+    targets = [torch.full_like(result, torch.nan) for result in expected]
+    shapes = [node.meta["val"].shape for node in stages.scratch]
+    scratch = [torch.full(shape, torch.nan, dtype=torch.float64) for shape in shapes]
+    memory = [*inputs, *targets, *scratch]
+    for stage in stages.stages:
+        stage.run(memory, stage.function)
+    return targets
+
+
+def check(stages: Stages, inputs: list[Tensor], expected: list[Tensor]) -> None:
+    for target, result in zip(run(stages, inputs, expected), expected, strict=True):
+        torch.testing.assert_close(target, result)
+
+
+def test_a_product_writes_to_its_target_and_reads_what_a_function_wrote() -> None:
+    """The reverse step of an LSTM: the gates' gradients side by side, and a product of these."""
+
+    def step(h: Tensor, c: Tensor, w: Tensor) -> list[Tensor]:
+        gates = torch.cat([torch.tanh(h * c), h - c], 1)
+        return [gates @ w, c.sin(), gates]
+
+    stages, inputs, expected = stages_of(step, (2, SIZE), (2, SIZE), (2 * SIZE, SIZE))
+    (stage,) = stages.stages
+    assert stage.targets == [Part(4), Part(5, 1, 0, SIZE), Part(5, 1, SIZE, SIZE)]
+    assert [(p.operands[0].place, p.target) for p in stage.products] == [(5, 3)]
+    assert stages.scratch == []
+    check(stages, inputs, expected)
+
+
+def test_what_is_cheap_is_computed_again_after_a_product() -> None:
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        gate, total = torch.sigmoid(x), x.sum(1, keepdim=True)
+        return [(gate @ w) * gate + total]
+
+    stages, inputs, expected = stages_of(step, (2, SIZE), (SIZE, SIZE))
+    first, second = stages.stages
+    names = [node.name for node in stages.scratch]
+    assert names == ["mm", "sigmoid", "sum_1"]  # the gate as an operand, the sum as no map
+    assert len(first.products) == 1
+    assert second.products == []
+    assert sorted(second.inputs) == [3, 4, 5]
+    check(stages, inputs, expected)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_results_that_are_inputs_or_appear_twice(count: int) -> None:
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        product = x
+        for _ in range(count):
+            product = product @ w
+        return [x, product, product, product.t(), x * 2, x * 2]
+
+    stages, inputs, expected = stages_of(step, (SIZE, SIZE), (SIZE, SIZE))
+    assert sum(len(stage.products) for stage in stages.stages) == count
+    check(stages, inputs, expected)
+
+
+def test_products_of_views() -> None:
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        y = torch.cat([x.tanh(), x], 1)
+        return [torch.bmm(w.transpose(1, 2), y[:, :SIZE].expand(2, SIZE, SIZE)), y]
+
+    stages, inputs, expected = stages_of(step, (SIZE, SIZE), (2, SIZE, SIZE))
+    (stage,) = stages.stages
+    assert stages.scratch == []
+    (product,) = stage.products
+    assert [len(operand.views) for operand in product.operands] == [1, 2]
+    check(stages, inputs, expected)
+
+
+def test_random_numbers_are_drawn_once() -> None:
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        noise = torch.rand_like(x)
+        return [(x * noise) @ w + noise, noise]
+
+    stages, inputs, expected = stages_of(step, (SIZE, SIZE), (SIZE, SIZE))
+    result, noise = run(stages, inputs, expected)
+    x, w = inputs
+    torch.testing.assert_close(result, (x * noise) @ w + noise)
+
+
+def test_a_converting_cat_is_one_result() -> None:
+    def step(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [torch.cat([x.sin().float(), y], 1)]
+
+    stages, inputs, expected = stages_of(step, (2, SIZE), (2, SIZE))
+    (stage,) = stages.stages
+    assert stage.targets == [Part(2)]
+    check(stages, inputs, expected)
