@@ -5,11 +5,12 @@
     python -m bench.gpu --quick         small sizes, few rounds, on any device; writes runs/bench/
 
 For each case: every peer's first call; its result against the loop in float64 on the same device (a
-wrong peer is not timed); then rounds in which the peers take turns, timed by the device's events;
-then the number of kernels that one call launches. Ceilings are measured in the same run. Results
-are written after every case, so that an interrupted run loses only its last one; a case that hangs
-ends the run, with a traceback. After seven minutes no case begins any more; what is left out is
-listed, to be run with --cases.
+wrong peer is not timed); then rounds in which the peers take turns, timed by the device's events,
+first one call alone, then several in a row, as in training, where a call is prepared while the
+device works on the one before; then the number of kernels that one call launches. Ceilings are
+measured in the same run. Results are written after every case, so that an interrupted run loses
+only its last one; a case that hangs ends the run, with a traceback. After seven minutes no case
+begins any more; what is left out is listed, to be run with --cases.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ftbptt import make_train_segment
 from . import gpu_report, limits, report
 from .calls import Call, Skip, one_line
 from .cases import Case, Problem, build, loss
-from .gpu_peers import PEERS
+from .gpu_peers import PEERS, wait_for_jax
 from .oracle import SAME_TIMES, TIMES
 from .targets import row
 
@@ -69,6 +70,8 @@ OURS = ("fused", "cudagraph")
 # A peer that has taken so long has no more rounds than these; and one whose call takes so long is
 # not profiled. All is to be done in 8 minutes.
 _MOST_SECONDS, _FEWEST_ROUNDS, _LONGEST_PROFILED = 4.0, 5, 0.1
+# Calls in a row take about so many seconds; of longer calls there is only the one alone.
+_IN_A_ROW, _FEWEST_IN_A_ROW, _MOST_IN_A_ROW, _LONGEST_IN_A_ROW = 0.01, 2, 10, 0.1
 _LAST_START = 7 * 60.0  # seconds after which no case begins
 # The error of the eager loop itself above which a gradient is chaotic in TF32, and says nothing.
 _CHAOTIC = 0.05
@@ -117,25 +120,30 @@ def quick(gpu_case: GpuCase) -> GpuCase:
 
 
 class Clock:
-    """Measures the seconds of a call on the device."""
+    """Measures the seconds of a call on the device, as the mean of several in a row."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def __call__(self, call: Callable[[], object], *, waits: bool = False) -> float:
-        """``waits``: the call itself waits for its work, which may not be in torch's queue."""
-        if waits or self.device.type != "cuda":
-            self.wait()
+    def __call__(
+        self, call: Callable[[], object], calls: int = 1, *, by_jax: bool = False
+    ) -> float:
+        """``by_jax``: its work is not in torch's queue."""
+        self.wait()
+        if by_jax or self.device.type != "cuda":
             began = time.perf_counter()
-            call()
-            return time.perf_counter() - began
+            for _ in range(calls):
+                result = call()
+            if by_jax:
+                wait_for_jax(result)
+            return (time.perf_counter() - began) / calls
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
         start.record()
-        call()
+        for _ in range(calls):
+            call()
         end.record()
         end.synchronize()
-        return 1e-3 * start.elapsed_time(end)
+        return 1e-3 * start.elapsed_time(end) / calls
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -213,11 +221,11 @@ def run_case(
                 rows[name].update(status="error", why=one_line(reason))
         times = timed(calls, clock, rounds, rows, bar)
         floor = _floor(gpu_case, ceilings, problem)
-        for name in times:
-            call, seconds = calls[name], statistics.median(times[name])
+        for name, (alone, in_a_row) in times.items():
+            call, seconds = calls[name], statistics.median(in_a_row)
             rows[name].update(
-                ms=1e3 * seconds, round_ms=[1e3 * s for s in times[name]],
-                of_floor=floor / seconds, kernels=None,
+                ms=1e3 * seconds, round_ms=[1e3 * s for s in in_a_row],
+                alone_ms=1e3 * statistics.median(alone), of_floor=floor / seconds, kernels=None,
             )  # fmt: skip
             if seconds < _LONGEST_PROFILED and device.type == "cuda":
                 try:
@@ -249,19 +257,25 @@ def timed(
     rounds: int,
     rows: dict[str, dict[str, Any]],
     bar: tqdm[Any],
-) -> dict[str, list[float]]:
-    """Seconds of each peer in each round of taking turns; a peer that fails is left out.
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds of each peer in each round of taking turns: of a call alone, and in a row.
 
-    A slow one has fewer rounds.
+    A peer that fails is left out. A slow one has fewer rounds.
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     for turn in range(rounds):
         bar.set_postfix_str(f"round {turn + 1} of {rounds}")
-        for name in list(times):
-            if turn >= _FEWEST_ROUNDS and sum(times[name]) > _MOST_SECONDS:
+        for name, (alone, in_a_row) in list(times.items()):
+            if turn >= _FEWEST_ROUNDS and sum(alone) > _MOST_SECONDS:
                 continue
             try:
-                times[name].append(clock(calls[name], waits=name == "jax"))
+                seconds = clock(calls[name], by_jax=name == "jax")
+                alone.append(seconds)
+                if seconds < _LONGEST_IN_A_ROW:
+                    count = min(_MOST_IN_A_ROW, math.ceil(_IN_A_ROW / seconds))
+                    count = max(_FEWEST_IN_A_ROW, count)
+                    seconds = clock(calls[name], count, by_jax=name == "jax")
+                in_a_row.append(seconds)
             except Exception as reason:
                 rows[name].update(status="error", why=one_line(reason))
                 del times[name]

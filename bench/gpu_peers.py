@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .calls import Call, Result, Skip, by_autograd
 from .cases import Problem, loss
-from .peers import eager, engine, jax_scan, library, library_layer, torch_func
+from .peers import eager, engine, library, library_layer, torch_func
 
 Make = Callable[[Problem, Tensor], Call]
 
@@ -128,11 +128,11 @@ def compiled_scan(problem: Problem, reset: Tensor) -> Call:
         from torch._higher_order_ops.scan import scan
     except ImportError as error:
         raise Skip("this torch has no scan") from error
-    if torch.__version__ < "2.12":
-        raise Skip("the gradients of scan are wrong in torch 2.11")
     from torch.utils import _pytree as pytree
 
     model, leaves = problem.model, dict(problem.model.named_parameters())
+    # In torch 2.11 the gradient ends at each step if that of the first state is not wanted.
+    start = pytree.tree_map(lambda leaf: leaf.detach().requires_grad_(), problem.state)
 
     def segment(x: Tensor, y: Tensor, state: Any) -> Tensor:
         def step(carried: Any, x_t: Tensor) -> Any:
@@ -143,7 +143,18 @@ def compiled_scan(problem: Problem, reset: Tensor) -> Call:
 
     compiled = torch.compile(segment, fullgraph=True)
 
-    return by_autograd(lambda: compiled(problem.x, problem.y, problem.state), leaves)
+    return by_autograd(lambda: compiled(problem.x, problem.y, start), leaves)
+
+
+def jax_scan_in_queue(problem: Problem) -> Call:
+    """JAX's scan; a call does not wait for its work."""
+    from . import jax_peer
+
+    return jax_peer.make(problem, waits=False)
+
+
+def wait_for_jax(result: Any) -> None:
+    result[0].block_until_ready()  # the loss; its gradients are of the same program
 
 
 def _without_resets(make: Callable[[Problem], Call]) -> Make:
@@ -164,5 +175,5 @@ PEERS: dict[str, Make] = {
     "scan": compiled_scan,
     "vmap": vmapped_loop,
     "torch-func": _without_resets(torch_func),
-    "jax": _without_resets(jax_scan),
+    "jax": _without_resets(jax_scan_in_queue),
 }

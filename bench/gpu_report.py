@@ -35,7 +35,8 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         f"{about.get('gpu', 'no GPU: ' + about['cpu'])}; {versions}; {about['date']}, commit "
         f"{about['commit']}; medians over {results['rounds']} rounds in which the peers took "
-        "turns. One segment: forward, loss and the gradients of all parameters. *Error* is the "
+        "turns. One segment: forward, loss and the gradients of all parameters. *ms* is of calls "
+        "in a row, as in training, *alone* of one call that the GPU waits for; *error* the "
         "worst of the loss's and the gradients' from the loop in float64, marked (!) above three "
         "times the eager loop's own, and measured in fp32 where gradients are chaotic in TF32; *of "
         "floor*: the case's FLOPs or bytes at the ceilings, over its time; *kernels*: in one call.",
@@ -51,8 +52,8 @@ def markdown(results: dict[str, Any]) -> str:
         lines.append(f"\nNot measured: {', '.join(results['left_out'])}.")
     for case in results["cases"].values():
         lines += ["", f"## {case['title']}", "", f"Floor {case['floor_ms']:.3f} ms.", ""]
-        lines.append("| | ms | of floor | kernels | first call | error |")
-        lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+        lines.append("| | ms | alone | of floor | kernels | first call | error |")
+        lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
         lines += [_row(_LABELS.get(name, name), row) for name, row in case["peers"].items()]
         lines += _where_time_goes(case["peers"])
     return "\n".join(lines) + "\n"
@@ -74,10 +75,10 @@ def _short(kernel: str) -> str:
 
 def _row(label: str, row: dict[str, Any]) -> str:
     if row["status"] != "ok":
-        return f"| {label} | {why_untimed(row)} | | | | |"
+        return f"| {label} | {why_untimed(row)} | | | | | |"
     kernels = "" if row["kernels"] is None else str(row["kernels"])
     mark = " (!)" if "why" in row else " in fp32" if "in_fp32" in row else ""
     return (
-        f"| {label} | {row['ms']:.3f} | {row['of_floor']:.0%} | {kernels} | {row['first_s']:.1f} s "
-        f"| {row['error']:.0e}{mark} |"
+        f"| {label} | {row['ms']:.3f} | {row['alone_ms']:.3f} | {row['of_floor']:.0%} | {kernels} "
+        f"| {row['first_s']:.1f} s | {row['error']:.0e}{mark} |"
     )

@@ -107,8 +107,8 @@ def _cell_parameters(p: Any, depth: int) -> Any:
     return {name.removeprefix(prefix): leaf for name, leaf in p.items() if name.startswith(prefix)}
 
 
-def make(problem: Problem) -> Call:
-    """A jitted call that waits for its result."""
+def make(problem: Problem, *, waits: bool = True) -> Call:
+    """A jitted call, which waits for its result or not."""
     case = problem.case
     cell = CELLS[case.kind]
 
@@ -143,6 +143,7 @@ def make(problem: Problem) -> Call:
     )
 
     def call() -> Result:
-        return jax.block_until_ready(compiled(*arguments))
+        result = compiled(*arguments)
+        return jax.block_until_ready(result) if waits else result
 
     return call

@@ -50,13 +50,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Operand:
-    """What a product reads: a view of a tensor of the memory, by these operations."""
+    """What a product reads: a view of a part of the memory, by these operations."""
 
-    place: int
+    part: Part
     views: list[Node]
 
     def of(self, memory: Sequence[Tensor]) -> Tensor:
-        tensor = memory[self.place]
+        tensor = self.part.of(memory)
         for view in self.views:
             tensor = view.target(tensor, *view.args[1:], **view.kwargs)
         return tensor
@@ -66,7 +66,7 @@ class Operand:
 class Product:
     function: Callable[..., Tensor]
     operands: list[Operand]
-    target: int
+    target: Part
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,13 @@ class Stage:
     """``module(*inputs) -> [*results for the targets]``, and then products."""
 
     module: fx.GraphModule
-    inputs: list[int]
+    inputs: list[Part]
     targets: list[Part]
     products: list[Product]
 
     def arguments(self, memory: Sequence[Tensor]) -> list[Tensor]:
         """Of ``function``: the inputs of the module, and its targets."""
-        inputs = [memory[place] for place in self.inputs]
-        return inputs + [part.of(memory) for part in self.targets]
+        return [part.of(memory) for part in (*self.inputs, *self.targets)]
 
     def function(self, *arguments: Tensor) -> list[Tensor]:
         """The module, whose results are written to the targets. Also returns these."""
@@ -97,7 +96,7 @@ class Stage:
             function(*self.arguments(memory))
         for product in self.products:
             operands = [operand.of(memory) for operand in product.operands]
-            product.function(*operands, out=memory[product.target])
+            product.function(*operands, out=product.target.of(memory))
 
 
 class Stages:
@@ -109,41 +108,48 @@ class Stages:
     def __init__(self, graph: fx.Graph) -> None:
         inputs = list(graph.find_nodes(op="placeholder"))
         outputs: list[Node] = list(graph.output_node().args[0])
-        # The stage in which a node is computed: the first one, or that after a product it needs.
-        self._stage: dict[Node, int] = {}
-        for node in graph.nodes:
-            before = (self._stage[arg] + _is_product(arg) for arg in inputs_of(node))
-            self._stage[node] = max(before, default=0)
-        self._place: dict[Node, int] = {node: i for i, node in enumerate(inputs)}
+        self._stage = _stages(graph)
+        self._part = {node: Part(i) for i, node in enumerate(inputs)}
         self.scratch: list[Node] = []
         self._first_scratch = len(inputs) + len(outputs)
         # What the function of a stage writes, and where.
-        self._results: dict[int, list[tuple[Node, int]]] = defaultdict(list)
+        self._results: dict[int, list[tuple[Node, Part]]] = defaultdict(list)
         for place, node in enumerate(outputs, len(inputs)):
-            if node in self._place:  # a copy
-                self._results[self._stage[node] + _is_product(node)].append((node, place))
-            else:
-                self._put(node, place)
+            self._put(node, Part(place))
         products: dict[int, list[Product]] = defaultdict(list)
         for node in filter(_is_product, graph.nodes):
             self._keep(node)
             operands = [self._operand(arg) for arg in node.args]
-            product = Product(_PRODUCTS[node.target], operands, self._place[node])
+            product = Product(_PRODUCTS[node.target], operands, self._part[node])
             products[self._stage[node]].append(product)
         last = max((*self._results, *products), default=0)
         stages = [self._make(i, graph, products[i]) for i in range(last, -1, -1)]
         self.stages = stages[::-1]
 
-    def _put(self, node: Node, place: int) -> None:
-        self._place[node] = place
-        if not _is_product(node):
-            self._results[self._stage[node]].append((node, place))
+    def _put(self, node: Node, part: Part) -> None:
+        """Has the node's value written to a part of the memory.
+
+        The parts of a ``cat`` each on its own: Inductor computes one for every element of it, with
+        all that its parts have in common.
+        """
+        if node in self._part:  # a copy
+            self._results[self._stage[node] + _is_product(node)].append((node, part))
+            return
+        self._part[node] = part
+        if node.target is aten.cat.default and contains_parts_unchanged(node):
+            axis, first = join_axis(node), 0
+            for piece in node.args[0]:
+                length = value_of(piece).shape[axis]
+                self._put(piece, Part(part.place, axis, first, length))
+                first += length
+        elif not _is_product(node):
+            self._results[self._stage[node]].append((node, part))
 
     def _keep(self, node: Node) -> None:
         """Gives the node's value a place in memory."""
-        if node not in self._place:
-            self._put(node, self._first_scratch + len(self.scratch))
+        if node not in self._part:
             self.scratch.append(node)
+            self._put(node, Part(self._first_scratch + len(self.scratch) - 1))
 
     def _operand(self, node: Node) -> Operand:
         views: list[Node] = []
@@ -151,15 +157,15 @@ class Stages:
             views.insert(0, node)
             node = node.args[0]
         self._keep(node)
-        return Operand(self._place[node], views)
+        return Operand(self._part[node], views)
 
     def _make(self, number: int, graph: fx.Graph, products: list[Product]) -> Stage:
         """A stage, made after those that come later, and so need its results."""
-        written = [pair for result in self._results[number] for pair in _parts(*result)]
-        inputs = dict.fromkeys(self._inputs(number, [node for node, _ in written]))
-        module = extract(list(inputs), [node for node, _ in written], graph)
-        places = [self._place[node] for node in inputs]
-        return Stage(module, places, [part for _, part in written], products)
+        nodes = [node for node, _ in self._results[number]]
+        inputs = list(dict.fromkeys(self._inputs(number, nodes)))
+        parts = [self._part[node] for node in inputs]
+        targets = [part for _, part in self._results[number]]
+        return Stage(extract(inputs, nodes, graph), parts, targets, products)
 
     def _inputs(self, number: int, results: list[Node]) -> Iterator[Node]:
         """What a stage reads. What is cheap it computes again, rather than read it."""
@@ -172,10 +178,27 @@ class Stages:
             is_earlier = self._stage[node] < number
             if is_earlier and not _is_cheap(node):
                 self._keep(node)
-            if node.op == "placeholder" or (node in self._place and is_earlier):
+            if node.op == "placeholder" or (node in self._part and is_earlier):
                 yield node
             else:
                 stack.extend(inputs_of(node))
+
+
+def _stages(graph: fx.Graph) -> dict[Node, int]:
+    """The stage in which each node is computed.
+
+    A product in the first one possible. Anything else in the first one that needs it, so that one
+    kernel computes what is read together.
+    """
+    first: dict[Node, int] = {}
+    for node in graph.nodes:
+        first[node] = max((first[arg] + _is_product(arg) for arg in inputs_of(node)), default=0)
+    stages = dict(first)
+    for node in reversed(graph.nodes):
+        users = [user for user in node.users if user.op != "output"]
+        if users and not _is_product(node):
+            stages[node] = min(stages[user] for user in users)
+    return stages
 
 
 def _is_product(node: Node) -> bool:
@@ -186,18 +209,3 @@ def _is_cheap(node: Node) -> bool:
     """Whether its value is computed as fast as it is read from memory."""
     is_elementwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return (is_elementwise and not is_random(node)) or node.target in VIEWS
-
-
-def _parts(node: Node, place: int) -> Iterator[tuple[Node, Part]]:
-    """What is written to a place: the parts of a ``cat`` each on its own, so that one kernel does.
-
-    Inductor computes a ``cat`` for every element of it, with all that its parts have in common.
-    """
-    if node.target is not aten.cat.default or not contains_parts_unchanged(node):
-        yield node, Part(place)
-        return
-    axis, first = join_axis(node), 0
-    for part in node.args[0]:
-        length = value_of(part).shape[axis]
-        yield part, Part(place, axis, first, length)
-        first += length

@@ -47,7 +47,7 @@ def test_a_product_writes_to_its_target_and_reads_what_a_function_wrote() -> Non
     stages, inputs, expected = stages_of(step, (2, SIZE), (2, SIZE), (2 * SIZE, SIZE))
     (stage,) = stages.stages
     assert stage.targets == [Part(4), Part(5, 1, 0, SIZE), Part(5, 1, SIZE, SIZE)]
-    assert [(p.operands[0].place, p.target) for p in stage.products] == [(5, 3)]
+    assert [(p.operands[0].part, p.target) for p in stage.products] == [(Part(5), Part(3))]
     assert stages.scratch == []
     check(stages, inputs, expected)
 
@@ -59,11 +59,41 @@ def test_what_is_cheap_is_computed_again_after_a_product() -> None:
 
     stages, inputs, expected = stages_of(step, (2, SIZE), (SIZE, SIZE))
     first, second = stages.stages
-    names = [node.name for node in stages.scratch]
-    assert names == ["mm", "sigmoid", "sum_1"]  # the gate as an operand, the sum as no map
-    assert len(first.products) == 1
+    assert [node.name for node in stages.scratch] == ["mm", "sigmoid"]
+    assert (len(first.targets), len(first.products)) == (1, 1)
+    assert sorted(second.inputs) == [Part(0), Part(3), Part(4)]  # the sum is of the inputs
     assert second.products == []
-    assert sorted(second.inputs) == [3, 4, 5]
+    check(stages, inputs, expected)
+
+
+def test_what_is_no_map_is_kept_for_later_stages() -> None:
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        total = x.exp().sum(1, keepdim=True)
+        return [((x / total) @ w) / total]
+
+    stages, inputs, expected = stages_of(step, (2, SIZE), (SIZE, SIZE))
+    _, second = stages.stages
+    assert [node.name for node in stages.scratch] == ["mm", "div", "sum_1"]
+    assert sorted(second.inputs) == [Part(3), Part(5)]
+    check(stages, inputs, expected)
+
+
+def test_the_parts_of_a_cat_are_written_when_each_is_computed() -> None:
+    """The reverse step of a GRU with two products, and a part that is a product itself."""
+
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        first = x.tanh()
+        product = first @ w
+        gates = torch.cat([first, product, x, product.sigmoid(), product], 1)
+        return [gates[:, SIZE : 3 * SIZE] @ torch.cat([w, w]), gates]
+
+    stages, inputs, expected = stages_of(step, (2, SIZE), (SIZE, SIZE))
+    ranges = [Part(3, 1, SIZE * i, SIZE) for i in range(5)]
+    assert [node.name for node in stages.scratch] == ["cat_1"]  # of the weights
+    first, second = stages.stages
+    assert ranges[0] in first.targets
+    assert first.products[0].target == ranges[1]
+    assert set(second.targets) == {ranges[3], ranges[4]}
     check(stages, inputs, expected)
 
 
