@@ -23,11 +23,6 @@ def lift_captures(argument: str, module: fx.GraphModule, after: int, remedy: str
     """
     nodes = module.graph.find_nodes(op="get_attr")
     values = [getattr(module, node.target) for node in nodes]
-    if any(isinstance(value, torch.Generator) for value in values):
-        raise TypeError(
-            f"{argument}: draws from a torch.Generator, which a graph cannot hold. Draw from "
-            "torch's default generator, which torch.manual_seed sets."
-        )
     if not all(isinstance(value, Tensor) for value in values):
         raise TypeError(
             f"{argument}: uses an operation that contains graphs, such as torch.cond, which cannot "

@@ -325,6 +325,11 @@ class FunctionOverrides(TorchFunctionMode):
                 )
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise TypeError(
+                f"{self.argument}: draws from a torch.Generator, which a graph cannot hold. Draw "
+                "from torch's default generator, which torch.manual_seed sets."
+            )
         result, composed = NotImplemented, _COMPOSED.get(func)
         if composed is not None:
             with self:  # the mode is off inside this method; a layer calls dropout

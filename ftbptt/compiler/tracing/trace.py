@@ -50,7 +50,7 @@ from .decompositions import BEFORE_AUTOGRAD, past_autograd
 from .effects import without_effects
 from .errors import explain_trace_errors
 from .function_overrides import FunctionOverrides
-from .linalg_checks import failures_as_nan
+from .linalg_checks import failures_as_nan, is_check
 from .random_ops import RANDOM_OPS
 from .step_checks import (
     checked_pair,
@@ -145,7 +145,7 @@ def trace_function(
     if constants is not None:
         constants.add_tensors_read(tensors_read)
     _make_batchable(module.graph)
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code(lambda node: node.is_impure() or is_check(node))
     return GraphModule(module, module.graph)
 
 
