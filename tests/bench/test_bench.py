@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import gpu, gpu_peers, gpu_report, limits, oracle, report, run, streams
+from bench import gpu, gpu_cases, gpu_peers, gpu_report, limits, oracle, report, run, streams
 from bench.calls import Skip
 from bench.cases import Case, build
 from bench.cells import KINDS
@@ -259,10 +259,10 @@ def test_gpu_peers_of_others_may_err_more(
 def test_gpu_peers_agree() -> None:
     """Every peer of the GPU benchmark, at sizes that a CPU runs quickly."""
     seen = set()
-    for gpu_case in map(gpu.quick, gpu.cases()):
-        problem, reset = build(gpu_case.case), gpu.resets(gpu_case)
+    for gpu_case in map(gpu_cases.quick, gpu_cases.cases()):
+        problem, reset = build(gpu_case.case), gpu_cases.resets(gpu_case)
         expected = gpu_peers.PEERS["eager"](problem, reset)()
-        for name in set(gpu_case.peers) - {*gpu.OURS, "eager", "jax"} - seen:
+        for name in set(gpu_case.peers) - {*gpu_cases.OURS, "eager", "jax"} - seen:
             seen.add(name)
             assert gpu.error(gpu_peers.PEERS[name](problem, reset)(), expected) < 1e-5, name
     assert seen == {"library", "split", "scan", "vmap"}
