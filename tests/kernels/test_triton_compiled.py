@@ -37,7 +37,7 @@ RESETS = ["elman:float64:resets", "elman_by_head:float64:resets"]
 
 @pytest.mark.parametrize(
     ("names", "count"),
-    [(MOST, 6), pytest.param([], 30, marks=pytest.mark.slow)],
+    [(MOST, 6), pytest.param([], 32, marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
 def test_they_fit(names: list[str], count: int) -> None:
