@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .calls import Call, Result, Skip, by_autograd
 from .cases import Problem, loss
-from .peers import eager, engine, library, library_layer, torch_func
+from .peers import eager, engine, jax_scan, library, library_layer, torch_func
 
 Make = Callable[[Problem, Tensor], Call]
 
@@ -146,13 +146,6 @@ def compiled_scan(problem: Problem, reset: Tensor) -> Call:
     return by_autograd(lambda: compiled(problem.x, problem.y, start), leaves)
 
 
-def jax_scan_in_queue(problem: Problem) -> Call:
-    """JAX's scan; a call does not wait for its work."""
-    from . import jax_peer
-
-    return jax_peer.make(problem, waits=False)
-
-
 def wait_for_jax(result: Any) -> None:
     result[0].block_until_ready()  # the loss; its gradients are of the same program
 
@@ -175,5 +168,5 @@ PEERS: dict[str, Make] = {
     "scan": compiled_scan,
     "vmap": vmapped_loop,
     "torch-func": _without_resets(torch_func),
-    "jax": _without_resets(jax_scan_in_queue),
+    "jax": _without_resets(partial(jax_scan, waits=False)),
 }

@@ -107,7 +107,7 @@ def _cell_parameters(p: Any, depth: int) -> Any:
     return {name.removeprefix(prefix): leaf for name, leaf in p.items() if name.startswith(prefix)}
 
 
-def make(problem: Problem, *, waits: bool = True) -> Call:
+def make(problem: Problem, *, waits: bool) -> Call:
     """A jitted call, which waits for its result or not."""
     case = problem.case
     cell = CELLS[case.kind]

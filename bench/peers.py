@@ -160,11 +160,11 @@ def library(problem: Problem) -> Call:
     return one_by_one(calls) if case.apart else calls[0]
 
 
-def jax_scan(problem: Problem) -> Call:
+def jax_scan(problem: Problem, *, waits: bool = True) -> Call:
     """JAX's ``lax.scan`` under ``jit``; in its own file, since JAX may be absent."""
     from . import jax_peer
 
-    return jax_peer.make(problem)
+    return jax_peer.make(problem, waits=waits)
 
 
 PEERS = (

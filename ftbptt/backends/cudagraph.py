@@ -63,10 +63,7 @@ def _run(inputs: Sequence[Tensor], number: int, steps: int) -> list[Tensor]:
     # As they lie in memory: for a weight by columns, as a transposed one of a Linear is, cuBLAS has
     # a faster product in TF32 than for its copy by rows.
     orders = tuple(map(_memory_order, inputs[:n_inv]))
-    invariants = [
-        t.permute(order).contiguous().permute(inverse(order))
-        for t, order in zip(inputs, orders, strict=False)
-    ]
+    invariants = [_dense(t, order) for t, order in zip(inputs, orders, strict=False)]
     sequences, carries = inputs[n_inv : n_inv + n_seq], inputs[n_inv + n_seq :]
     first_emit = n_carries + sum(block.history)
     finals, emits = outputs[:n_carries], outputs[first_emit:]
@@ -112,6 +109,11 @@ def _memory_order(tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
 
 
+def _dense(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The tensor, without gaps in memory and with its axes in this order there."""
+    return tensor.permute(order).contiguous().permute(inverse(order))
+
+
 def _compiled_step(block: ScanBlock, orders: Orders) -> CompiledStep:
     """The step of a block, compiled once, for invariants with their axes in these orders."""
     steps = _compiled_steps.setdefault(block, {})
@@ -135,7 +137,7 @@ class CompiledStep:
             with mode:
                 memory = [_empty(value, value.device) for value in (*values, *self._scratch)]
                 for i, order in enumerate(orders):
-                    memory[i] = memory[i].permute(order).contiguous().permute(inverse(order))
+                    memory[i] = _dense(memory[i], order)
             self._stages = [(stage, _compiled(stage, memory, mode)) for stage in stages.stages]
 
     def scratch(self, device: torch.device) -> list[Tensor]:
