@@ -19,7 +19,7 @@ test-all: lint
 # On a machine with a GPU, whose torch, Triton and pytest are used as they are. Most of the time is
 # compilation: with pytest-xdist, ARGS="-n 8" shares it between processes.
 test-gpu:
-	$(PYTHON) -m pytest tests/gpu/test_gpu.py $(ARGS)
+	$(PYTHON) -m pytest tests/gpu/test_gpu.py tests/gpu/test_nccl.py $(ARGS)
 
 # Two thousand random cells, and scan blocks, others at each call; takes hours.
 fuzz: $(VENV)/ready

@@ -17,7 +17,7 @@ from .distributed.ranks import Ranks
 from .kernels import interpreter
 
 if not torch.cuda.is_available():
-    collect_ignore = ["gpu/test_gpu.py"]
+    collect_ignore = ["gpu/test_gpu.py", "gpu/test_nccl.py"]
 
 
 def _globals() -> dict[str, Any]:

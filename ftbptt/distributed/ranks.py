@@ -18,7 +18,7 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .._trees import Tree, tree_leaves
+from .._trees import Tree, keystr, tree_flatten_with_path, tree_leaves
 
 Result = TypeVar("Result")
 
@@ -88,8 +88,10 @@ class Ranks:
     def broadcast_params(self, params: Tree) -> None:
         """Overwrites the parameters with those of the first rank, in place.
 
-        Raises :class:`RankFailed`.
+        Raises ValueError if the ranks cannot communicate from a parameter's device, and
+        :class:`RankFailed`.
         """
+        self._check_devices(params)
         source = dist.get_global_rank(self.group, 0)
         with torch.no_grad():
             for leaf in tree_leaves(params):
@@ -98,6 +100,17 @@ class Ranks:
                     with self._collective():
                         dist.broadcast(buffer, source, group=self.group)
                     leaf.copy_(buffer)
+
+    def _check_devices(self, params: Tree) -> None:
+        backends = dist.get_backend_config(self.group)  # such as cpu:gloo,cuda:nccl
+        devices = [pair.split(":")[0] for pair in backends.split(",")]
+        for path, leaf in tree_flatten_with_path(params)[0]:
+            if isinstance(leaf, Tensor) and leaf.device.type not in devices:
+                raise ValueError(
+                    f"params{keystr(path)}: is on {leaf.device}, but the ranks of mesh communicate "
+                    f"from {' and '.join(devices)} ({backends}). Move the parameters there, or "
+                    "give init_process_group a backend for both."
+                )
 
     def all_do(self, do: Callable[[], Result]) -> Result:
         """The result of ``do()``, once it has succeeded on all ranks. A collective.

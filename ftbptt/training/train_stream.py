@@ -274,7 +274,9 @@ def _on_rank(
         params = tree_map(lambda leaf: leaf.detach().clone(), params)
     ranks.broadcast_params(params)
     sent = ranks.gather(as_bytes(segments.buffers()) if ranks.rank == 0 else None)[0]
-    segments.set_buffers(torch.load(io.BytesIO(sent), weights_only=True))
+    # Not to the device of the first rank, from which they come.
+    buffers = torch.load(io.BytesIO(sent), map_location="cpu", weights_only=True)
+    segments.set_buffers(buffers)
     return params, segments.own_state(ranks.rank, ranks.size, state)
 
 

@@ -96,18 +96,22 @@ def shared_out(params: Iterable[Tensor], kind: type, **options: Any) -> Any:
 def train(mesh: DeviceMesh | None, kind: str, **options: Any) -> dict[str, Any]:
     """A run of 50 updates: its parameters, and the losses of its updates."""
     rank = 0 if mesh is None else torch.distributed.get_rank()
+    device = "cpu" if mesh is None else mesh.device_type
     segment = segment_of(CharModel if kind == "tokens" else Tagger, kind in ("flags", "packed"))
     torch.manual_seed(rank)  # what the other ranks begin with does not count
     module: nn.Module = CharModel() if kind == "tokens" else tagger(rank)
-    params = named(module)
+    params = named(module.to(device))
     optimizer: Any = torch.optim.SGD(params.values(), lr=0.3, momentum=0.9)
     if options.pop("functional", False):
         optimizer, params = Momentum(), {name: p.detach() for name, p in params.items()}
     if options.pop("sharded", False):
         optimizer = shared_out(params.values(), torch.optim.SGD, lr=0.3)
-    hidden = torch.zeros(ROWS, 4).double()
-    state: Any = hidden if kind == "tokens" else (torch.zeros(ROWS, 5).double(),) * 2
-    options = {"k1": 4, "epochs": None, "updates": 50, "progress": False, **options}
+    units = 4 if kind == "tokens" else 5
+    hidden = torch.zeros(ROWS, units, dtype=torch.float64, device=device)
+    state: Any = hidden if kind == "tokens" else (hidden, hidden)
+    options = {
+        "k1": 4, "epochs": None, "updates": 50, "device": device, "progress": False, **options,
+    }  # fmt: skip
     run = train_stream(segment, params, state, data_of(kind), optimizer, mesh=mesh, **options)
     losses = [float(update.loss) for update in run]
     # Tensors of another process would be files that both must keep open.

@@ -16,15 +16,17 @@ import torch
 _TIME_OUT = 60.0  # seconds, for any one call
 
 
-def _work(rank: int, size: int, meeting: str, pipe: Any) -> None:
+def _work(rank: int, size: int, device: str, meeting: str, pipe: Any) -> None:
     """A rank: calls what it is sent, sends back what that returns or how it failed."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts aside has none
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size,
-        timeout=timedelta(seconds=_TIME_OUT / 2),
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{meeting}",
+        rank=rank, world_size=size, timeout=timedelta(seconds=_TIME_OUT / 2),
     )  # fmt: skip
-    mesh = torch.distributed.init_device_mesh("cpu", (size,))
+    mesh = torch.distributed.init_device_mesh(device, (size,))
     while (job := pipe.recv()) is not None:
         function, arguments = job
         try:
@@ -35,16 +37,20 @@ def _work(rank: int, size: int, meeting: str, pipe: Any) -> None:
 
 
 class Ranks:
-    """``size`` processes; ``call(function, *arguments)`` runs ``function(mesh, *arguments)``."""
+    """``size`` processes; ``call(function, *arguments)`` runs ``function(mesh, *arguments)``.
 
-    def __init__(self, size: int) -> None:
+    ``device``: "cpu", or "cuda" for a GPU for each.
+    """
+
+    def __init__(self, size: int, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         meeting = str(Path(self._folder.name) / "meeting")
         self._pipes, self._processes = [], []
         for rank in range(size):
             own, other = context.Pipe()
-            process = context.Process(target=_work, args=(rank, size, meeting, other), daemon=True)
+            arguments = rank, size, device, meeting, other
+            process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             self._pipes.append(own)
             self._processes.append(process)

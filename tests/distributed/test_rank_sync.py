@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from ftbptt import make_train_segment
+from ftbptt import distributed, make_train_segment
 from ftbptt.distributed import all_models, own_models, reduction
 from ftbptt.segment import execute
 from ftbptt.training import train_stream
@@ -297,3 +297,18 @@ def test_what_is_no_mesh() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="mesh: expected a DeviceMesh or a ProcessGroup, found int"):
         train_stream(segment, named(module), None, stream(8), optimizer, k1=4, mesh=2)  # type: ignore[arg-type]
+
+
+def _where_no_rank_communicates(mesh: DeviceMesh) -> str:
+    with pytest.raises(ValueError, match="communicate") as caught:
+        distributed.ranks.Ranks(mesh).broadcast_params({"w": [torch.ones(2, device="meta")]})
+    return str(caught.value)
+
+
+def test_parameters_on_a_device_without_a_backend(two: Ranks) -> None:
+    for said in two.call(_where_no_rank_communicates):
+        assert said == (
+            "params['w'][0]: is on meta, but the ranks of mesh communicate from cpu and cuda "
+            "(cpu:gloo,cuda:gloo). Move the parameters there, or give init_process_group a backend "
+            "for both."
+        )
