@@ -49,6 +49,8 @@ def cases() -> list[GpuCase]:
         gpu_cases.append(GpuCase(small, precision, (*LSTM, "jax"), (("eager", 30), ("library", 1))))
     gpu_cases += [
         GpuCase(lstm("medium", 64, 128, 512), "bf16", LSTM, (("library", 1.0),)),
+        GpuCase(lstm("wide", 64, 64, 1024), "bf16", (*OURS, "library")),
+        GpuCase(lstm("batch-512", 64, 512, 256), "tf32", (*OURS, "library")),
         GpuCase(lstm("rows", 32, 4096, 256), "tf32", LSTM, (("library", 1.2),), of_floor=0.6),
         GpuCase(lstm("rows-128", 32, 4096, 128), "bf16", LSTM, (("library", 1.5),)),
         GpuCase(lstm("resets", 64, 128, 256), "tf32", (*OURS, "eager", "split"), (("split", 2),),

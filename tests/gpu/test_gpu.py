@@ -131,6 +131,14 @@ def low_precision(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
+def test_split_weights_of_many_rows(low_precision: torch.dtype) -> None:
+    """Tiles of 32 rows, with a matrix unit; else there is no kernel."""
+    given = lstm(500, 200, low_precision)
+    segment = make(given, "fused")
+    for steps in (7, 7, 7, 63):
+        check_low_precision(segment, given, steps)
+
+
 @pytest.mark.parametrize(("rows", "units"), [(4001, 7), (9001, 7), (9001, 32), (3001, 64)])
 def test_many_rows(low_precision: torch.dtype, rows: int, units: int) -> None:
     """Tiles of 32 and 64 rows, whose products are those of a group of warps."""

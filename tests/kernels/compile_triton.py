@@ -52,12 +52,16 @@ CASES = {
     "lstm-256-fp32-16-rows": (256, torch.float32, "ieee", 16),
     "lstm-256-tf32": (256, torch.float32, "tf32", 32),
     "lstm-500-bf16": (500, torch.bfloat16, "ieee", 32),
-    # As wide and as many rows as a program of theirs takes.
+    # As wide and as many rows as a program of theirs takes, then tiles of 32 rows.
     "lstm-256-fp32-256-rows": (256, torch.float32, "ieee", 256),
     "lstm-256-tf32-256-rows": (256, torch.float32, "tf32", 256),
     "lstm-512-bf16-128-rows": (512, torch.bfloat16, "ieee", 128),
     "lstm-128-tf32-512-rows": (128, torch.float32, "tf32", 512),
     "lstm-256-bf16-250-rows": (256, torch.bfloat16, "ieee", 250),
+    "lstm-256-tf32-512-rows": (256, torch.float32, "tf32", 512),
+    "lstm-512-tf32-128-rows": (512, torch.float32, "tf32", 128),
+    "lstm-512-bf16-256-rows": (512, torch.bfloat16, "ieee", 256),
+    "lstm-1024-bf16-64-rows": (1024, torch.bfloat16, "ieee", 64),
     # Whose programs reduce over 1,024 columns as well.
     "norm-256-tf32": (256, torch.float32, "tf32", 64),
     "norm-256-bf16": (256, torch.bfloat16, "ieee", 64),
@@ -104,6 +108,7 @@ def loops(plan: Any) -> list[tuple[str, ScanBlock]]:
 
 def compiled(block: ScanBlock, precision: str) -> dict[str, dict[str, int]]:
     """The kernels of a block by their names, with the tiles that they would be called with."""
+    torch.backends.cuda.matmul.fp32_precision = precision  # by which tiles are chosen
     loop = make_row_loop(block, on_gpu=True)
     module = load(str(write(print_triton(loop))))
     if module.PARTS > 1:

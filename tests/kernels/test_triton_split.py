@@ -189,6 +189,50 @@ def test_heads_of_several_models() -> None:
     scan.check()
 
 
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("rows", [33, 64, 65])
+def test_tiles_of_more_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where programs with 16 rows each would not all run at once, if nothing is reduced."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        h, c = carried
+        i, f = (x[0] + torch.cat([h, c], -1) @ given[0]).chunk(2, -1)
+        c = torch.sigmoid(f) * c + torch.tanh(i)
+        return [torch.tanh(c @ given[1]), c], [i]
+
+    monkeypatch.setattr(triton_kernel, "_PROCESSORS", 5)
+    (u, v, _), *others = data_for(4, (rows,), 33)
+    scan, reducing = Scan(step, [u, v], *others), Scan(gated, *data_for(4, (rows,), 33))
+    refused = f"split, with {rows} rows, they do not fit on 5 multiprocessors"
+    with pytest.raises(Unsupported, match=refused):  # in float64
+        _source_for(scan.block)
+    monkeypatch.setattr(triton_kernel, "_has_matrix_unit", lambda loop: True)
+    for unfit in (reducing.block, *([scan.block] if rows > 64 else [])):
+        with pytest.raises(Unsupported, match=refused):
+            _source_for(unfit)
+    if rows <= 64:
+        assert "TILE_ROWS, EXACT_ROWS = 32, 32" in _source_for(scan.block)[2]
+        scan.check()
+
+
+def test_what_is_loaded_of_a_long_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some pieces at once, then these are multiplied, then the next."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        return [torch.tanh(x[0] + carried[0] @ given[0])], []
+
+    orders = []
+    for bytes_at_once in (1 << 20, 16 * 16 * 2 * 8):
+        monkeypatch.setattr(triton_split, "_MOST_LOADED_BYTES", bytes_at_once)
+        scan = Scan(step, [random(64, 64)], [random(4, 3, 64, seed=1)], [random(3, 64)])
+        _, body = _source_for(scan.block)[2].split("for step in range(steps):")
+        lines = body.splitlines()
+        read = [line for line in lines if "tl.load(history0" in line or "tl.dot(" in line]
+        orders.append("".join("." if "tl.dot(" in line else "-" for line in read))
+        scan.check()
+    assert orders == ["----....", "--..--.."]
+
+
 @pytest.mark.parametrize("rows", [2, 4])
 def test_tiles_of_few_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer than a matrix unit takes."""

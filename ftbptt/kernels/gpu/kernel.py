@@ -11,7 +11,7 @@ from .exchanges import with_fewer_exchanges
 from .loop import LoopPrinter
 from .placement import make_tiles
 from .scan import print_scan
-from .split import SplitPrinter, choose_parts, weight_bytes
+from .split import Sharing, SplitPrinter, choose_sharing, weight_bytes
 
 # Of an H100: multiprocessors, and the shared memory that a program can have. Triton needs a part of
 # it to change the layout of rows.
@@ -39,14 +39,14 @@ def print_triton(loop: RowLoop) -> str:
 
     If the steps compose there is also ``run_composed``. Raises Unsupported.
     """
-    loop, parts = _split(loop)
-    if parts > 1:
-        printer = SplitPrinter(loop, parts)
+    loop, sharing = _shared_out(loop)
+    if sharing is not None:
+        printer = SplitPrinter(loop, sharing)
         text = printer.text()
         if printer.meetings > _MOST_MEETINGS:
             raise Unsupported(
-                f"split, its {parts} programs would wait for each other {printer.meetings} times a "
-                "step"
+                f"split, its {sharing.parts} programs would wait for each other "
+                f"{printer.meetings} times a step"
             )
         return text
     text, affine = LoopPrinter(loop).text(), affine_next(loop)
@@ -55,25 +55,34 @@ def print_triton(loop: RowLoop) -> str:
 
 def describe_triton(loop: RowLoop) -> str:
     """describe_triton : RowLoop -> what its kernel is"""
-    (_, parts), kernel = _split(loop), "one generated Triton kernel for all steps"
-    return kernel if parts == 1 else f"{kernel}, its weights split over {parts} programs"
+    (_, sharing), kernel = _shared_out(loop), "one generated Triton kernel for all steps"
+    return (
+        kernel if sharing is None else f"{kernel}, its weights split over {sharing.parts} programs"
+    )
 
 
-def _split(loop: RowLoop) -> tuple[RowLoop, int]:
-    """The loop to print, and the programs that share a tile of rows; 1 if one holds all weights."""
+def _shared_out(loop: RowLoop) -> tuple[RowLoop, Sharing | None]:
+    """The loop to print, and how programs share rows; None if one holds all weights."""
     processors, shared_bytes = _sizes()
     needed = weight_bytes(loop, make_tiles(loop, 1))
     available = shared_bytes - _SHARED_BYTES_OF_ROWS
     if needed <= available:
-        return loop, 1
+        return loop, None
     loop = with_fewer_exchanges(loop)
     try:
-        return loop, choose_parts(loop, processors, shared_bytes)
+        return loop, choose_sharing(loop, processors, shared_bytes, _has_matrix_unit(loop))
     except Unsupported as reason:
         raise Unsupported(
             f"its weights need {needed >> 10} KB of a multiprocessor's shared memory, which has "
             f"{available >> 10} KB for them; {reason}"
         ) from None
+
+
+def _has_matrix_unit(loop: RowLoop) -> bool:
+    """Whether products are for tensor cores, by the dtypes of their weights and torch's setting."""
+    dtypes = set(loop.weight_dtypes.values())
+    has_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return all(d.itemsize == 2 or (d is torch.float32 and has_tf32) for d in dtypes)
 
 
 def _sizes() -> tuple[int, int]:

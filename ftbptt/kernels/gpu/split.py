@@ -11,30 +11,36 @@ The method is that of persistent RNNs (Diamos et al., "Persistent RNNs", ICML 20
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
 from ..expressions import Unsupported
-from ..rowloop import Memory, Product, RowLoop, Value, compute_dtype
+from ..rowloop import Memory, Product, Reduce, RowLoop, Value, compute_dtype
 from .expressions import type_of
 from .loop import LoopPrinter
 from .placement import Space, Tiles, columns, make_tiles
 from .printer import name_of
+from .products import RowPiece, RowTile
 
 _WARPS = 8
 # Integers of a counter at which the programs of a tile meet: a line of the cache for each.
 _COUNTER = 32
-# Rows of a tile: the least that a matrix unit takes. The results for more do not stay in registers.
+_PARTS = 2, 4, 8, 16, 32, 64
+# Rows of a tile: the least that a matrix unit takes, and the most whose results stay in registers.
+_ROWS, _MOST_ROWS = 16, 32
 # Without a matrix unit, fewer rows are less work for a program, if there are enough processors:
 # so few take no longer than 16 with one.
-_PARTS, _ROWS, _FEWEST_ROWS = (2, 4, 8, 16, 32, 64), 16, 2
+_FEWEST_ROWS = 2
 # The fewest elements of a row for which each warp multiplies some of them with all columns.
 _LEAST_OF_A_WARP = 16
 # Results of a product for each row. Each warp holds its part of all of them, in registers.
 _MOST_RESULTS = 128
 # Columns of an input that are loaded a step ahead, and wait in registers.
 _MOST_LOADED_AHEAD = 64
+# Of the rows that a product reads, what is loaded at once: half of all registers.
+_MOST_LOADED_BYTES = 128 << 10
 # Shared memory besides weights and products: rows as operands, reductions.
 _OTHER_SHARED_BYTES = 35 << 10
 
@@ -71,31 +77,49 @@ def over_warps(products, WARPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
 """
 
 
-def choose_parts(loop: RowLoop, processors: int, shared_bytes: int) -> int:
-    """choose_parts : RowLoop x a GPU's sizes -> programs of a tile
+class Sharing(NamedTuple):
+    """How programs share rows: ``parts`` of them a tile of ``rows``."""
+
+    parts: int
+    rows: int
+
+
+def choose_sharing(
+    loop: RowLoop, processors: int, shared_bytes: int, has_matrix_unit: bool
+) -> Sharing:
+    """choose_sharing : RowLoop x a GPU's sizes -> Sharing
 
     ``processors``: the multiprocessors, each of which runs one program, with ``shared_bytes`` of
-    shared memory. Of the numbers for which all programs run at once, the one with the least work
-    for a program. Raises Unsupported if there is none.
+    shared memory. ``has_matrix_unit``: for the dtypes of the weights. Of those with which all
+    programs run at once, the one with the fewest rows, and with the least work for a program.
+    Raises Unsupported if there is none.
     """
-    products, rows = loop.products, loop.rows
-    groups = math.prod((*rows.dims[: loop.grouped], *rows.last(loop.trailing)))
-    rows_of_group = rows.total // max(groups, 1)
-    candidates: list[tuple[int, int]] = []
-    for parts in _PARTS:
-        tiles = make_tiles(loop, parts)
-        widths = [[tiles.flat(n).width for _, n in tiles.pieces[op.value]] for op in products]
-        widest = max(width for of_product in widths for width in of_product)
-        # Triton adds the parts of a product that the warps computed in shared memory.
-        used = weight_bytes(loop, tiles) + 4 * _WARPS * _ROWS * widest + _OTHER_SHARED_BYTES
-        is_held = used <= shared_bytes and max(map(sum, widths)) <= _MOST_RESULTS
-        if is_held and groups * -(-rows_of_group // _ROWS) * parts <= processors:
-            candidates.append((sum(weight_elements(tiles, op) for op in products), parts))
-    if not candidates:
-        raise Unsupported(
-            f"split, with {rows.total} rows, they do not fit on {processors} multiprocessors"
-        )
-    return min(candidates)[1]
+    # Where a row is reduced, its columns are in registers as well.
+    reduces = any(isinstance(op, Reduce) for op in loop.operations)
+    groups = math.prod((*loop.rows.dims[: loop.grouped], *loop.rows.last(loop.trailing)))
+    rows_of_group = loop.rows.total // max(groups, 1)
+    for rows in (_ROWS, _MOST_ROWS) if has_matrix_unit and not reduces else (_ROWS,):
+        candidates: list[tuple[int, int]] = []
+        tiles_of_rows = groups * -(-rows_of_group // rows)
+        for parts in _PARTS:
+            tiles = make_tiles(loop, parts)
+            if parts * tiles_of_rows <= processors and _is_held(loop, tiles, rows, shared_bytes):
+                work = sum(weight_elements(tiles, op) for op in loop.products)
+                candidates.append((work, parts))
+        if candidates:
+            return Sharing(min(candidates)[1], rows)
+    raise Unsupported(
+        f"split, with {loop.rows.total} rows, they do not fit on {processors} multiprocessors"
+    )
+
+
+def _is_held(loop: RowLoop, tiles: Tiles, rows: int, shared_bytes: int) -> bool:
+    """Whether a multiprocessor holds a program's weights, and the results of its products."""
+    widths = [[tiles.flat(n).width for _, n in tiles.pieces[op.value]] for op in loop.products]
+    widest = max(width for of_product in widths for width in of_product)
+    # Triton adds the parts of a product that the warps computed in shared memory.
+    used = weight_bytes(loop, tiles) + 4 * _WARPS * rows * widest + _OTHER_SHARED_BYTES
+    return used <= shared_bytes and max(map(sum, widths)) <= _MOST_RESULTS
 
 
 def weight_elements(tiles: Tiles, op: Product) -> int:
@@ -128,9 +152,10 @@ class SplitPrinter(LoopPrinter):
     scratch_slots = 2
     load_option = ', cache_modifier=".cg"'  # not from the cache of this multiprocessor
 
-    def __init__(self, loop: RowLoop, parts: int) -> None:
-        super().__init__(loop, parts)
-        self.parts, self.reshaped = parts, set[str]()
+    def __init__(self, loop: RowLoop, sharing: Sharing) -> None:
+        super().__init__(loop, sharing.parts)
+        self.parts, self.tile_rows = sharing
+        self.reshaped = set[str]()
         self.meetings = 0  # of the programs of a tile, in a step
         # The lines of a step after which all that the next meeting is for is stored: in this step,
         # and for the next one; and whether steps begin by waiting for the step before.
@@ -140,7 +165,8 @@ class SplitPrinter(LoopPrinter):
     def _constants(self) -> Iterator[str]:
         is_exact = set(self.loop.weight_dtypes.values()) == {torch.float32}
         yield f"PARTS, WARPS = {self.parts}, {_WARPS}"
-        yield f"TILE_ROWS, EXACT_ROWS = {_ROWS}, {_FEWEST_ROWS if is_exact else _ROWS}"
+        rows = self.tile_rows
+        yield f"TILE_ROWS, EXACT_ROWS = {rows}, {_FEWEST_ROWS if is_exact else rows}"
         yield f"COUNTER = {_COUNTER}"
 
     def _arguments(self) -> Iterator[str]:
@@ -204,31 +230,38 @@ class SplitPrinter(LoopPrinter):
             return self._slot(f"scratch{memory.index}", "(t % 2)", memory)
         return super()._step_pointer(memory)
 
+    def _batches(self, op: Product, row: list[RowPiece]) -> list[list[RowPiece]]:
+        piece = row[0][1].width * self.tile_rows * self.loop.weight_dtypes[op.weight].itemsize
+        at_once = max(1, _MOST_LOADED_BYTES // piece)
+        return [row[i : i + at_once] for i in range(0, len(row), at_once)]
+
     def _product_columns(
-        self, op: Product, row: list[tuple[str, int, int]], offset: int, length: int
+        self, op: Product, row: Iterable[RowTile], offset: int, length: int
     ) -> None:
         """Each warp multiplies a part of the row with all columns, if that is not short."""
         dtype = self.loop.weight_dtypes[op.weight]
-        is_matrix = length != 1 and dtype is not torch.float64
-        by_warp = [is_matrix and columns(k) >= _WARPS * _LEAST_OF_A_WARP for _, _, k in row]
-        rest = [piece for piece, flag in zip(row, by_warp, strict=True) if not flag]
-        super()._product_columns(op, rest, offset, length)
         name, kind = name_of(op.value, offset, length), type_of(compute_dtype(op.value.dtype))
         width = self.tiles.flat(length).width
-        pieces = [piece for piece, flag in zip(row, by_warp, strict=True) if flag]
-        for i, (a, k_first, k) in enumerate(pieces):
+        is_matrix = length != 1 and dtype is not torch.float64
+        accumulator, is_summed = "", False
+        for tile in row:
+            a, k_first, k = tile
+            if not is_matrix or columns(k) < _WARPS * _LEAST_OF_A_WARP:
+                self._add_product(op, tile, offset, length, is_first=not is_summed)
+                is_summed = True
+                continue
             of_warp = columns(k) // _WARPS
             rows = f"tl.permute(tl.reshape({a}, (ROWS, {_WARPS}, {of_warp})), (1, 0, 2))"
             weight = self._weight(op, k_first, k, offset, length)
             weight = self._weight_by_warp(weight, of_warp, width)
-            accumulator = f", acc={name}_by_warp" if i else ""
             self.body.append(
                 f"{name}_by_warp = tl.dot({self._factor(op, rows)}, {weight}{accumulator}, "
                 f"input_precision=PRECISION, out_dtype={kind})"
             )
-        if pieces:
+            accumulator = f", acc={name}_by_warp"
+        if accumulator:
             summed = f"over_warps({name}_by_warp, {_WARPS}, ROWS, {width})"
-            self.body.append(f"{name} = {f'{name} + ' if rest else ''}{summed}")
+            self.body.append(f"{name} = {f'{name} + ' if is_summed else ''}{summed}")
 
     def _weight_by_warp(self, weight: str, of_warp: int, width: int) -> str:
         by_warp = f"{weight}_by_warp"
