@@ -55,14 +55,16 @@ class Results(NamedTuple, Generic[T]):
 
 
 class Settings(NamedTuple):
-    """What a trace depends on besides the arguments of a call.
+    """What a trace, and what is made of it, depends on besides the arguments of a call.
 
     ``modes``: which modules are in train mode. ``autocast``: the caller's for the data, if any.
+    ``fp32_precision``: of products on a GPU, by which tiles are chosen; elsewhere None.
     """
 
     modes: tuple[bool, ...]
     default_dtype: torch.dtype
     autocast: Autocast | None
+    fp32_precision: str | None
 
 
 @dataclass(frozen=True)
@@ -152,4 +154,5 @@ def settings_of(recipe: Recipe, device_type: str) -> Settings:
     autocast = None
     if torch.is_autocast_enabled(device_type):
         autocast = device_type, torch.get_autocast_dtype(device_type)
-    return Settings(recipe.modes(), torch.get_default_dtype(), autocast)
+    precision = torch.backends.cuda.matmul.fp32_precision if device_type == "cuda" else None
+    return Settings(recipe.modes(), torch.get_default_dtype(), autocast, precision)

@@ -23,6 +23,7 @@ from ftbptt import make_train_segment, reference_segment
 from ftbptt.backends import CUDAGRAPH, EAGER, FUSED, fallback
 from ftbptt.contract.output import EarlyGradients
 from ftbptt.segment import capture, execute
+from ftbptt.segment.call import settings_of
 from ftbptt.training import train_stream
 
 from ..cells import REPRESENTATIVE, problem, slow_but
@@ -253,6 +254,16 @@ def test_precision_is_part_of_a_graph(setting: str, captures: Captures) -> None:
         for _ in range(2):
             segment(*given.data(7))
     assert captures.made == 2
+
+
+def test_precision_is_part_of_a_plan_on_a_gpu() -> None:
+    """By which the tiles of kernels are chosen."""
+    recipe = make(problem("lstm_readout", torch.float32)).recipe
+    before = {device: settings_of(recipe, device) for device in ("cpu", "cuda")}
+    with as_set(*SETTINGS["float32"]):
+        assert settings_of(recipe, "cpu") == before["cpu"]
+        assert settings_of(recipe, "cuda") != before["cuda"]
+    assert settings_of(recipe, "cuda") == before["cuda"]
 
 
 def test_what_a_step_closes_over_is_read_where_it_is(captures: Captures) -> None:
