@@ -6,7 +6,7 @@ import atexit
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -76,6 +76,7 @@ class Ranks:
         _groups.add(mesh)
         self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
         self.alive = True  # False once a collective has failed
+        self._aside: torch.cuda.Stream | None = None
 
     @property
     def group(self) -> ProcessGroup:
@@ -138,6 +139,19 @@ class Ranks:
         with self._collective():
             dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def sum_numbers(self, numbers: list[float], device: torch.device) -> list[float]:
+        """The sums over the ranks of what each knows. A collective. Raises :class:`RankFailed`.
+
+        On a GPU it waits for the collectives before it, but not for the work that is queued.
+        """
+        if device.type == "cuda" and self._aside is None:
+            self._aside = torch.cuda.Stream(device)
+        with nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
+            sums = torch.tensor(numbers, dtype=torch.float64, device=device)
+            self.wait(self.start_sum(sums))
+            result: list[float] = sums.tolist()
+        return result
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
         """Starts to sum a tensor over the ranks, in place. Raises :class:`RankFailed`."""

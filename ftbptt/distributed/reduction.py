@@ -80,29 +80,28 @@ class Reduction:
             self._send(flat)
         self._flats.append(flat)
 
-    def finish(
-        self, grads: list[Tensor] | None, weight: float, numbers: list[float]
-    ) -> list[float]:
-        """Sends the remaining buckets, and waits for all; returns the sums of the numbers.
-
-        ``grads`` are the gradients of all leaves. Sums of whole numbers are exact below 2**24.
-        Raises :class:`RankFailed`.
-        """
+    def complete(self, grads: list[Tensor] | None, weight: float) -> None:
+        """Adds the buckets that are not there yet; ``grads`` are the gradients of all leaves."""
         for indices in self.buckets[len(self._flats) :]:
             self.add_bucket(None if grads is None else [grads[i] for i in indices], weight)
-        last, values = self._flats[-1], torch.tensor(numbers, dtype=torch.float64)
+
+    def finish(self, numbers: Tensor) -> Tensor:
+        """Sends the last bucket, and waits for all; returns the sums of the numbers, of float64.
+
+        Those of whole numbers are exact below 2**24. Raises :class:`RankFailed`.
+        """
+        last = self._flats[-1]
         if last.dtype in (torch.float32, torch.float64):
             sums = last[-len(numbers) :]
-            sums.copy_(values)
+            sums.copy_(numbers)
         else:  # half precision would round the numbers: they go in a message of their own
-            sums = values.to(last.device)
+            sums = numbers.to(last.device)
             self._flats[-1] = last = last[: -len(numbers)]
             self._send(sums)
         self._send(last)
         for work in self._works:
             self.ranks.wait(work)
-        result: list[float] = sums.tolist()
-        return result
+        return sums
 
     def mean(self, total: float) -> list[Tensor]:
         """The mean gradients of all leaves: their sums, divided by the ``total`` weight."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,16 @@ from ftbptt.training import train_stream
 from ..cells.problems import named
 from ..oracle import assert_close
 from ..training.streams import mean_cross_entropy, stream, tagger
-from .rank_runs import CharModel, doubles, new_run, segment_of, shared_out, train, train_on
+from .rank_runs import (
+    CharModel,
+    doubles,
+    new_run,
+    numbers_ahead,
+    segment_of,
+    shared_out,
+    train,
+    train_on,
+)
 from .ranks import Ranks
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -48,7 +59,19 @@ def test_four_ranks_are_one_process(kind: str, options: dict[str, Any], four: Ra
     check_as_one(four, kind, options)
 
 
-def check_as_one(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kind", "options"), [CASES[1], CASES[4], CASES[6], CASES[9]])
+def test_numbers_go_ahead_of_gradients(kind: str, options: dict[str, Any], two: Ranks) -> None:
+    check_as_one(two, kind, options, _train_as_on_devices)
+
+
+def _train_as_on_devices(mesh: DeviceMesh, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    with numbers_ahead(mesh):
+        return train(mesh, kind, **options)
+
+
+def check_as_one(
+    ranks: Ranks, kind: str, options: dict[str, Any], train_on: Callable[..., Any] = train_on
+) -> None:
     expected = train(None, kind, **options)
     assert len(expected["losses"]) == 50
     for found in ranks.call(train_on, kind, options):
@@ -151,7 +174,8 @@ def _sum_of_halves(mesh: DeviceMesh, dtype: torch.dtype | None) -> list[list[flo
 
     leaves = [torch.full((2,), 30.0).half(), torch.full((2,), 30.0).bfloat16()]
     joined = reduction.Reduction(Group(mesh), leaves, dtype, 1)
-    assert joined.finish(leaves, 50_000, [1.5]) == [3.0]
+    joined.complete(leaves, 50_000)
+    assert joined.finish(torch.tensor([1.5])).tolist() == [3.0]
     means = joined.mean(100_000)
     assert [mean.dtype for mean in means] == [leaf.dtype for leaf in leaves]
     return [mean.tolist() for mean in means]
@@ -186,21 +210,23 @@ def test_losses_of_a_model_in_half_precision_are_not_rounded(two: Ranks) -> None
         assert abs(loss - expected) < 1e-6
 
 
-def _early(mesh: DeviceMesh) -> Any:
+def _early(mesh: DeviceMesh, ahead: bool) -> Any:
     """Every gradient is handed over, in buckets of a leaf or two."""
     segment_of.cache_clear()
     with (
         mock.patch.object(execute, "_UNCUT_BYTES", 0),
         mock.patch.multiple(reduction, _LEAST_BYTES=1, _BUCKET_BYTES=300),
+        numbers_ahead(mesh) if ahead else nullcontext(),
     ):
         found = train(mesh, "flags", clip_norm=0.1), train(mesh, "tensors")
     segment_of.cache_clear()
     return found
 
 
-def test_gradients_that_are_sent_as_they_come(two: Ranks) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["with them numbers", "numbers before"])
+def test_gradients_that_are_sent_as_they_come(ahead: bool, two: Ranks) -> None:
     expected = train(None, "flags", clip_norm=0.1), train(None, "tensors")
-    for found in two.call(_early):
+    for found in two.call(_early, ahead):
         for own, other in zip(found, expected, strict=True):
             assert_close(doubles(own), doubles(other))
 

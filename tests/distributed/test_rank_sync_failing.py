@@ -6,6 +6,7 @@ import re
 import signal
 import time
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ftbptt.training.checkpoints.shared import SharedCheckpoints
 from ftbptt.training.updates.rank_sync import RankSync
 
 from ..training.streams import Tagger, stream
-from .rank_runs import ROWS, STEPS, data_of, new_run, segment_of, train
+from .rank_runs import ROWS, STEPS, data_of, new_run, numbers_ahead, segment_of, train
 from .ranks import Ranks
 
 
@@ -203,6 +204,7 @@ PLACES: dict[str, tuple[type, str, int]] = {
     "while a save is waited for": (SharedCheckpoints, "wait", 3),
     "in an update": (Reduction, "finish", 3),
     "in a part of its gradients": (Reduction, "_send", 4),
+    "while numbers go ahead of them": (ranks.Ranks, "sum_numbers", 3),
 }
 
 
@@ -222,6 +224,7 @@ def _interrupted(mesh: DeviceMesh, where: str, folder: str) -> tuple[str, Any]:
     with (
         mock.patch.object(execute, "_UNCUT_BYTES", 0),  # gradients in parts
         mock.patch.multiple(reduction, _LEAST_BYTES=1, _BUCKET_BYTES=300),
+        numbers_ahead(mesh) if name == "sum_numbers" else nullcontext(),
     ):
         run = new_run(mesh, checkpoint=folder, checkpoint_every=2)
         said = "no error"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed import DeviceMesh
 
+from ftbptt import distributed
 from ftbptt.training import Events
 
 from ..distributed.rank_runs import ROWS, doubles, new_run, train, train_on
@@ -64,6 +65,24 @@ def test_a_run_goes_on_from_its_checkpoint(ranks: Ranks, tmp_path: Path) -> None
         assert found["params"] == undisturbed[0]["params"]
         assert found["losses"] == undisturbed[0]["losses"][-len(found["losses"]) :]
         assert 0 < len(found["losses"]) < 50
+
+
+def _ahead_of_queued_work(mesh: DeviceMesh) -> tuple[list[float], bool]:
+    """What ranks tell each other, and whether the GPU has done by then what was queued before."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    ranks, done = distributed.ranks.Ranks(mesh), torch.cuda.Event()
+    ranks.sum_numbers([0.0], device)
+    matrix = torch.randn(8192, 8192, device=device)
+    for _ in range(50):
+        matrix = (matrix @ matrix).clamp(-1, 1)
+    done.record()
+    sums = ranks.sum_numbers([1.0, 0.5], device)
+    return sums, done.query()
+
+
+def test_numbers_do_not_wait_for_the_gpu(ranks: Ranks) -> None:
+    found = ranks.call(_ahead_of_queued_work)
+    assert found == [([1.0 * len(found), 0.5 * len(found)], False)] * len(found)
 
 
 def _on_cpu(mesh: DeviceMesh) -> str:

@@ -26,11 +26,10 @@ _BASE = 4096  # the steps of all ranks are summed as two digits, each exact in f
 
 
 class _Numbers(NamedTuple):
-    """What the ranks sum up besides gradients; a status for each rank follows it."""
+    """What the ranks sum up besides gradients and losses; a status for each rank follows it."""
 
     weight_high: float  # the valid steps, weight_high * _BASE + weight_low
     weight_low: float
-    weighted_loss: float
     tokens: float
     has_stats: float  # the rank has a window that counts
     more: float  # the rank has a window
@@ -47,20 +46,13 @@ class _Numbers(NamedTuple):
         seconds: float = 0.0,
     ) -> _Numbers:
         """Those of one rank; ``stats`` is None if it has no window that counts."""
-        weight, loss, tokens = 0.0, 0.0, 0
+        weight, tokens = 0.0, 0
         if stats is not None:
-            if stats.loss.dim():
-                raise ValueError(
-                    "mesh: ranks share the mean of one loss, but the segment returns one of shape "
-                    f"{list(stats.loss.shape)}. An ensemble needs no mesh: each rank trains its"
-                    " own, ftbptt.distributed.own_models."
-                )
-            weight, loss, tokens = float(stats.weight), float(stats.loss), stats.tokens
+            weight, tokens = float(stats.weight), stats.tokens
         high, low = divmod(weight, _BASE)
         return _Numbers(
             weight_high=high,
             weight_low=low,
-            weighted_loss=weight * loss if weight else 0.0,  # the loss may be NaN
             tokens=tokens,
             has_stats=stats is not None,
             more=more,
@@ -77,12 +69,31 @@ class _Numbers(NamedTuple):
         """What makes a mean of a sum over the valid steps."""
         return max(self.weight, 1.0)
 
-    def stats(self, dtype: torch.dtype, steps: int) -> WindowStats | None:
-        """The statistics, of ``steps`` steps of time; None if no rank has a window that counts."""
+    def stats(self, loss_sum: Tensor, dtype: torch.dtype, steps: int) -> WindowStats | None:
+        """The statistics, of ``steps`` steps of time; None if no rank has a window that counts.
+
+        ``loss_sum`` is that of the ranks' losses times their weights.
+        """
         if not self.has_stats:
             return None
-        loss = torch.tensor(self.weighted_loss / self.divisor, dtype=dtype)
+        loss = (loss_sum.double() / self.divisor).to(dtype)
         return WindowStats(loss, int(self.weight), steps, int(self.tokens))
+
+
+def _weighted_loss(stats: WindowStats | None) -> Tensor:
+    """The loss times its weight, in float64; 0 without a weight, when the loss may be NaN."""
+    if stats is None:
+        return torch.zeros((), dtype=torch.float64)
+    if stats.loss.dim():
+        raise ValueError(
+            "mesh: ranks share the mean of one loss, but the segment returns one of shape "
+            f"{list(stats.loss.shape)}. An ensemble needs no mesh: each rank trains its own, "
+            "ftbptt.distributed.own_models."
+        )
+    weighted = stats.loss.detach().double() * stats.weight
+    if isinstance(stats.weight, Tensor):
+        return weighted.masked_fill(stats.weight == 0, 0.0)
+    return weighted if stats.weight else torch.zeros_like(weighted)
 
 
 class JointUpdate(NamedTuple):
@@ -113,12 +124,18 @@ class JointUpdate(NamedTuple):
 
 
 class RankSync:
-    """Makes a learner's updates those of all ranks."""
+    """Makes a learner's updates those of all ranks.
+
+    On CPUs the numbers go with the gradients. On GPUs they go ahead, so that the processes know
+    them, and prepare the next window, while the GPUs still work.
+    """
 
     def __init__(self, ranks: Ranks, learner: Learner, dtype: torch.dtype | None) -> None:
         self.ranks, self.learner, self.dtype = ranks, learner, dtype
         self.bytes_reduced = 0  # bytes that this rank has sent in reductions of gradients
         self.has_left = False  # this rank has left the run, and the others know
+        self.device = learner.trained[0].device
+        self.numbers_ahead = any(ranks.gather(works_aside(self.device)))
         self._begun: Reduction | None = None  # of the update in progress
 
     def early(
@@ -143,8 +160,8 @@ class RankSync:
         return EarlyGradients(parts, ready)
 
     def _new_reduction(self) -> Reduction:
-        numbers = len(_Numbers._fields) + self.ranks.size
-        return Reduction(self.ranks, self.learner.trained, self.dtype, numbers)
+        others = 0 if self.numbers_ahead else len(_Numbers._fields) + self.ranks.size
+        return Reduction(self.ranks, self.learner.trained, self.dtype, 1 + others)
 
     def update(
         self,
@@ -169,8 +186,10 @@ class RankSync:
         numbers = _Numbers.of(
             stats, is_first=self.ranks.rank == 0, more=more, due=due, seconds=seconds
         )
-        steps = 0 if stats is None else stats.steps
-        joint = self._join(grads, numbers, steps, _STOPPING if stops else _SAVING if saves else 0)
+        joint = self._join(
+            grads, numbers, _weighted_loss(stats), 0 if stats is None else stats.steps,
+            _STOPPING if stops else _SAVING if saves else 0,
+        )  # fmt: skip
         if joint.failed:
             self.has_left = True
             first = joint.failed[0]
@@ -216,11 +235,16 @@ class RankSync:
         if self.has_left or not self.ranks.alive:
             return
         self.has_left = True
-        self._join(None, _Numbers.of(), 0, _FAILED)
+        self._join(None, _Numbers.of(), _weighted_loss(None), 0, _FAILED)
         self.ranks.gather(reason)
 
     def _join(
-        self, grads: list[Tensor] | None, numbers: _Numbers, steps: int, status: int
+        self,
+        grads: list[Tensor] | None,
+        numbers: _Numbers,
+        weighted_loss: Tensor,
+        steps: int,
+        status: int,
     ) -> JointUpdate:
         """Sums gradients and numbers over the ranks, and gathers their statuses. A collective.
 
@@ -229,13 +253,22 @@ class RankSync:
         reduction = self._begun = self._begun or self._new_reduction()
         statuses = [0] * self.ranks.size
         statuses[self.ranks.rank] = status
-        sums = reduction.finish(grads, numbers.weight, [*numbers, *statuses])
+        own: list[float] = [*numbers, *statuses]
+        reduction.complete(grads, numbers.weight)
+        if self.numbers_ahead:
+            sums = self.ranks.sum_numbers(own, self.device)
+            (loss_sum,) = reduction.finish(weighted_loss[None])
+        else:
+            own.append(float(weighted_loss))
+            all_sums = reduction.finish(torch.tensor(own, dtype=torch.float64))
+            *sums, last = all_sums.tolist()
+            loss_sum = torch.tensor(last, dtype=torch.float64)
         self._begun = None  # only now: after an error, leave() has to complete the reduction
         self.bytes_reduced += reduction.nbytes
         total, all_statuses = _Numbers(*sums[: len(numbers)]), sums[len(numbers) :]
         dtype = torch.promote_types(self.learner.trained[0].dtype.to_real(), torch.float32)
         return JointUpdate(
-            total.stats(dtype, steps),
+            total.stats(loss_sum, dtype, steps),
             more=bool(total.more),
             grads=reduction.mean(total.divisor),
             due=bool(total.due),
@@ -244,3 +277,8 @@ class RankSync:
             failed=[rank for rank, status in enumerate(all_statuses) if status == _FAILED],
             saving=[rank for rank, status in enumerate(all_statuses) if status == _SAVING],
         )
+
+
+def works_aside(device: torch.device) -> bool:
+    """Whether the device works while its process goes on."""
+    return device.type == "cuda"
