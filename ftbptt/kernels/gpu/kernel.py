@@ -55,10 +55,10 @@ def print_triton(loop: RowLoop) -> str:
 
 def describe_triton(loop: RowLoop) -> str:
     """describe_triton : RowLoop -> what its kernel is"""
-    (_, sharing), kernel = _shared_out(loop), "one generated Triton kernel for all steps"
-    return (
-        kernel if sharing is None else f"{kernel}, its weights split over {sharing.parts} programs"
-    )
+    kernel, (_, sharing) = "one generated Triton kernel for all steps", _shared_out(loop)
+    if sharing is None:
+        return kernel
+    return f"{kernel}, its weights split over {sharing.parts} programs"
 
 
 def _shared_out(loop: RowLoop) -> tuple[RowLoop, Sharing | None]:
