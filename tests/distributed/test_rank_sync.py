@@ -223,7 +223,7 @@ def _early(mesh: DeviceMesh, ahead: bool) -> Any:
     return found
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["with them numbers", "numbers before"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["numbers with the last", "numbers before it"])
 def test_gradients_that_are_sent_as_they_come(ahead: bool, two: Ranks) -> None:
     expected = train(None, "flags", clip_norm=0.1), train(None, "tensors")
     for found in two.call(_early, ahead):

@@ -135,6 +135,9 @@ def test_split_weights_of_many_rows(low_precision: torch.dtype) -> None:
     """Tiles of 32 rows, with a matrix unit; else there is no kernel."""
     given = lstm(500, 200, low_precision)
     segment = make(given, "fused")
+    if torch.cuda.get_device_properties().multi_processor_count == 132:
+        has_kernel = low_precision != torch.float32 or torch.backends.cuda.matmul.allow_tf32
+        assert ("its weights split over" in str(segment.explain(*given.data(7)))) == has_kernel
     for steps in (7, 7, 7, 63):
         check_low_precision(segment, given, steps)
 

@@ -52,18 +52,18 @@ class ProductPrinter(TilePrinter):
         pieces = self.tiles.row_pieces(op)
         if pieces is not None:
             for value, first in pieces:
-                yield self._without_padding(self._all_columns(value), first, value.size)
+                yield self._with_zero_padding(self._all_columns(value), first, value.size)
             return
         for batch in self._batches(op, self.tiles.rows_of(op)):
             tiles = [self._tile(self._read(read, space), space) for read, space, _ in batch]
             for tile, (_, space, first) in zip(tiles, batch, strict=True):
-                yield self._without_padding(tile, first, space.inner_size)
+                yield self._with_zero_padding(tile, first, space.inner_size)
 
     def _batches(self, op: Product, row: list[RowPiece]) -> list[list[RowPiece]]:
         """The pieces of a row that are loaded at once, before any of them is multiplied."""
         return [row]
 
-    def _without_padding(self, tile: str, first: int, k: int) -> RowTile:
+    def _with_zero_padding(self, tile: str, first: int, k: int) -> RowTile:
         padded = columns(k) != k
         return f"tl.where({self._space(flat(k))}_in, {tile}, 0)" if padded else tile, first, k
 

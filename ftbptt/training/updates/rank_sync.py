@@ -126,8 +126,8 @@ class JointUpdate(NamedTuple):
 class RankSync:
     """Makes a learner's updates those of all ranks.
 
-    On CPUs the numbers go with the gradients. On GPUs they go ahead, so that the processes know
-    them, and prepare the next window, while the GPUs still work.
+    On CPUs the numbers go with the last bucket of gradients. On GPUs they go before it, so that the
+    processes know them, and prepare the next window, while the GPUs still work.
     """
 
     def __init__(self, ranks: Ranks, learner: Learner, dtype: torch.dtype | None) -> None:
@@ -261,8 +261,7 @@ class RankSync:
         else:
             own.append(float(weighted_loss))
             all_sums = reduction.finish(torch.tensor(own, dtype=torch.float64))
-            *sums, last = all_sums.tolist()
-            loss_sum = torch.tensor(last, dtype=torch.float64)
+            sums, loss_sum = all_sums[:-1].tolist(), all_sums[-1]
         self._begun = None  # only now: after an error, leave() has to complete the reduction
         self.bytes_reduced += reduction.nbytes
         total, all_statuses = _Numbers(*sums[: len(numbers)]), sums[len(numbers) :]
