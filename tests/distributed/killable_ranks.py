@@ -66,5 +66,13 @@ def main(folder: Path, kills: int) -> None:
     assert group() is None, "something holds the process group after its end"
 
 
+def run_as_rank(folder: Path, kills: int, environment: dict[str, str], errors: Path) -> None:
+    """In a process of its own, with what torchrun would set."""
+    os.environ.update(environment)
+    with errors.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    main(folder, kills)
+
+
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -13,6 +13,7 @@ from torch.distributed import DeviceMesh
 from torch.utils.data import DataLoader
 
 from ftbptt import TrainSegment, make_train_segment
+from ftbptt.segment import execute
 from ftbptt.training import Chunk, ContiguousStreams, PackedSequences, Stream, train_stream
 from ftbptt.training.updates import rank_sync
 
@@ -78,8 +79,13 @@ def data_of(kind: str) -> Any:
     return ContiguousStreams(tokens, rows=ROWS)
 
 
-@cache  # each process traces it once
 def segment_of(kind: type[nn.Module], padded: bool = False) -> TrainSegment:
+    return _segment_of(kind, padded, execute._UNCUT_BYTES)
+
+
+@cache  # each process traces it once
+def _segment_of(kind: type[nn.Module], padded: bool, uncut_bytes: int) -> TrainSegment:
+    """``uncut_bytes`` is what a test may set: it decides how a segment is built."""
     return make_train_segment(
         kind(), cross_entropy if padded else mean_cross_entropy, backend="eager"
     )

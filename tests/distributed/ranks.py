@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..forks import fork_context
+
 _TIME_OUT = 60.0  # seconds, for any one call
 
 
@@ -43,7 +45,8 @@ class Ranks:
     """
 
     def __init__(self, size: int, device: str = "cpu") -> None:
-        context = multiprocessing.get_context("spawn")
+        # A fork cannot use a GPU that its parent has looked at.
+        context = multiprocessing.get_context("spawn") if device == "cuda" else fork_context()
         self._folder = tempfile.TemporaryDirectory()
         meeting = str(Path(self._folder.name) / "meeting")
         self._pipes, self._processes = [], []
@@ -75,6 +78,7 @@ class Ranks:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             if process.is_alive():
                 pipe.send(None)
+        for process in self._processes:
             process.join(5)
             process.kill()
         self._folder.cleanup()

@@ -27,7 +27,6 @@ from .rank_runs import (
     doubles,
     new_run,
     numbers_ahead,
-    segment_of,
     shared_out,
     train,
     train_on,
@@ -212,14 +211,12 @@ def test_losses_of_a_model_in_half_precision_are_not_rounded(two: Ranks) -> None
 
 def _early(mesh: DeviceMesh, ahead: bool) -> Any:
     """Every gradient is handed over, in buckets of a leaf or two."""
-    segment_of.cache_clear()
     with (
         mock.patch.object(execute, "_UNCUT_BYTES", 0),
         mock.patch.multiple(reduction, _LEAST_BYTES=1, _BUCKET_BYTES=300),
         numbers_ahead(mesh) if ahead else nullcontext(),
     ):
         found = train(mesh, "flags", clip_norm=0.1), train(mesh, "tensors")
-    segment_of.cache_clear()
     return found
 
 

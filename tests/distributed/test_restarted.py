@@ -13,44 +13,52 @@ import pytest
 import torch
 from torch import Tensor
 
-from .killable_ranks import UPDATES
+from ..forks import fork_context
+from . import killable_ranks
+from .killable_ranks import UPDATES, run_as_rank
 
 SIZE = 2
 
 
-def start(
-    folder: Path, kills: int, attempt: int, pace: float = 0.01
-) -> list[subprocess.Popen[str]]:
+class Attempt:
     """The ranks, as torchrun starts them; an update takes ``pace`` seconds, time to be killed."""
-    shared = {
-        **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(SIZE),
-        "MEETING": str(folder / f"meeting{attempt}"), "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "PACE": str(pace),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "tests.distributed.killable_ranks", str(folder), str(kills)]
-    return [
-        subprocess.Popen(
-            command, env={**shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(SIZE)
-    ]
 
+    def __init__(self, folder: Path, kills: int, number: int, pace: float = 0.01) -> None:
+        shared = {
+            "WORLD_SIZE": str(SIZE), "MEETING": str(folder / f"meeting{number}"),
+            "TORCHELASTIC_RESTART_COUNT": str(number), "PACE": str(pace),
+        }  # fmt: skip
+        self._errors = [folder / f"errors{number}-{rank}" for rank in range(SIZE)]
+        self._ranks = [
+            fork_context().Process(
+                target=run_as_rank,
+                args=(folder, kills, {**shared, "RANK": str(rank)}, self._errors[rank]),
+            )
+            for rank in range(SIZE)
+        ]
+        for rank in self._ranks:
+            rank.start()
 
-def ended(ranks: list[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
-    """Their exit codes, and what they said; they end by themselves."""
-    try:
-        said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
+    def interrupt(self) -> None:
+        for rank in self._ranks:
+            assert rank.pid is not None
+            os.kill(rank.pid, signal.SIGINT)
+
+    def ended(self) -> tuple[list[int | None], list[str]]:
+        """Their exit codes (None: it hung), and what they said; they end by themselves."""
+        for rank in self._ranks:
+            rank.join(120)
+        codes = [rank.exitcode for rank in self._ranks]
+        for rank in self._ranks:
             rank.kill()
-    return [rank.returncode for rank in ranks], said
+        return codes, [file.read_text() for file in self._errors]
 
 
 def run(folder: Path, kills: int) -> dict[str, Tensor]:
     """As torchrun does it: when a rank dies, all are ended and started again."""
     folder.mkdir()
     for attempt in range(kills + 1):
-        codes, said = ended(start(folder, kills, attempt))
+        codes, said = Attempt(folder, kills, attempt).ended()
         if attempt < kills:
             assert -signal.SIGKILL in codes, said
             alive = said[1 - codes.index(-signal.SIGKILL)]
@@ -63,7 +71,17 @@ def run(folder: Path, kills: int) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    return run(tmp_path_factory.mktemp("runs") / "undisturbed", 0)
+    """By torchrun itself."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    command = "torch.distributed.run --standalone --nproc-per-node 2 -m"
+    ended = subprocess.run(
+        [sys.executable, "-m", *command.split(), killable_ranks.__name__, str(folder), "0"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PACE": "0"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    result: dict[str, Tensor] = torch.load(folder / "result.pt")
+    return result
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(30, marks=pytest.mark.slow)])
@@ -95,19 +113,18 @@ def test_ctrl_c_leaves_a_checkpoint(undisturbed: dict[str, Tensor], tmp_path: Pa
     """All ranks are told by the terminal; all of them stop behind the same update, and keep it."""
     folder = tmp_path / "stopped"
     folder.mkdir()
-    ranks = start(folder, 0, 0, pace=0.3)
+    ranks = Attempt(folder, 0, 0, pace=0.3)
     until = time.monotonic() + 60
     while len(updates(folder, 1)) < 3 and time.monotonic() < until:
         time.sleep(0.01)
-    for rank in ranks:
-        rank.send_signal(signal.SIGINT)
-    codes, said = ended(ranks)
+    ranks.interrupt()
+    codes, said = ranks.ended()
     assert 0 not in codes, said
     assert all("KeyboardInterrupt" in own or "has left the run" in own for own in said), said
     made = max(updates(folder, 0)[-1], updates(folder, 1)[-1])
     kept = max(path.name for path in (folder / "run").iterdir())
     assert kept in (f"update-{made + 1:09d}", f"update-{made + 2:09d}")  # or one not told of yet
-    codes, said = ended(start(folder, 0, 1))
+    codes, said = Attempt(folder, 0, 1).ended()
     assert codes == [0, 0], said
     found = torch.load(folder / "result.pt")
     for name, value in undisturbed.items():

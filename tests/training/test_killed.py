@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ import pytest
 
 from ftbptt.training import load_checkpoint
 
+from ..forks import fork_context
 from .killable import NAME, train, train_until_interrupted
 from .resuming import Run, assert_same
 
@@ -23,8 +23,7 @@ Start = Callable[[Callable[[Path], None], Path], BaseProcess]
 
 @pytest.fixture(scope="module")
 def start() -> Start:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.training.killable_server"])
+    context = fork_context()
 
     def start(target: Callable[[Path], None], folder: Path) -> BaseProcess:
         process = context.Process(target=target, args=(folder,), daemon=True)
