@@ -31,6 +31,10 @@ from .reverse_windows import reverse_windows
 # ``backends.compile``. With ``recompute`` memory matters more than time.
 _CHUNK_BYTES = 30 << 20
 _CHUNK_BYTES_RECOMPUTE = 16 << 20
+# Each chunk reads the weights, and adds its gradients to those of the chunks before: it should have
+# so many times their bytes.
+_TIMES_GRADIENTS = 4
+_TIMES_GRADIENTS_RECOMPUTE = 1
 # A GPU is best given as much at once as its memory easily holds.
 _CHUNK_BYTES_GPU = 1 << 30
 # A segment whose blocks hand each other fewer bytes per step than this is never cut.
@@ -45,7 +49,10 @@ class Executable(Programs):
         self.instead: Executable | None = None  # runs the segments from now on
         self.shared_outs = _in_shared_memory(plan.loops.forward, plan.loops.outs)
         bytes_per_step = max(_passing_bytes(self.forward), _passing_bytes(self.reverse), 1)
-        most = _CHUNK_BYTES_RECOMPUTE if plan.recompute else _CHUNK_BYTES
+        most, times = _CHUNK_BYTES, _TIMES_GRADIENTS
+        if plan.recompute:
+            most, times = _CHUNK_BYTES_RECOMPUTE, _TIMES_GRADIENTS_RECOMPUTE
+        most = max(most, times * sum(map(nbytes, plan.loops.reverse.summed)))
         if plan.signature.x[0].device.type == "cuda":
             most = _CHUNK_BYTES_GPU
         self.chunk = max(1, most // bytes_per_step)
