@@ -138,21 +138,26 @@ class _Printer:
         groups = self._axes(0, op.grouped)
         return f"{groups} * {op.vectors}" if op.by_vector else groups
 
+    def _gemm(self, op: Product) -> str:
+        """The class of the product, in C++."""
+        dtype = self.loop.weight_dtypes[op.weight]
+        return "HalfGemm" if dtype == torch.bfloat16 else f"Gemm<{c_type(compute_dtype(dtype))}>"
+
     def _pack_buffers(self) -> Iterator[str]:
         for weight, op in self.products.items():
             t = c_type(compute_dtype(self.loop.weight_dtypes[weight]))
             count = self._weights(op)
-            yield f"const int64_t packed_size{weight} = Gemm<{t}>::packed_size({op.k}, {op.n});"
+            size = f"{self._gemm(op)}::packed_size({op.k}, {op.n})"
+            yield f"const int64_t packed_size{weight} = {size};"
             yield f"Buffer<{t}> packed{weight}({count} * packed_size{weight});"
 
     def _pack_weights(self) -> Iterator[str]:
         if not self.products:
             return
         for weight, op in self.products.items():
-            t = c_type(compute_dtype(self.loop.weight_dtypes[weight]))
             count = self._weights(op)
             yield (
-                f"pack<{t}>(weight{weight}, strides{weight}, {op.k}, {op.n}, {count}, "
+                f"pack<{self._gemm(op)}>(weight{weight}, strides{weight}, {op.k}, {op.n}, {count}, "
                 f"packed{weight}.data());"
             )
         yield "#pragma omp barrier"
@@ -254,7 +259,6 @@ class _Printer:
         value, a, c = op.value, op.row.memory, op.value.memory
         assert a is not None
         assert c is not None
-        t = c_type(compute_dtype(value.dtype))
         lda, ldc, rows = a.pattern.unit if a.kind == "sequence" else a.size, c.size, "rows"
         a_pointer = self._tile_pointer(a, op.row.start)
         c_pointer = self._tile_pointer(c, value.offset)
@@ -272,8 +276,8 @@ class _Printer:
             a_pointer, c_pointer = f"{a_pointer} + v * {op.k}", f"{c_pointer} + v * {op.n}"
             packed += f" + v * packed_size{op.weight}" if op.by_vector else ""
         yield (
-            f"Gemm<{t}>::run<{op.k}, {op.n}>({rows}, {a_pointer}, {lda}, {packed}, {c_pointer}, "
-            f"{ldc});"
+            f"{self._gemm(op)}::run<{op.k}, {op.n}>({rows}, {a_pointer}, {lda}, {packed}, "
+            f"{c_pointer}, {ldc});"
         )
 
     def _rows(self, nests: list[Nest]) -> Iterator[str]:

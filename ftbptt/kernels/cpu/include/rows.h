@@ -21,6 +21,7 @@
 
 #include "buffer.h"
 #include "gemm.h"
+#include "half.h"
 #include "math.h"
 #include "sums.h"
 
@@ -43,8 +44,11 @@ void copy(const T* from, int64_t count, T* to) {
 
 // bfloat16 and float16 are storage formats only: kernels compute in float.
 template <typename T>
+constexpr bool is_half = std::is_same_v<T, c10::BFloat16> || std::is_same_v<T, c10::Half>;
+
+template <typename T>
 auto load_(const T* p) {
-  if constexpr (std::is_same_v<T, c10::BFloat16> || std::is_same_v<T, c10::Half>)
+  if constexpr (is_half<T>)
     return static_cast<float>(*p);
   else
     return *p;
@@ -55,6 +59,8 @@ inline V load_(const S* p, int64_t count = V::size()) {
   using T = typename V::value_type;
   if constexpr (std::is_same_v<S, T>) {
     return count == V::size() ? V::loadu(p) : V::loadu(p, count);
+  } else if constexpr (is_half<S> && std::is_same_v<T, float>) {
+    return at::vec::convert<float>(Vec<S>::loadu(p, count));
   } else {
     alignas(64) T values[V::size()] = {};
     for (int64_t i = 0; i < count; ++i) values[i] = static_cast<T>(p[i]);
@@ -70,6 +76,8 @@ inline void store_(S* p, V v, int64_t count) {
   if constexpr (std::is_same_v<S, T>) {
     if (count == V::size()) v.store(p);
     else v.store(p, count);
+  } else if constexpr (is_half<S> && std::is_same_v<T, float>) {
+    at::vec::convert<S>(v).store(p, count);
   } else {
     alignas(64) T values[V::size()];
     if constexpr (std::is_same_v<S, bool>) v = V::blendv(V(0), V(1), v);
@@ -349,18 +357,18 @@ struct Tiles {
   }
 };
 
-// The calling thread's share of packing ``count`` weights.
-template <typename T, typename S>
+// The calling thread's share of packing ``count`` weights, as ``G`` multiplies them.
+template <typename G, typename T, typename S>
 void pack(const S* weight, const int64_t* strides, int64_t k, int64_t n, int64_t count, T* packed) {
-  const int64_t panels = Gemm<T>::panels(k, n), work = count * panels;
+  const int64_t panels = G::panels(k, n), work = count * panels;
   const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
   int64_t panel = work * thread / team;
   const int64_t end = work * (thread + 1) / team;
   while (panel < end) {
     const int64_t matrix = panel / panels, first = panel % panels;
     const int64_t last = std::min(panels, first + end - panel);
-    Gemm<T>::pack(weight + matrix * strides[0], strides[1], strides[2], k, n,
-                  packed + matrix * Gemm<T>::packed_size(k, n), first, last);
+    G::pack(weight + matrix * strides[0], strides[1], strides[2], k, n, packed + matrix * G::packed_size(k, n), first,
+            last);
     panel += last - first;
   }
 }
