@@ -13,7 +13,8 @@
 #include "buffer.h"
 #include "gemm.h"
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define FTBPTT_TILES
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -21,7 +22,7 @@
 
 namespace ftbptt {
 
-#ifndef __AMX_BF16__
+#ifndef FTBPTT_TILES
 using HalfGemm = Gemm<float>;
 #else
 
@@ -100,7 +101,10 @@ struct __attribute__((visibility("hidden"))) HalfGemm {
     const int64_t upper = std::min<int64_t>(rows, 16), lower = rows - upper;
     Shapes shapes;
     const int64_t sizes[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
-    for (int i = 0; i < 8; ++i) shapes.rows[i] = sizes[i], shapes.bytes[i] = sizes[i] ? 64 : 0;
+    for (int i = 0; i < 8; ++i) {
+      shapes.rows[i] = sizes[i];
+      shapes.bytes[i] = sizes[i] > 0 ? 64 : 0;
+    }
     _tile_loadconfig(&shapes);
     for (int64_t column = 0; column < n; column += 2 * kLanes, packed += 2 * depth * kLanes) {
       const bool two = column + kLanes < n;
