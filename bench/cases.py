@@ -32,12 +32,15 @@ class Case:
     models: int = 1  # under vmap, that number of models, each with its own B rows
     unrolled: bool = False  # K is small enough for torch.compile of the unrolled loop
     recompute: bool = False  # also time the engine with recompute=True
+    dtype: torch.dtype = torch.float32
 
     @property
     def title(self) -> str:
         sizes = f"T={self.steps} B={self.batch} D={self.inputs} H={self.hidden}"
         cell = KINDS[self.kind].label
         cell = cell if self.layers == 1 else f"{self.layers}-layer {cell}"
+        if self.dtype != torch.float32:
+            sizes += f", {str(self.dtype).removeprefix('torch.')}"
         if self.per_sequence:
             return f"vmap over {self.batch} {cell}s, {sizes}"
         return (
@@ -101,8 +104,11 @@ def loss(out: Tensor, y: Tensor) -> Tensor:
     return (out - y).square().mean()
 
 
-def build(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
-    """The case's numbers, the same in every process; drawn in float32, then converted."""
+def build(case: Case, dtype: torch.dtype | None = None) -> Problem:
+    """The case's numbers, the same in every process; drawn in float32, then converted to
+    ``dtype``, or the case's own.
+    """
+    dtype = dtype or case.dtype
     torch.manual_seed(0)
     kind = KINDS[case.kind]
     models = [Stack(kind, case.inputs, case.hidden, case.layers) for _ in range(case.models)]

@@ -88,14 +88,14 @@ def least_bytes(case: Case, parameters: int) -> float:
     data = 3 * rows * case.inputs  # x and y read, out written
     saved = rows * case.layers * case.hidden * (kind.from_x + kind.leaves)
     gradients = parameters * max(case.apart, 1)
-    return 4.0 * (data + 2 * saved + parameters * case.models + gradients)
+    return case.dtype.itemsize * (data + 2 * saved + parameters * case.models + gradients)
 
 
 def floor(case: Case, parameters: int) -> Floor:
     """Measures the rates at the case's shapes (takes about a second)."""
     step, batched = gemms(case)
-    step_seconds = sum(_gemm_seconds(gemm) for gemm in step)
-    batched_seconds = sum(_gemm_seconds(gemm) for gemm in batched)
+    step_seconds = sum(_gemm_seconds(gemm, case.dtype) for gemm in step)
+    batched_seconds = sum(_gemm_seconds(gemm, case.dtype) for gemm in batched)
     moved = least_bytes(case, parameters)
     copied = _copy_seconds(moved)
     return Floor(
@@ -110,21 +110,22 @@ def floor(case: Case, parameters: int) -> Floor:
     )
 
 
-def _gemm_seconds(gemm: Gemm) -> float:
+def _gemm_seconds(gemm: Gemm, dtype: torch.dtype) -> float:
     """The best of several ways to compute it; 32 side by side show the rate without the calls."""
     ways: list[float] = []
-    a, b = torch.randn(gemm.rows, gemm.inner), torch.randn(gemm.inner, gemm.columns)
+    a = torch.randn(gemm.rows, gemm.inner, dtype=dtype)
+    b = torch.randn(gemm.inner, gemm.columns, dtype=dtype)
     b_turned = b.t().contiguous().t()
     copies = gemm.copies if gemm.copies > 1 else 32 if gemm.count > 1 else 1
     if copies > 1:
         many = a.expand(copies, -1, -1).contiguous()
         weights = b.expand(copies, -1, -1)
         weights = weights.contiguous() if gemm.copies > 1 else weights
-        out = torch.empty(copies, gemm.rows, gemm.columns)
+        out = torch.empty(copies, gemm.rows, gemm.columns, dtype=dtype)
         scale = gemm.copies / copies
         ways.append(scale * seconds(lambda: torch.bmm(many, weights, out=out)))
     if gemm.copies == 1:
-        c = torch.empty(gemm.rows, gemm.columns)
+        c = torch.empty(gemm.rows, gemm.columns, dtype=dtype)
         ways.append(seconds(lambda: torch.mm(a, b, out=c)))
         ways.append(seconds(lambda: torch.mm(a, b_turned, out=c)))
         # oneDNN, which nn.LSTM uses and torch.mm does not: faster where MKL has no AVX-512

@@ -113,7 +113,8 @@ def markdown(results: Results) -> str:
         f"{about['cpu']}, {about['threads']} threads ({about['instructions']}), {about['system']}; "
         f"Python {about['python']}, {versions}; {about['date']}, commit {about['commit']}.",
         "",
-        "One segment: forward, loss and the gradients of all parameters, float32. Times are "
+        "One segment: forward, loss and the gradients of all parameters, in float32 "
+        "unless the title says otherwise. Times are "
         f"medians over {results['rounds']} rounds in which the peers took turns; *vs eager* is the "
         "median of the rounds' own ratios. *Compile* is the first call in a fresh process with "
         "empty caches, less a warm one; *memory* is by how much a warm call raises the process's "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from .cases import Case
 
 Best = tuple[tuple[str, ...], float]  # peers, and how many times faster than the best of them
@@ -51,6 +53,19 @@ SHAPES = (
     ("-wide", (64, 64, 64, 512, 1), 1.0, 1.2),
     ("-3-layers", (64, 32, 64, 128, 3), 1.0, 1.5),
 )
+HALF = torch.bfloat16
+OTHERS: tuple[tuple[Case, tuple[Best, ...]], ...] = (
+    (Case("min-gru", "mingru", 256, 16, 64, 128), ((("jax",), 1.5),)),
+    (
+        Case("ensemble-16", "lstm", 32, 4, 8, 32, models=16),
+        ((("library",), 4.0), (("jax",), 2.0)),
+    ),
+    (Case("lstm-bfloat16", "lstm", 64, 32, 64, 128, dtype=HALF), ((("library", "jax"), 1.0),)),
+    (Case("lstm-wide-bfloat16", "lstm", 64, 64, 64, 512, dtype=HALF), ((("library", "jax"), 1.0),)),
+    (Case("layer-norm-lstm-bfloat16", "lnlstm", 64, 32, 64, 128, dtype=HALF), ((("jax",), 1.7),)),
+    # the sizes of the large model of Zaremba et al. 2014
+    (Case("lstm-1500", "lstm", 35, 20, 1500, 1500, layers=2), ((("library", "jax"), 1.0),)),
+)
 
 
 def _fused() -> Suite:
@@ -61,10 +76,9 @@ def _fused() -> Suite:
             cases.append(Case(cell + suffix, kind, *sizes))
             best: Best = (("library", "jax"), lstm) if kind == "lstm" else (("jax",), other)
             targets[cell + suffix] = (best,)
-    cases.append(Case("min-gru", "mingru", 256, 16, 64, 128))
-    targets["min-gru"] = ((("jax",), 1.5),)
-    cases.append(Case("ensemble-16", "lstm", 32, 4, 8, 32, models=16))
-    targets["ensemble-16"] = ((("library",), 4.0), (("jax",), 2.0))
+    for case, bests in OTHERS:
+        cases.append(case)
+        targets[case.name] = bests
     return Suite(
         cases=tuple(cases),
         peers=("engine", "eager", "library", "jax"),

@@ -78,9 +78,13 @@ def _start(case: Case, peer: str) -> tuple[Call, dict[str, float]]:
     return call, {"first_s": first, "warm_s": statistics.median(_time(call, 0.1))}
 
 
-def _result(call: Call) -> tuple[Any, dict[str, Any]]:
+def arrays(call: Call) -> tuple[Any, dict[str, Any]]:
+    """The call's result, in numpy."""
+
     def numpy(value: Any) -> Any:
-        return value.detach().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        if isinstance(value, torch.Tensor):
+            return value.detach().float().numpy()  # numpy has no bfloat16
+        return np.asarray(value)
 
     value, grads = call()
     return numpy(value), {name: numpy(grad) for name, grad in grads.items()}
@@ -126,7 +130,7 @@ def _tell_malloc(option: int, value: int) -> None:
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "result": _result,
+    "result": arrays,
     "memory": peak_memory,
     "time": _time,
 }

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,6 +19,7 @@ from bench.cells import KINDS
 from bench.peers import find
 from bench.suites import SUITES
 from bench.targets import targets
+from bench.worker import arrays
 
 RESULTS = Path(run.__file__).with_name("results")
 
@@ -28,6 +28,7 @@ CASES = (
     *(Case(kind, kind, 5, 3, 4, 6) for kind in KINDS),
     *(Case(f"{kind}-2-layers", kind, 5, 3, 4, 6, layers=2) for kind in KINDS),
     Case("models", "lstm", 5, 3, 4, 6, models=4),
+    Case("bfloat16", "lstm", 5, 3, 4, 6, dtype=torch.bfloat16),
     Case("sequences", "lstm", 5, 3, 4, 6, per_sequence=True),
 )
 
@@ -39,10 +40,10 @@ def test_every_peer_passes_the_gate(case: Case) -> None:
     rows: dict[str, dict[str, Any]] = {}
     for name in PEERS:
         try:
-            value, grads = find(name).make(build(case))()
+            call = find(name).make(build(case))
         except Skip:
             continue
-        results[name] = np.asarray(value), {n: np.asarray(grad) for n, grad in grads.items()}
+        results[name] = arrays(call)
         rows[name] = {"status": "ok"}
     assert ("library" in rows) == (case.kind in ("lstm", "gru") and not case.per_sequence)
     oracle.check(case, results, "eager", PEERS, rows)
@@ -184,7 +185,7 @@ def test_what_was_measured_before_an_interruption_is_written(
     monkeypatch.setattr(run, "run_case", run_case)
     monkeypatch.chdir(tmp_path)
     assert run.main(["--suite", "fused"]) == 130
-    assert "stopped after 2 of 26 cases" in capsys.readouterr().err
+    assert "stopped after 2 of 30 cases" in capsys.readouterr().err
     (written,) = tmp_path.rglob("*.json")
     assert written.parent == tmp_path / "runs" / "bench"
     assert len(json.loads(written.read_text())["cases"]) == 2
