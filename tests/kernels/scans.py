@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -14,6 +15,7 @@ from ftbptt._compat.tracing import FakeTensorMode, make_fx
 from ftbptt.backends import EAGER, FUSED
 from ftbptt.compiler.blocks import ScanBlock
 from ftbptt.compiler.tracing.trace import trace_function
+from ftbptt.kernels.cpu import loop
 from ftbptt.kernels.cpu.loop import print_cpp
 from ftbptt.kernels.lower import make_row_loop
 
@@ -106,6 +108,13 @@ class Scan:
 def _shapes(given: Sequence[Sequence[Tensor]]) -> list[Any]:
     invariants, sequences, carries = given
     return [t.shape for t in (*invariants, *carries)] + [t.shape[1:] for t in sequences]
+
+
+def share_all_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads share the products of kernels on CPUs, however small those are."""
+    monkeypatch.setattr(loop, "_SHARED_BYTES", 1)
+    monkeypatch.setattr(loop, "_SHARED_ROWS", 1 << 20)
+    monkeypatch.setattr(loop, "_LEAST_SHARE", 1)
 
 
 def source_of(block: ScanBlock) -> str:

@@ -9,22 +9,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from ftbptt.backends import EAGER
 from ftbptt.kernels.cpu import toolchain
 
-from .scans import Scan
+from .scans import Scan, share_all_products
 
-WITHOUT = {"as this processor can": "", "in float": "-mno-amx-bf16"}
+KINDS = ["as this processor can", "shared between threads", "in float"]
 
 
-@pytest.fixture(params=WITHOUT)
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels multiply by."""
-    flags, command = WITHOUT[request.param], toolchain.cpp_command
-    if flags and "amx_bf16" not in toolchain._instructions():
+@pytest.fixture(params=KINDS)
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How kernels multiply."""
+    if request.param == "shared between threads":
+        share_all_products(monkeypatch)
+    if request.param != "in float":
+        return
+    if "amx_bf16" not in toolchain._instructions():
         pytest.skip("the processor has no tiles")
+    command = toolchain.cpp_command
 
     def cpp_command(*given: Any) -> str:
-        return command(*given).replace(" -march=native ", f" -march=native {flags} ")
+        return command(*given).replace(" -march=native ", " -march=native -mno-amx-bf16 ")
 
     monkeypatch.setattr(toolchain, "cpp_command", cpp_command)
 
@@ -35,38 +40,47 @@ def whole(*shape: int, seed: int) -> Tensor:
     return torch.randint(-1, 2, shape, generator=generator).bfloat16()
 
 
+SIZES = [(1, 17), (33, 16), (70, 1), (31, 33), (64, 47)]  # k and n of weights
+
+
 def step(
     invariants: Sequence[Tensor], x_t: Sequence[Tensor], carries: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    into, back = invariants
-    wide = carries[0] @ into
-    return [(wide @ back).clamp(-1, 1) + x_t[0]], [wide]
+    weights = list(zip(invariants[::2], invariants[1::2], strict=True))
+    wide = [h @ into for h, (into, _) in zip(carries, weights, strict=True)]
+    back = [w @ back for w, (_, back) in zip(wide, weights, strict=True)]
+    return [h.clamp(-1, 1) + x for h, x in zip(back, x_t, strict=True)], wide
 
 
-@pytest.mark.usefixtures("instructions")
-@pytest.mark.parametrize(
-    ("rows", "k", "n"), [(1, 1, 17), (2, 33, 16), (5, 70, 1), (33, 31, 33), (80, 64, 47)]
-)
-def test_of_any_size(rows: int, k: int, n: int) -> None:
+def scan_of_all_sizes(rows: int) -> Scan:
+    return Scan(
+        step,
+        [weight for k, n in SIZES for weight in (whole(k, n, seed=1), whole(n, k, seed=2))],
+        [whole(3, rows, k, seed=3) for k, _ in SIZES],
+        [whole(rows, k, seed=4) for k, _ in SIZES],
+    )
+
+
+@pytest.mark.usefixtures("products")
+def test_of_any_size() -> None:
     """Sums below 256 are exact in bfloat16, and above are rounded once."""
-    given = [whole(k, n, seed=1), whole(n, k, seed=2)], [whole(3, rows, k, seed=3)]
-    scan = Scan(step, *given, [whole(rows, k, seed=4)])
-    exact = Scan(step, *([t.double() for t in own] for own in (*given, scan.given[2])))
-    for reverse in (False, True):
-        for found, wanted in zip(
-            scan.fused(reverse=reverse), exact.fused(reverse=reverse), strict=True
-        ):
+    for rows in (1, 2, 33, 80):
+        scan = scan_of_all_sizes(rows)
+        exact = Scan(step, *([t.double() for t in own] for own in scan.given))
+        for found, wanted in zip(scan.fused(), exact.run(EAGER), strict=True):
             assert torch.equal(found, wanted.bfloat16())
 
 
-@pytest.mark.usefixtures("instructions")
+@pytest.mark.usefixtures("products")
 def test_a_row_of_nan_stays_alone() -> None:
-    given = [whole(40, 20, seed=1), whole(20, 40, seed=2)], [whole(3, 20, 40, seed=3)]
-    start = whole(20, 40, seed=4)
-    spoiled = start.clone()
-    spoiled[7, 39] = float("nan")
-    scan = Scan(step, *given, [start])
-    sound, found = scan.fused()[-1], scan.fused(*given, [spoiled])[-1]
+    scan = scan_of_all_sizes(20)
+    spoiled = [t.clone() for t in scan.given[2]]
+    for start in spoiled:
+        start[7, -1] = float("nan")
+    n_carries = len(SIZES)
     others = torch.arange(20) != 7
-    assert found[:, 7].isnan().all()
-    assert torch.equal(found[:, others], sound[:, others])
+    for sound, found in zip(
+        scan.fused()[:n_carries], scan.fused(*scan.given[:2], spoiled)[:n_carries], strict=True
+    ):
+        assert found[7].isnan().all()
+        assert torch.equal(found[others], sound[others])

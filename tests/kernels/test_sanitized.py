@@ -28,7 +28,7 @@ from ftbptt.kernels.cpu.toolchain import INCLUDE
 
 from ..cells import problem
 from ..sequences import sequences, stacked
-from .scans import Scan, assert_same, random
+from .scans import Scan, assert_same, random, share_all_products
 from .test_expressions import FLOAT, close, scan_over, values
 from .test_fused_operations import JOINS, REDUCTIONS
 from .test_fused_shapes import data_for, gated, grouped
@@ -212,6 +212,18 @@ def test_operations(
         return [h], [operation(h) for operation in operations.values()]
 
     Scan(step, [], [random(2, 5, 3, 4, 5)], [random(5, 3, 4, 5, seed=1)]).fused()
+    check(recorder, tmp_path)
+
+
+@needs_sanitizer
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_shared_products(
+    dtype: torch.dtype, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_all_products(monkeypatch)
+    for rows in (1, 5, 67):
+        given = ([t.to(dtype) for t in own] for own in data_for(3, (rows,), 17))
+        Scan(gated, *given).fused()
     check(recorder, tmp_path)
 
 

@@ -1,8 +1,8 @@
 """A row loop and its schedule -> C++: one function for all K steps, parallel over rows.
 
 Each thread takes tiles of rows and runs all steps on one tile before it takes the next, so threads
-do not synchronize between steps. ``rows.h`` and ``gemm.h`` hold the code that is the same for all
-loops.
+do not synchronize between steps. But with large weights and few rows for each, they share the
+products of one tile (see ``tiles.h``). The headers hold the code that is the same for all loops.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ from ..rowloop import Memory, Product, RowLoop, compute_dtype, reads
 from .nest import NestPrinter, c_type, memory_name
 from .schedule import Nest, make_schedule
 
-# Rows per tile: the values of one step should fit into a core's private cache; a weight that does
-# not fit should be read for many rows at once.
+# Rows per tile: the values of one step should fit into a core's private cache; but weights that do
+# not fit should be read for as many rows as possible.
 _TILE_BYTES = 256 << 10
 _LEAST_ROWS, _MOST_ROWS = 8, 64
+
+# Threads share a product where each alone would read so many bytes of weights for one row, or more
+# of them for more rows, up to a number from which on arithmetic takes longer than reading. And a
+# thread has at least so many bytes of them: waiting for the others costs about a microsecond.
+_SHARED_BYTES, _SHARED_ROWS, _LEAST_SHARE = 256 << 10, 8, 64 << 10
 
 
 def print_cpp(loop: RowLoop) -> str:
@@ -59,7 +64,11 @@ class _Printer:
         yield 'extern "C" void run(void* const* memory, const int64_t* numbers) {'
         yield from self._arguments()
         yield from self._pack_buffers()
-        yield f"const Tiles tiles(total, {self._axes(0, self.groups)}, {self._tile_rows()});"
+        yield (
+            f"const Tiles tiles(total, {self._axes(0, self.groups)}, {self._tile_rows()}, "
+            f"{self._sharing()});"
+        )
+        yield from self._workspaces()
         for i, memory in enumerate(self.loop.totals):
             t = c_type(compute_dtype(memory.dtype))
             yield f"Sums<{t}> sums{i}(tiles.threads, {memory.size});"
@@ -68,14 +77,15 @@ class _Printer:
         yield from self._pack_weights()
         yield from self._tile_buffers()
         yield "for (const Tile tile : tiles.of_thread()) {"
+        if self.products:
+            yield "tiles.wait();"
         yield "const int64_t first = tile.first, rows = tile.rows;"
         yield from self._load_carries()
         yield "for (int64_t step = 0; step < steps; ++step) {"
         t = "steps - 1 - step" if self.loop.reverse else "step"
         yield f"const int64_t t = {t};"
         yield from self._step_pointers()
-        for stage in self.schedule.stages:
-            yield from self._product(stage) if isinstance(stage, Product) else self._rows(stage)
+        yield from self._stages()
         yield from self._swap_carries()
         yield from self._add_totals()
         yield "}"
@@ -125,13 +135,28 @@ class _Printer:
 
     def _tile_rows(self) -> int:
         """The largest number of rows in a tile."""
+        if self._weight_bytes() > _TILE_BYTES:
+            return _MOST_ROWS
         memories = (*self.schedule.scratch, *self.loop.carries, *self.loop.emits)
         row_bytes = sum(memory.size * compute_dtype(memory.dtype).itemsize for memory in memories)
-        weight_bytes = sum(op.k * op.n for op in self.products.values()) * 4
         rows = _TILE_BYTES // max(row_bytes, 1)
-        if weight_bytes > _TILE_BYTES:  # weights come from a farther cache: use each for more rows
-            rows *= 2
         return max(_LEAST_ROWS, min(_MOST_ROWS, rows // 8 * 8))
+
+    def _sharing(self) -> str:
+        """When threads share products, in C++."""
+        of_product = self._weight_bytes() // max(len(self.loop.products), 1)
+        few = min(of_product // _SHARED_BYTES, _SHARED_ROWS)
+        return f"{{{few}, {of_product // _LEAST_SHARE}}}"
+
+    def _weight_bytes(self) -> int:
+        """Of one group, packed."""
+
+        def of(weight: int, op: Product) -> int:
+            dtype = self.loop.weight_dtypes[weight]
+            itemsize = (dtype if dtype == torch.bfloat16 else compute_dtype(dtype)).itemsize
+            return op.k * op.n * (op.vectors if op.by_vector else 1) * itemsize
+
+        return sum(of(weight, op) for weight, op in self.products.items())
 
     def _weights(self, op: Product) -> str:
         """How many weights the product has."""
@@ -164,16 +189,25 @@ class _Printer:
 
     # -- one tile ---------------------------------------------------------------------------------
 
-    def _tile_buffers(self) -> Iterator[str]:
+    def _workspaces(self) -> Iterator[str]:
+        """Those of tiles, which several threads may share."""
         for memory in self.schedule.scratch:
-            rows = "1" if memory in self.schedule.one_row else "tiles.rows"
-            t = c_type(compute_dtype(memory.dtype))
-            yield f"Buffer<{t}> {memory_name(memory)}_buffer({rows} * {memory.size});"
-            yield f"{t}* const {memory_name(memory)} = {memory_name(memory)}_buffer.data();"
+            if memory not in self.schedule.one_row:
+                t, name = c_type(compute_dtype(memory.dtype)), memory_name(memory)
+                yield f"Workspace<{t}> {name}_space(tiles, tiles.rows * {memory.size});"
         for i, memory in enumerate(self.loop.carries):
             if not self.loop.history[i]:
                 t = c_type(memory.dtype)
-                yield f"Buffer<{t}> carry{i}_buffer(2 * tiles.rows * {memory.size});"
+                yield f"Workspace<{t}> carry{i}_space(tiles, 2 * tiles.rows * {memory.size});"
+
+    def _tile_buffers(self) -> Iterator[str]:
+        for memory in self.schedule.scratch:
+            t, name = c_type(compute_dtype(memory.dtype)), memory_name(memory)
+            if memory in self.schedule.one_row:
+                yield f"Buffer<{t}> {name}_buffer({memory.size});"
+                yield f"{t}* const {name} = {name}_buffer.data();"
+            else:
+                yield f"{t}* const {name} = {name}_space.of_tile();"
         for i, memory in enumerate(self.loop.totals):
             yield f"auto* const {memory_name(memory)} = sums{i}.of_step();"
 
@@ -184,10 +218,10 @@ class _Printer:
                 slot = "steps * total + first" if self.loop.reverse else "first"
                 target = f"history{i} + ({slot}) * {size}"
             else:
-                yield f"{t}* carry{i} = carry{i}_buffer.data();"
+                yield f"{t}* carry{i} = carry{i}_space.of_tile();"
                 yield f"{t}* next{i} = carry{i} + tiles.rows * {size};"
                 target = f"carry{i}"
-            yield f"copy(start{i} + first * {size}, rows * {size}, {target});"
+            yield self._copy(f"start{i} + first * {size}", target, size)
 
     def _step_pointers(self) -> Iterator[str]:
         """Pointers to the tile's carries and emits at this step."""
@@ -215,7 +249,12 @@ class _Printer:
             if self.loop.history[i]:
                 slot = "first" if self.loop.reverse else "steps * total + first"
                 source = f"history{i} + ({slot}) * {size}"
-            yield f"copy({source}, rows * {size}, final{i} + first * {size});"
+            yield self._copy(source, f"final{i} + first * {size}", size)
+
+    def _copy(self, source: str, target: str, size: int) -> str:
+        """Copies the thread's rows of a tile."""
+        begin, count = f"tile.begin * {size}", f"(tile.end - tile.begin) * {size}"
+        return f"copy({source} + {begin}, {count}, {target} + {begin});"
 
     def _add_totals(self) -> Iterator[str]:
         for i in range(len(self.loop.totals)):
@@ -226,6 +265,25 @@ class _Printer:
             yield f"sums{i}.store(totals{i});"
 
     # -- one stage --------------------------------------------------------------------------------
+
+    def _stages(self) -> Iterator[str]:
+        """All of a step. Where threads share products, they wait for what others have written."""
+        written: set[Memory | None] = set()  # by products since they last waited
+        was_product = False
+        for stage in self.schedule.stages:
+            if isinstance(stage, Product):
+                if not was_product or stage.row.memory in written:
+                    yield "tiles.wait();"
+                    written = set()
+                written.add(stage.value.memory)
+                yield from self._product(stage)
+            else:
+                if was_product:
+                    yield "tiles.wait();"
+                yield from self._rows(stage)
+            was_product = isinstance(stage, Product)
+        if was_product:
+            yield "tiles.wait();"
 
     def _row_pointer(self, memory: Memory, row: str) -> str:
         """Pointer to a row's part of a memory; ``row`` is the index of the row in the tile."""
@@ -276,12 +334,12 @@ class _Printer:
             a_pointer, c_pointer = f"{a_pointer} + v * {op.k}", f"{c_pointer} + v * {op.n}"
             packed += f" + v * packed_size{op.weight}" if op.by_vector else ""
         yield (
-            f"{self._gemm(op)}::run<{op.k}, {op.n}>({rows}, {a_pointer}, {lda}, {packed}, "
-            f"{c_pointer}, {ldc});"
+            f"tiles.multiply<{self._gemm(op)}, {op.k}, {op.n}>({rows}, {a_pointer}, {lda}, "
+            f"{packed}, {c_pointer}, {ldc});"
         )
 
     def _rows(self, nests: list[Nest]) -> Iterator[str]:
-        yield "for (int64_t r = 0; r < rows; ++r) {"
+        yield "for (int64_t r = tile.begin; r < tile.end; ++r) {"
         used: dict[Memory, None] = {}  # an ordered set
         for nest in nests:
             for op in nest.operations:

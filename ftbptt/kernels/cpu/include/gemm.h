@@ -53,18 +53,20 @@ struct __attribute__((visibility("hidden"))) Gemm {
                   bool add = false) {
     using Widths = std::conditional_t<kMaxWidth == 4, std::integer_sequence<int, 1, 2, 3, 4>,
                                       std::integer_sequence<int, 1, 2, 3>>;
-    multiply(Widths(), Prefetches<kNothing, kLines, kNextPanel>(), rows, k, n, a, lda, packed, c, ldc, add);
+    multiply(Widths(), Prefetches<kNothing, kLines, kNextPanel>(), rows, k, n, a, lda, packed, c, ldc, 0, panels(k, n), add);
   }
 
-  // The same for a k and n that the compiler knows: it compiles only the panels that occur in it.
+  // The same for a k and n that the compiler knows: it compiles only the panels that occur in it. Computes the columns
+  // of panels first .. last - 1 only, so that threads can share the work.
   template <int64_t k, int64_t n>
-  static void run(int64_t rows, const T* a, int64_t lda, const T* packed, T* c, int64_t ldc) {
+  static void run(int64_t rows, const T* a, int64_t lda, const T* packed, T* c, int64_t ldc, int64_t first,
+                  int64_t last) {
     constexpr int narrow = vectors(n) / panels(k, n);
     using Widths = std::conditional_t<vectors(n) % panels(k, n) == 0, std::integer_sequence<int, narrow>,
                                       std::integer_sequence<int, narrow, narrow + 1>>;
     using InCache = Prefetches<bytes(k, n) <= kSmall ? kNothing : kLines>;
     using Any = std::conditional_t<bytes(k, n) < kOutsideL2, InCache, Prefetches<kLines, kNextPanel>>;
-    multiply(Widths(), Any(), rows, k, n, a, lda, packed, c, ldc, false);
+    multiply(Widths(), Any(), rows, k, n, a, lda, packed, c, ldc, first, last, false);
   }
 
  private:
@@ -90,20 +92,18 @@ struct __attribute__((visibility("hidden"))) Gemm {
   // W and A: the widths of panels and the ways to prefetch that may occur.
   template <int... W, Ahead... A>
   static void multiply(std::integer_sequence<int, W...>, Prefetches<A...> any, int64_t rows, int64_t k, int64_t n,
-                       const T* a, int64_t lda, const T* packed, T* c, int64_t ldc, bool add) {
+                       const T* a, int64_t lda, const T* packed, T* c, int64_t ldc, int64_t first, int64_t last,
+                       bool add) {
     const int64_t count = panels(k, n), base = vectors(n) / count, wider = vectors(n) % count;
+    const auto begin = [&](int64_t p) { return (p * base + std::min(p, wider)) * kLanes; };  // its first column
     Ahead ahead = kLines;
     if (bytes(k, n) <= kSmall) ahead = kNothing;
     if (bytes(k, n) >= kOutsideL2 && rows > Panel<T, kPrefetchedWidth>::kMaxRows) ahead = kNextPanel;
-    const T* b = packed;
-    for (int64_t p = 0; p < count; ++p) {
-      const bool last = p + 1 == count;
-      const int64_t size = base + (p < wider), tail = last ? n - (vectors(n) - 1) * kLanes : kLanes;
-      const T* end = b + size * kLanes * k;
-      const T* next = last ? packed : end;
-      ((size == W ? panel<W>(any, ahead, rows, k, a, lda, b, next, c, ldc, tail, add) : void()), ...);
-      b = end;
-      c += size * kLanes;
+    for (int64_t p = first; p < last; ++p) {
+      const int64_t size = base + (p < wider), tail = p + 1 == count ? n - (vectors(n) - 1) * kLanes : kLanes;
+      const T* const b = packed + begin(p) * k;
+      const T* const next = packed + begin(p + 1 == last ? first : p + 1) * k;
+      ((size == W ? panel<W>(any, ahead, rows, k, a, lda, b, next, c + begin(p), ldc, tail, add) : void()), ...);
     }
   }
 

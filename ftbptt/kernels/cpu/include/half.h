@@ -55,13 +55,16 @@ struct __attribute__((visibility("hidden"))) HalfGemm {
   }
 
   template <int64_t k, int64_t n>
-  static void run(int64_t rows, const float* a, int64_t lda, const float* packed, float* c, int64_t ldc) {
-    if (!has_tiles()) return Gemm<float>::run<k, n>(rows, a, lda, packed, c, ldc);
+  static void run(int64_t rows, const float* a, int64_t lda, const float* packed, float* c, int64_t ldc, int64_t first,
+                  int64_t last) {
+    if (!has_tiles()) return Gemm<float>::run<k, n>(rows, a, lda, packed, c, ldc, first, last);
+    const int64_t column = first * kLanes, columns = std::min(n, last * kLanes) - column;
+    packed += first * pairs(k) * kLanes;
     static thread_local Buffer<c10::BFloat16> rounded(kRows * 2 * pairs(k));
-    for (int64_t first = 0; first < rows; first += kRows) {
-      const int64_t count = std::min(rows - first, kRows);
-      round(count, k, a + first * lda, lda, rounded.data());
-      multiply(count, pairs(k), n, rounded.data(), packed, c + first * ldc, ldc);
+    for (int64_t row = 0; row < rows; row += kRows) {
+      const int64_t count = std::min(rows - row, kRows);
+      round(count, k, a + row * lda, lda, rounded.data());
+      multiply(count, pairs(k), columns, rounded.data(), packed, c + row * ldc + column, ldc);
     }
   }
 

@@ -10,8 +10,6 @@
 #include <c10/util/Half.h>
 #include <c10/util/complex.h>
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -24,6 +22,7 @@
 #include "half.h"
 #include "math.h"
 #include "sums.h"
+#include "tiles.h"
 
 namespace ftbptt {
 
@@ -306,71 +305,5 @@ FTBPTT_REDUCTION(product, mul_)
 FTBPTT_REDUCTION(maximum, maximum_)
 FTBPTT_REDUCTION(minimum, minimum_)
 #undef FTBPTT_REDUCTION
-
-// -- rows -----------------------------------------------------------------------------------------
-
-// Rows on which one thread runs all steps. The rows of a group share all weights.
-struct Tile {
-  int64_t group, first, rows;
-};
-
-// ``total`` rows in ``groups`` of equal size, split into tiles of at most ``most`` rows: at least one
-// tile per thread, if there are that many rows.
-struct Tiles {
-  int64_t total, groups, parts, rows, threads;
-
-  Tiles(int64_t total, int64_t groups, int64_t most) : total(total), groups(groups) {
-    const int64_t threads = omp_in_parallel() ? 1 : omp_get_max_threads();
-    const int64_t size = total / std::max<int64_t>(groups, 1);
-    const int64_t for_threads = (threads + groups - 1) / std::max<int64_t>(groups, 1);
-    parts = std::max<int64_t>((size + most - 1) / most, std::min(for_threads, size));
-    // The same number of tiles for each thread.
-    if (parts > for_threads) parts = (parts + for_threads - 1) / for_threads * for_threads;
-    parts = std::max<int64_t>(std::min(parts, size), 1);
-    rows = (size + parts - 1) / parts;
-    this->threads = total == 0 ? 1 : std::min(threads, groups * parts);
-  }
-
-  struct Range {
-    const Tiles& tiles;
-    int64_t first, last;  // tiles first .. last - 1
-    struct Iterator {
-      const Tiles& tiles;
-      int64_t index;
-      bool operator!=(const Iterator& other) const { return index != other.index; }
-      void operator++() { ++index; }
-      Tile operator*() const {
-        const int64_t size = tiles.total / tiles.groups, group = index / tiles.parts;
-        const int64_t part = index % tiles.parts;
-        const int64_t first = size * part / tiles.parts;
-        return {group, group * size + first, size * (part + 1) / tiles.parts - first};
-      }
-    };
-    Iterator begin() const { return {tiles, first}; }
-    Iterator end() const { return {tiles, last}; }
-  };
-
-  Range of_thread() const {
-    const int64_t count = total == 0 ? 0 : groups * parts;
-    const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
-    return {*this, count * thread / team, count * (thread + 1) / team};
-  }
-};
-
-// The calling thread's share of packing ``count`` weights, as ``G`` multiplies them.
-template <typename G, typename T, typename S>
-void pack(const S* weight, const int64_t* strides, int64_t k, int64_t n, int64_t count, T* packed) {
-  const int64_t panels = G::panels(k, n), work = count * panels;
-  const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
-  int64_t panel = work * thread / team;
-  const int64_t end = work * (thread + 1) / team;
-  while (panel < end) {
-    const int64_t matrix = panel / panels, first = panel % panels;
-    const int64_t last = std::min(panels, first + end - panel);
-    G::pack(weight + matrix * strides[0], strides[1], strides[2], k, n, packed + matrix * G::packed_size(k, n), first,
-            last);
-    panel += last - first;
-  }
-}
 
 }  // namespace ftbptt
