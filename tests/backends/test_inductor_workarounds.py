@@ -51,6 +51,7 @@ def test_scatters_into_expanded_tensors(write: Callable[[Tensor], Tensor]) -> No
     assert torch.equal(program(x), written(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "is_tried_again"),
     [(CppCompileError(["c++"], "unknown option"), True), (ValueError("a bug"), False)],
@@ -73,6 +74,7 @@ def test_a_compiler_without_the_vector_instructions(
         check_compiled(lambda x: [2 * x])
 
 
+@pytest.mark.slow
 def test_guards_on_the_number_of_steps_when_compiled_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

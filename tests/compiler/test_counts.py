@@ -17,7 +17,7 @@ from ftbptt.compiler.distribute import distribute
 from ftbptt.kernels.lower import make_row_loop
 from ftbptt.kernels.rowloop import Product
 
-from ..cells import CELLS, problem
+from ..cells import CELLS, REPRESENTATIVE, problem, slow_but
 from ..cells.problems import H
 
 Segments = Callable[..., Any]
@@ -104,7 +104,9 @@ def test_gemms(name: str, segments: Segments) -> None:
         assert seven - 7 * PER_STEP[name] == ONCE[name]
 
 
-@pytest.mark.parametrize("name", [name for name in CELLS if name != "unused_parameters"])
+@pytest.mark.parametrize(
+    "name", slow_but(REPRESENTATIVE, [name for name in CELLS if name != "unused_parameters"])
+)
 def test_no_gradient_for_each_step_in_memory(name: str, segments: Segments) -> None:
     """A weight's gradient is one contraction over steps and rows, never ``[K, *weight]``."""
     steps = 13

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -83,13 +84,19 @@ LOSSES = {
     ),
     "time last": lambda out, y: F.mse_loss(out.permute(1, 2, 0), y.permute(1, 2, 0)),
 }
-told_of_zeros = pytest.mark.filterwarnings("ignore:ftbptt. the loss of step has no gradient")
-LOSS_NAMES = [
-    pytest.param(name, marks=told_of_zeros) if name == "without out" else name for name in LOSSES
-]
 
 
-@pytest.mark.parametrize("name", LOSS_NAMES)
+def names(quick: Collection[str] = LOSSES) -> list[Any]:
+    """Those of all losses, marked slow but for the quick ones."""
+    told_of_zeros = "ignore:ftbptt. the loss of step has no gradient"
+    marks = {"without out": [pytest.mark.filterwarnings(told_of_zeros)]}
+    return [
+        pytest.param(name, marks=marks.get(name, []) + [pytest.mark.slow] * (name not in quick))
+        for name in LOSSES
+    ]
+
+
+@pytest.mark.parametrize("name", names())
 def test_in_the_loss(name: str) -> None:
     check_both(problem_with(plain, loss=LOSSES[name]))
 
@@ -97,7 +104,13 @@ def test_in_the_loss(name: str) -> None:
 @pytest.mark.parametrize(
     "in_dims", slow_but([None], [None, (None, 0, 1, 1)]), ids=["vmap", "in_dims"]
 )
-@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize(
+    "name",
+    names(
+        {"a Python loop", "weights by step", "reshaped by K", "linear", "in part detached",
+         "without y", "gathered", "classes drawn", "one of the classes", "Gaussian", "time last"}
+    ),
+)  # fmt: skip
 def test_in_the_loss_of_many_sequences(name: str, in_dims: Any) -> None:
     made = problem_with(plain, loss=LOSSES[name])
     params, *rest = made.data(4)

@@ -43,7 +43,7 @@ REFUSED = NOT_FUSED | {
 }  # fmt: skip
 QUICK = [
     "lstm_readout", "layer_norm_lstm", "embedding_tied", "counter_and_flag", "lru_complex",
-    "delay_line", "elman_one_sequence", "schedule_scalar", "fast_weights", "gru_3_layers",
+    "elman_one_sequence", "fast_weights",
 ]  # fmt: skip
 
 

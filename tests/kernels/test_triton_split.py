@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,9 +68,11 @@ def test_cells(name: str) -> None:
 
 
 @pytest.mark.usefixtures("order")
-@pytest.mark.parametrize("rows", [1, 17])
-@pytest.mark.parametrize("units", [3, 16, 33])
-def test_rows_and_units(rows: int, units: int) -> None:
+@pytest.mark.parametrize(
+    "sizes", slow_but([(1, 3), (17, 16), (17, 33)], itertools.product([1, 17], [3, 16, 33]))
+)
+def test_rows_and_units(sizes: tuple[int, int]) -> None:
+    rows, units = sizes
     scan = Scan(gated, *data_for(4, (rows,), units))
     assert parts(scan) > 1
     scan.check()

@@ -132,6 +132,7 @@ def test_the_compiler_works_while_programs_are_written(
     check(make_train_segment(given.step, given.loss, backend="fused"), given, 5)
 
 
+@pytest.mark.slow
 def test_each_is_compiled_for_itself_if_that_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -38,7 +38,7 @@ def test_shared_parameters(name: str, segments: Segments) -> None:
     check_shared(segments(name, "eager"), name, steps=3)
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, CELLS))
 def test_ensemble(name: str, segments: Segments) -> None:
     check_ensemble(segments(name, "eager"), name, steps=3)
 

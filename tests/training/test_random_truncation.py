@@ -211,6 +211,7 @@ def in_fixed_pieces(segment: Any, arguments: Any, length: int) -> float:
     return total
 
 
+@pytest.mark.slow
 def test_without_the_bias_of_plain_truncation() -> None:
     segment, arguments = far_and_near()
     whole = float(segment(*arguments).grads["w"])

@@ -24,12 +24,20 @@ from ftbptt.training import (
 )
 from ftbptt.training.checkpoints.file import previous
 
+from ..cells import slow_but
 from .resuming import MODULES, RUNS, Pieces, Run, assert_same, check, segment, whole
 from .streams import mean_cross_entropy, stream
 
+# Each of these is of another kind; those that differ from one of them in an option are slow.
+QUICK = {
+    "overlapping", "burn-in", "gaps", "fresh, list", "fresh, noisy", "functional", "accumulated",
+    "micro-batches", "in turn", "clipped, averaged", "scaled", "early stop", "nested state",
+    "dropout, shuffled", "packed, noisy", "generator", "contiguous",
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("often", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_but(QUICK, RUNS))
 def test_cut_off_after_any_update(name: str, often: bool, tmp_path: Path) -> None:
     seen, _ = whole(name)
     assert len(seen) > 4
