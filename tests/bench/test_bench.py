@@ -185,7 +185,7 @@ def test_what_was_measured_before_an_interruption_is_written(
     monkeypatch.setattr(run, "run_case", run_case)
     monkeypatch.chdir(tmp_path)
     assert run.main(["--suite", "fused"]) == 130
-    assert "stopped after 2 of 30 cases" in capsys.readouterr().err
+    assert "stopped after 2 of 31 cases" in capsys.readouterr().err
     (written,) = tmp_path.rglob("*.json")
     assert written.parent == tmp_path / "runs" / "bench"
     assert len(json.loads(written.read_text())["cases"]) == 2

@@ -53,7 +53,8 @@ struct __attribute__((visibility("hidden"))) Gemm {
                   bool add = false) {
     using Widths = std::conditional_t<kMaxWidth == 4, std::integer_sequence<int, 1, 2, 3, 4>,
                                       std::integer_sequence<int, 1, 2, 3>>;
-    multiply(Widths(), Prefetches<kNothing, kLines, kNextPanel>(), rows, k, n, a, lda, packed, c, ldc, 0, panels(k, n), add);
+    multiply(Widths(), Prefetches<kNothing, kLines, kNextPanel>(), rows, k, n, a, lda, packed, c, ldc, 0, panels(k, n),
+             add);
   }
 
   // The same for a k and n that the compiler knows: it compiles only the panels that occur in it. Computes the columns

@@ -48,6 +48,15 @@ struct Tiles {
     }
   }
 
+  // Part ``index`` of ``count`` parts of a tile's work.
+  struct Share {
+    int64_t index, count;
+    int64_t begin(int64_t work) const { return work * index / count; }
+    int64_t end(int64_t work) const { return work * (index + 1) / count; }
+  };
+
+  Share share_of_tile() const { return shared ? Share{omp_get_thread_num(), omp_get_num_threads()} : Share{0, 1}; }
+
   struct Range {
     const Tiles& tiles;
     int64_t first, last;  // tiles first .. last - 1
@@ -60,9 +69,8 @@ struct Tiles {
         const int64_t size = tiles.total / tiles.groups, group = index / tiles.parts;
         const int64_t part = index % tiles.parts, first = size * part / tiles.parts;
         const int64_t rows = size * (part + 1) / tiles.parts - first;
-        if (!tiles.shared) return {group, group * size + first, rows, 0, rows};
-        const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
-        return {group, group * size + first, rows, rows * thread / team, rows * (thread + 1) / team};
+        const Share share = tiles.share_of_tile();
+        return {group, group * size + first, rows, share.begin(rows), share.end(rows)};
       }
     };
     Iterator begin() const { return {tiles, first}; }
@@ -71,9 +79,8 @@ struct Tiles {
 
   Range of_thread() const {
     const int64_t count = total == 0 ? 0 : groups * parts;
-    if (shared) return {*this, 0, count};
-    const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
-    return {*this, count * thread / team, count * (thread + 1) / team};
+    const Share share = shared ? Share{0, 1} : Share{omp_get_thread_num(), omp_get_num_threads()};
+    return {*this, share.begin(count), share.end(count)};
   }
 
   // Waits until all threads of the tile are here.
@@ -87,9 +94,8 @@ struct Tiles {
   template <typename G, int64_t k, int64_t n, typename T>
   void multiply(int64_t rows, const T* a, int64_t lda, const T* packed, T* c, int64_t ldc) const {
     const int64_t panels = G::panels(k, n);
-    if (!shared) return G::template run<k, n>(rows, a, lda, packed, c, ldc, 0, panels);
-    const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
-    G::template run<k, n>(rows, a, lda, packed, c, ldc, panels * thread / team, panels * (thread + 1) / team);
+    const Share share = share_of_tile();
+    G::template run<k, n>(rows, a, lda, packed, c, ldc, share.begin(panels), share.end(panels));
   }
 };
 
