@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ftbptt import make_train_segment
+from ftbptt.kernels.cpu.build import load, start
 
 from ..cells import problem
 from ..oracle import check, check_low_precision
@@ -101,3 +102,52 @@ def test_products_with_large_weights_are_shared(
     found = re.search(r"Tiles tiles\(total, 1, \d+, {(\d+), (\d+)}\)", source)
     assert found is not None
     assert tuple(map(int, found.groups())) == (few, most)
+
+
+# What a kernel makes of so many rows in groups: who shares, and how often each row is taken.
+TILES = """
+#include "tiles.h"
+using namespace ftbptt;
+
+extern "C" void run(void* const* memory, const int64_t* numbers) {
+  int64_t* const taken = static_cast<int64_t*>(memory[0]);
+  int64_t* const found = static_cast<int64_t*>(memory[1]);
+  const Tiles tiles(numbers[0], numbers[1], 3, {numbers[2], numbers[3]});
+  found[0] = tiles.shared;
+  found[1] = tiles.threads;
+#pragma omp parallel num_threads(tiles.threads)
+  for (const Tile tile : tiles.of_thread())
+    for (int64_t r = tile.begin; r < tile.end; ++r) {
+#pragma omp atomic
+      ++taken[tile.first + r];
+    }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "few", "most", "is_shared", "sharers"),
+    [
+        (0, 1, 8, 99, False, 1),
+        (1, 1, 8, 99, True, 4),
+        (1, 1, 0, 99, False, 1),
+        (32, 1, 8, 99, True, 4),
+        (33, 1, 8, 99, False, 4),
+        (16, 1, 8, 2, True, 2),
+        (17, 1, 8, 2, False, 4),  # two threads would take longer than four that do not share
+        (8, 1, 8, 1, False, 4),
+        (8, 2, 8, 99, True, 4),
+        (8, 4, 8, 99, False, 4),  # a group for each thread
+    ],
+)
+def test_who_shares(
+    rows: int, groups: int, few: int, most: int, is_shared: bool, sharers: int, threads: SetThreads
+) -> None:
+    """With four threads. Each row is taken once."""
+    threads(4)
+    taken, found = torch.zeros(rows, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    pointers = torch.tensor([taken.data_ptr(), found.data_ptr()])
+    numbers = torch.tensor([rows, groups, few, most])
+    load(str(start(TILES)))(pointers.data_ptr(), numbers.data_ptr())
+    assert found.tolist() == [is_shared, sharers]
+    assert (taken == 1).all()

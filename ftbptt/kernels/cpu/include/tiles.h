@@ -17,7 +17,7 @@ struct Tile {
 
 // When threads share the products of a tile.
 struct Sharing {
-  int64_t few;   // if a tile of a thread alone has at most so many rows
+  int64_t few;   // if there are at most so many rows for each of them
   int64_t most;  // not more threads than these
 };
 
@@ -40,9 +40,11 @@ struct Tiles {
     parts = std::max<int64_t>(std::min(parts, size), 1);
     rows = (size + parts - 1) / parts;
     this->threads = total == 0 ? 1 : std::min(threads, groups * parts);
-    shared = total > 0 && rows <= sharing.few && std::min(threads, sharing.most) > 1;
+    // Groups are shared one after the other, which helps if there is none for each thread.
+    const int64_t sharers = std::min(threads, sharing.most);
+    shared = 0 < total && total <= sharing.few * sharers && groups < sharers;
     if (shared) {
-      this->threads = std::min(threads, sharing.most);
+      this->threads = sharers;
       parts = (size + most - 1) / most;
       rows = (size + parts - 1) / parts;
     }
