@@ -62,7 +62,8 @@ OTHERS: tuple[tuple[Case, tuple[Best, ...]], ...] = (
     ),
     (Case("lstm-bfloat16", "lstm", 64, 32, 64, 128, dtype=HALF), ((("library", "jax"), 1.0),)),
     (Case("lstm-wide-bfloat16", "lstm", 64, 64, 64, 512, dtype=HALF), ((("library", "jax"), 1.0),)),
-    (Case("layer-norm-lstm-bfloat16", "lnlstm", 64, 32, 64, 128, dtype=HALF), ((("jax",), 1.7),)),
+    # (the gradient of the layer-norm LSTM has no correct digit in bfloat16, in any peer)
+    (Case("peephole-bfloat16", "peephole", 64, 32, 64, 128, dtype=HALF), ((("jax",), 1.7),)),
     (Case("lstm-one-row-1024", "lstm", 64, 1, 64, 1024), ((("library", "jax"), 1.0),)),
     # the sizes of the large model of Zaremba et al. 2014
     (Case("lstm-1500", "lstm", 35, 20, 1500, 1500, layers=2), ((("library", "jax"), 1.0),)),
