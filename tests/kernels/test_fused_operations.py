@@ -296,7 +296,7 @@ def check_recipe(recipe: tuple[list[tuple[int, int, int]], list[int]]) -> None:
     Scan(step, [], [random(3, 5, 4, 6)], [random(5, 4, 6, seed=1)]).check(tolerance=1e-5)
 
 
-@examples(5)
+@examples(8)
 @given(recipe=recipes())
 def test_random_graphs(recipe: Any) -> None:
     check_recipe(recipe)

@@ -117,7 +117,7 @@ def check_recipe(recipe: Recipe) -> None:
     Scan(step, weights, sequences, carries, recipe.history).check(tolerance=1e-10)
 
 
-@examples(8)
+@examples(12)
 @given(recipe=recipes())
 def test_random_scans(recipe: Recipe) -> None:
     check_recipe(recipe)

@@ -89,19 +89,19 @@ def _other(made: Problem) -> Any:
     return tree_map(lambda leaf: leaf * 0.7 if leaf.is_floating_point() else leaf, made.data(3))
 
 
-@examples(20)
+@examples(36)
 @given(recipe=recipes())
 def test_eager(recipe: Recipe) -> None:
     check_recipe(recipe, "eager")
 
 
-@examples(6)
+@examples(10)
 @given(recipe=recipes())
 def test_recomputed(recipe: Recipe) -> None:
     check_recipe(recipe, "eager", recompute=True)
 
 
-@examples(6)
+@examples(10)
 @given(recipe=recipes())
 def test_vmapped(recipe: Recipe) -> None:
     check_vmapped(recipe, "eager")
