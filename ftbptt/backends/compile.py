@@ -28,7 +28,7 @@ from .._compat.tracing import enable_python_dispatcher, make_fx
 from .._interrupt import uninterrupted
 from .._memory import resolved
 from ..compiler.blocks import ScanBlock
-from ..compiler.graphs import gemm_flops
+from ..compiler.gemms import gemm_flops
 from ..compiler.run_loop import ScanResult
 from ..kernels.cpu.build import abandon, cancel, finish
 from .base import Backend, Function, histories_by_carry

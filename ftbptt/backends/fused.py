@@ -254,7 +254,7 @@ def _describe(block: ScanBlock) -> str:
     try:
         language, loop, _ = _source_for(block)
     except Unsupported as reason:
-        return f"{_fallback(block).describe(block)}; not fused: {reason}"
+        return f"{_fallback(block).describe(block)}; no kernel: {reason}"
     return language.describe(loop)
 
 

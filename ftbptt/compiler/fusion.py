@@ -19,7 +19,8 @@ from torch import fx
 
 from .blocks import ScanBlock
 from .components import Component
-from .graphs import GEMMS, Node, aten, inputs_of, nbytes, value_of
+from .gemms import GEMMS
+from .graphs import Node, aten, inputs_of, nbytes, value_of
 from .make_blocks import Schedule, scan_block
 from .time_axis.reduction import BatchSum, Term
 

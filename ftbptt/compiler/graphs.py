@@ -42,8 +42,6 @@ CHEAP = {
     if "out" not in overload
 }  # fmt: skip
 
-GEMMS = {aten.mm.default, aten.bmm.default, aten.convolution.default}
-
 
 def is_random(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
@@ -78,19 +76,6 @@ def owner_of(node: Node, stop: Container[Node] = ()) -> Node:
     ):
         node = node.args[0]
     return node
-
-
-def gemm_flops(node: Node) -> int:
-    """The FLOPs of a GEMM node at one step, two per multiply-add; 0 for other nodes."""
-    if node.target not in GEMMS:
-        return 0
-    a, b = (value_of(arg) for arg in node.args[:2])
-    if node.target is aten.convolution.default:
-        transposed = node.args[6]
-        # One filter for each output, or for each input if transposed.
-        positions = a if transposed else value_of(node)
-        return 2 * positions.numel() * b[0].numel()
-    return 2 * a.numel() * b.shape[-1]
 
 
 def is_outer_product(node: Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import compress
 
@@ -11,9 +11,10 @@ from torch import fx
 from .._trees import leaf_names
 from ..backends import Backend
 from ..compiler.blocks import Block, DistributedLoop, MapBlock, ShiftBlock
-from ..compiler.graphs import GEMMS, VIEWS, Node, aten, gemm_flops, is_getitem, nbytes, value_of
+from ..compiler.gemms import gemm_flops, gemm_text, is_gemm
+from ..compiler.graphs import VIEWS, Node, is_getitem, nbytes
 from ..compiler.plan import Plan
-from ..compiler.time_axis.reduction import Gemm, LoopTotal
+from ..compiler.time_axis.reduction import ConvolutionGradient, Gemm, LoopTotal
 from .execute import Executable
 
 
@@ -199,10 +200,9 @@ def _sums(loop: DistributedLoop, steps: int, phase: str) -> list[BlockReport]:
     """The parameters' gradients: each a GEMM over all steps and rows, or a sum."""
     gemms, sums, flops = [], 0, 0
     for term in (term for total in loop.sums for term in total.terms()):
-        if isinstance(term, Gemm):
-            a, b = value_of(term.a).shape, value_of(term.b).shape
+        if isinstance(term, (Gemm, ConvolutionGradient)):
             flops += steps * gemm_flops(term.node)
-            gemms.append(_gemm_text(a, b, f"contracted over {steps} steps and rows at once"))
+            gemms.append(gemm_text(term.node, f"contracted over {steps} steps and rows at once"))
         elif not isinstance(term, LoopTotal):  # one of those was summed inside its loop
             sums += 1
     if not gemms and not sums:
@@ -217,19 +217,12 @@ def _work(module: fx.GraphModule, steps: int, how_often: str) -> tuple[list[str]
     for node in module.graph.nodes:
         if node.op != "call_function" or node.target in VIEWS or is_getitem(node):
             continue
-        if node.target in GEMMS:
-            a, b = (value_of(arg).shape for arg in node.args[:2])
-            sign = "*" if node.target is aten.convolution.default else "@"
-            gemms.append(_gemm_text(a, b, how_often, sign))
+        if is_gemm(node):
+            gemms.append(gemm_text(node, how_often))
             flops += steps * gemm_flops(node)
         else:
             other += 1
     return gemms, other, flops
-
-
-def _gemm_text(a: Sequence[int], b: Sequence[int], how_often: str, sign: str = "@") -> str:
-    """``sign``: a convolution's is ``*``."""
-    return f"{list(a)} {sign} {list(b)} {how_often}"
 
 
 def _count(value: float, unit: str) -> str:

@@ -12,9 +12,12 @@ import networkx as nx
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import ftbptt
 from ftbptt import Explanation, make_train_segment
+
+from ..cells.problems import named
 
 B, D, H, K = 3, 5, 7, 4
 
@@ -220,6 +223,33 @@ def test_recompute_saves_the_state_alone() -> None:
     assert saved.saved_bytes == K * B * H * 4 * 7  # i, f, g, o, tanh(c), c, h
     assert recomputed.saved == ["state[0]", "state[1]"]
     assert recomputed.saved_bytes == K * B * H * 4 * 2
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolutions_and_their_gradients_are_counted(groups: int) -> None:
+    """As torch counts the forward; each product has two gradients that take as much."""
+
+    class Convolutional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            options: Any = {"stride": 2, "padding": 1, "groups": groups}
+            self.into = nn.Conv2d(4, 6, 3, **options)
+            self.back = nn.ConvTranspose2d(6, 4, 3, **options)
+            self.readout = nn.Linear(D, H)
+
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(x + self.back(torch.tanh(self.into(h))))
+            return self.readout(h), h
+
+    module, h, x = Convolutional(), torch.zeros(B, 4, D, D), torch.randn(K, B, 4, D, D)
+    segment = make_train_segment(module, mse, backend="eager")
+    explanation = segment.explain(named(module), h, x, torch.randn(K, B, 4, D, H))
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        for x_t in x:
+            _, h = module(x_t, h)
+    assert explanation.flops == 3 * counted.get_total_flops()
+    (sums,) = [block for block in explanation.blocks if block.kind == "sum"]
+    assert len(sums.gemms) == 3  # one for each weight, over all steps
 
 
 def test_explain_prints_every_block_and_runs_nothing() -> None:

@@ -44,7 +44,7 @@ def make(given: Problem, **options: Any) -> Any:
 
 
 def not_fused(found: Explanation) -> list[tuple[str, str]]:
-    reasons = [(b.phase, b.runs.partition("not fused: ")[2]) for b in found.blocks]
+    reasons = [(b.phase, b.runs.partition("no kernel: ")[2]) for b in found.blocks]
     return [(phase, reason.split(" (")[0]) for phase, reason in reasons if reason]
 
 
@@ -55,7 +55,7 @@ def test_what_is_fused(name: str) -> None:
     assert not_fused(found) == NOT_FUSED.get(name, [])
     for block in found.blocks:
         if "scan" in block.kind:
-            assert (KERNEL in block.runs) != ("not fused" in block.runs)
+            assert (KERNEL in block.runs) != ("no kernel" in block.runs)
             assert block.runs.startswith("fused: ")
 
 
