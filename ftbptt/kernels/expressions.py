@@ -128,7 +128,8 @@ def expression(node: Node, leaf: Callable[[Node], Expression]) -> Expression:
         raise refuse(node, "kernels do not support this operation")
     out = node.meta["val"].dtype
     complex_inputs = any(arg.meta["val"].dtype.is_complex for arg in node.all_input_nodes)
-    supports_complex = out.is_complex and kind in (_arithmetic, _copied, _where)
+    of_complex = (_arithmetic, _copied, _where, _of_parts)
+    supports_complex = kind in of_complex if out.is_complex else kind is _part
     if (out.is_complex or complex_inputs) and not supports_complex:
         raise refuse(node, "kernels do not support this operation on complex numbers")
 
@@ -183,6 +184,17 @@ def _arithmetic(op: _Operation) -> Expression:
     if alpha != 1:
         operands[1] = Apply("mul", (operands[1], Literal(alpha, op.dtype)), op.dtype)
     return Apply(name, tuple(operands), op.dtype)
+
+
+def _part(op: _Operation) -> Expression:
+    """A real number of a complex one; of a real one, its size."""
+    x = op.args[0]
+    return Apply(op.name, (x if x.dtype.is_complex else cast(x, op.dtype),), op.dtype)
+
+
+def _of_parts(op: _Operation) -> Expression:
+    parts = (cast(part, op.dtype.to_real()) for part in op.args)
+    return Apply("complex", tuple(parts), op.dtype)
 
 
 def _compared(op: _Operation) -> Expression:
@@ -307,6 +319,8 @@ _TABLE: dict[str, Callable[[_Operation], Expression]] = {
     **dict.fromkeys(("clone", "_to_copy", "convert_element_type", "contiguous"), _copied),
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _clamped),
     **dict.fromkeys(("isnan", "isinf"), _test),
+    **dict.fromkeys(("abs", "real", "imag"), _part),
+    "complex": _of_parts,
     "where": _where,
     "sigmoid_backward": _sigmoid_backward,
     "tanh_backward": _tanh_backward,

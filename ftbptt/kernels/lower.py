@@ -215,7 +215,7 @@ class _Builder:
         if weight not in self.invariants:
             raise refuse(node, "a product whose second operand changes with the step")
         value = value_of(node)
-        if not value.dtype.is_floating_point:
+        if not (value.dtype.is_floating_point or value.dtype.is_complex):
             raise refuse(node, "a product of numbers that are not floating point")
         shape, rank = list(value_of(a).shape), self.rows.rank(a)
         if rank == len(shape):

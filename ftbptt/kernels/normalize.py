@@ -308,6 +308,24 @@ def _replace_product(node: Node, rows: RowView) -> None:
     node.replace_all_uses_with(new_meta_node(graph, aten.view.default, result, list(value.shape)))
 
 
+def _replace_view_as_real(node: Node) -> None:
+    """The parts of complex numbers, which are put side by side only if they are read so."""
+    graph, last = node.graph, value_of(node).dim() - 1
+    parts = [
+        new_meta_node(graph, part, node.args[0]) for part in (aten.real.default, aten.imag.default)
+    ]
+    for user in list(node.users):
+        if user.target is aten.select.int and user.args[1] % (last + 1) == last:
+            user.replace_all_uses_with(parts[user.args[2]])
+    parts = [new_meta_node(graph, aten.unsqueeze.default, part, last) for part in parts]
+    node.replace_all_uses_with(_joined(parts, last, value_of(node).shape))
+
+
+def _replace_view_as_complex(node: Node) -> None:
+    parts = [new_meta_node(node.graph, aten.select.int, node.args[0], -1, part) for part in (0, 1)]
+    node.replace_all_uses_with(new_meta_node(node.graph, aten.complex.default, *parts))
+
+
 _REPLACEMENTS: dict[Any, Callable[[Node], None]] = {
     aten.stack.default: _replace_stack,
     aten.slice_scatter.default: _replace_slice_scatter,
@@ -315,6 +333,8 @@ _REPLACEMENTS: dict[Any, Callable[[Node], None]] = {
     aten.mean.default: _replace_mean,
     aten.var.correction: _replace_var,
     aten.var_mean.correction: _replace_var_mean,
+    aten.view_as_real.default: _replace_view_as_real,
+    aten.view_as_complex.default: _replace_view_as_complex,
 }
 
 

@@ -128,6 +128,11 @@ COMPLEX: dict[str, Operation] = {
     "reciprocal": lambda x, y: x.reciprocal(),
     "conj": lambda x, y: x.conj_physical() * y,
     "where": lambda x, y: torch.where(torch.ones(x.shape, dtype=torch.bool), x, y),
+    "abs": lambda x, y: x.abs(),
+    "parts": lambda x, y: x.real * y.imag,
+    "complex": lambda x, y: torch.complex(x.imag, y.real),
+    "pairs": lambda x, y: torch.view_as_real(x) * torch.view_as_real(y),
+    "of pairs": lambda x, y: torch.view_as_complex(torch.view_as_real(x) * 2),
 }
 ROUNDED: dict[str, Operation] = {
     "through_bfloat16": lambda x, y: (x * 0.7).to(torch.bfloat16).to(x.dtype) + y,
@@ -290,8 +295,8 @@ def test_every_known_operation_is_in_a_test() -> None:
         for as_written in (True, False):
             scan = scan_over(operations, x, x, as_written=as_written)
             met |= {expressions._overload_name(node) for node in scan.block.module.graph.nodes}
-    # Other names of the same, that tracing does not make.
-    same = {"_conj", "conj_physical", "contiguous", "convert_element_type"}
+    # Other names of the same, that tracing does not make, and what normal forms have of pairs.
+    same = {"_conj", "conj_physical", "contiguous", "convert_element_type", "real", "imag"}
     assert set(expressions._TABLE) - met == same
 
 

@@ -29,6 +29,7 @@ from ftbptt.kernels.cpu.toolchain import INCLUDE
 from ..cells import problem
 from ..sequences import sequences, stacked
 from .scans import Scan, assert_same, random, share_all_products
+from .test_complex import numbers, rotated
 from .test_expressions import FLOAT, close, scan_over, values
 from .test_fused_operations import JOINS, REDUCTIONS
 from .test_fused_shapes import data_for, gated, grouped
@@ -232,6 +233,14 @@ def test_models(recorder: Recorder, tmp_path: Path) -> None:
     for models, rows in ((2, 3), (3, 67)):
         given = [random(models, 7, 7)], [random(3, models, rows, 7)], [random(models, rows, 7)]
         Scan(grouped, *given).fused()
+    check(recorder, tmp_path)
+
+
+@needs_sanitizer
+def test_complex_numbers(recorder: Recorder, tmp_path: Path) -> None:
+    for dtype, rows in ((torch.complex64, 3), (torch.complex128, 67)):
+        given = numbers(9, 9), numbers(3, rows, 9), numbers(rows, 9)
+        Scan(rotated, *([t.to(dtype)] for t in given)).fused()
     check(recorder, tmp_path)
 
 

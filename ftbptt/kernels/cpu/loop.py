@@ -154,6 +154,7 @@ class _Printer:
         def of(weight: int, op: Product) -> int:
             dtype = self.loop.weight_dtypes[weight]
             itemsize = (dtype if dtype == torch.bfloat16 else compute_dtype(dtype)).itemsize
+            itemsize *= 1 + dtype.is_complex  # see complex_gemm.h
             return op.k * op.n * (op.vectors if op.by_vector else 1) * itemsize
 
         return sum(of(weight, op) for weight, op in self.products.items())
@@ -166,7 +167,11 @@ class _Printer:
     def _gemm(self, op: Product) -> str:
         """The class of the product, in C++."""
         dtype = self.loop.weight_dtypes[op.weight]
-        return "HalfGemm" if dtype == torch.bfloat16 else f"Gemm<{c_type(compute_dtype(dtype))}>"
+        if dtype == torch.bfloat16:
+            return "HalfGemm"
+        if dtype.is_complex:
+            return f"ComplexGemm<{c_type(dtype.to_real())}>"
+        return f"Gemm<{c_type(compute_dtype(dtype))}>"
 
     def _pack_buffers(self) -> Iterator[str]:
         for weight, op in self.products.items():

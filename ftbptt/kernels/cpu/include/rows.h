@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "buffer.h"
+#include "complex_gemm.h"
 #include "gemm.h"
 #include "half.h"
 #include "math.h"
@@ -245,6 +246,10 @@ template <typename X> inline X abs_(X a) {
   else if constexpr (std::is_integral_v<X>) return a < 0 ? neg_(a) : a;
   else return std::abs(a);
 }
+template <typename T> inline T abs_(c10::complex<T> a) { return std::abs(a); }
+template <typename T> inline T real_(c10::complex<T> a) { return a.real(); }
+template <typename T> inline T imag_(c10::complex<T> a) { return a.imag(); }
+template <typename T> inline c10::complex<T> complex_(T real, T imag) { return {real, imag}; }
 template <typename X> inline X exp_(X a) {
   if constexpr (std::is_same_v<X, Vec<float>>) return fast_exp(a);
   else if constexpr (is_vec<X>::value) return a.exp();
