@@ -39,7 +39,7 @@ Expression = Any
 
 # By the name of the operation in aten, that of the function here.
 _ARITHMETIC = {name: name for name in (
-    "add", "sub", "mul", "div", "neg", "abs", "maximum", "minimum", "pow", "exp", "exp2",
+    "add", "sub", "mul", "div", "neg", "maximum", "minimum", "pow", "exp", "exp2",
     "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tan",
     "sinh", "cosh", "atan", "atan2", "tanh", "sigmoid", "erf", "erfc", "floor", "ceil",
     "round", "trunc", "fmod", "sign", "relu", "acos", "asin",
