@@ -15,7 +15,7 @@ from ftbptt.backends.compile import build
 SIZES = [
     (300, 700, 129), (129, 701, 301), (40, 40000, 7), (3, 5, 2), (1, 1, 1), (0, 5, 2), (7, 0, 3),
 ]  # fmt: skip
-BATCHES = [(4, 65, 300, 97), (3, 40, 600, 130), (2, 3, 5, 2), (5, 1, 7, 1), (0, 3, 5, 2)]
+BATCHES = [(4, 75, 300, 97), (3, 40, 600, 130), (2, 3, 5, 2), (5, 1, 7, 1), (0, 3, 5, 2)]
 
 
 @pytest.fixture(params=[True, False], ids=["own", "library"])

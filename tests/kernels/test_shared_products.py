@@ -99,7 +99,7 @@ def test_products_with_large_weights_are_shared(
     """If a thread has at most so many rows, and between so many; here 5 units^2 weights, twice."""
     given = [[t.to(dtype) for t in own] for own in data_for(1, (1,), units)]
     source = source_of(Scan(gated, *given).block)
-    found = re.search(r"Tiles tiles\(total, 1, \d+, {(\d+), (\d+)}\)", source)
+    found = re.search(r"Tiles tiles\(threads, total, 1, \d+, {(\d+), (\d+)}\)", source)
     assert found is not None
     assert tuple(map(int, found.groups())) == (few, most)
 
@@ -112,7 +112,7 @@ using namespace ftbptt;
 extern "C" void run(void* const* memory, const int64_t* numbers) {
   int64_t* const taken = static_cast<int64_t*>(memory[0]);
   int64_t* const found = static_cast<int64_t*>(memory[1]);
-  const Tiles tiles(numbers[0], numbers[1], 3, {numbers[2], numbers[3]});
+  const Tiles tiles(omp_get_max_threads(), numbers[0], numbers[1], 3, {numbers[2], numbers[3]});
   found[0] = tiles.shared;
   found[1] = tiles.threads;
 #pragma omp parallel num_threads(tiles.threads)

@@ -7,6 +7,7 @@ products of one tile (see ``tiles.h``). The headers hold the code that is the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -25,6 +26,10 @@ _LEAST_ROWS, _MOST_ROWS = 8, 64
 # of them for more rows, up to a number from which on arithmetic takes longer than reading. And a
 # thread has at least so many bytes of them: waiting for the others costs about a microsecond.
 _SHARED_BYTES, _SHARED_ROWS, _LEAST_SHARE = 256 << 10, 8, 64 << 10
+
+# In multiplications of a product, of which a thread makes about 30 in a nanosecond: what an element
+# of an operation takes, and to wake threads that sleep, about 0.1 ms.
+_PER_ELEMENT, _WAKING = 16, 4 << 20
 
 
 def print_cpp(loop: RowLoop) -> str:
@@ -64,8 +69,9 @@ class _Printer:
         yield 'extern "C" void run(void* const* memory, const int64_t* numbers) {'
         yield from self._arguments()
         yield from self._pack_buffers()
+        yield f"const int64_t threads = threads_for(steps * total * {self._work()}, {_WAKING});"
         yield (
-            f"const Tiles tiles(total, {self._axes(0, self.groups)}, {self._tile_rows()}, "
+            f"const Tiles tiles(threads, total, {self._axes(0, self.groups)}, {self._tile_rows()}, "
             f"{self._sharing()});"
         )
         yield from self._workspaces()
@@ -141,6 +147,14 @@ class _Printer:
         row_bytes = sum(memory.size * compute_dtype(memory.dtype).itemsize for memory in memories)
         rows = _TILE_BYTES // max(row_bytes, 1)
         return max(_LEAST_ROWS, min(_MOST_ROWS, rows // 8 * 8))
+
+    def _work(self) -> int:
+        """What a step of a row takes, in multiplications of a product."""
+        stages = self.schedule.stages
+        products = sum(op.vectors * op.k * op.n for op in stages if isinstance(op, Product))
+        nests = [nest for stage in stages if not isinstance(stage, Product) for nest in stage]
+        elements = sum(math.prod(nest.shape) * len(nest.operations) for nest in nests)
+        return products + _PER_ELEMENT * elements
 
     def _sharing(self) -> str:
         """When threads share products, in C++."""

@@ -15,7 +15,7 @@ static int (*const MKL_Set_Num_Threads_Local)(int) = nullptr;
 #endif
 
 namespace ftbptt {
-constexpr int64_t kWorthSharing = 4 << 20;  // multiplications; smaller products are not split
+constexpr int64_t kWorthSharing = 8 << 20;  // multiplications; smaller products are for one thread
 constexpr int64_t kLeastPart = 32;          // rows or columns per thread
 
 struct Matrices {
@@ -105,7 +105,8 @@ inline AOTITorchError aoti_torch_cpu_product(
   const int64_t length = product.c.size[axis], most = omp_get_max_threads();
   const bool is_large = count * rows * columns * product.a.size[1] >= kWorthSharing;
   const int64_t threads = is_large && count * (length / kLeastPart) >= most ? most : 1;
-  if (product.run == nullptr && (threads == 1 || MKL_Set_Num_Threads_Local == nullptr))
+  // What is large and narrow is left to MKL's threads.
+  if (product.run == nullptr && ((is_large && threads == 1) || MKL_Set_Num_Threads_Local == nullptr))
     return aoti_torch_cpu_mm_out(*result, a, b);
   // A batch that the threads can share evenly is shared by its matrices.
   const int64_t parts = count % threads == 0 ? 1 : threads;

@@ -9,6 +9,14 @@
 
 namespace ftbptt {
 
+// How many threads to use for ``work`` multiplications, or what takes as long: one, unless all of them are at least 1.5
+// times as fast. To wake them takes as long as ``waking`` multiplications; but where other programs keep their cores
+// busy, it takes a time slice of the system's, a hundred times what a small kernel takes.
+inline int64_t threads_for(int64_t work, int64_t waking) {
+  const int64_t threads = omp_in_parallel() ? 1 : omp_get_max_threads();
+  return 2 * work * threads >= 3 * (work + waking * threads) ? threads : 1;
+}
+
 // Rows whose steps are run before those of the next tile. The rows of a group share all weights. Rows begin .. end - 1
 // of the tile are the calling thread's, for all but products.
 struct Tile {
@@ -21,7 +29,7 @@ struct Sharing {
   int64_t most;  // not more threads than these
 };
 
-// ``total`` rows in ``groups`` of equal size, split into tiles of at most ``most`` rows.
+// ``total`` rows in ``groups`` of equal size, split between threads into tiles of at most ``most`` rows.
 //
 // Either each thread has tiles of its own: at least one per thread, if there are that many rows. Or, where that leaves
 // a thread few rows to read large weights for, all threads take the same tile: each computes some columns of a product,
@@ -30,8 +38,7 @@ struct Tiles {
   int64_t total, groups, parts, rows, threads;
   bool shared;
 
-  Tiles(int64_t total, int64_t groups, int64_t most, Sharing sharing) : total(total), groups(groups) {
-    const int64_t threads = omp_in_parallel() ? 1 : omp_get_max_threads();
+  Tiles(int64_t threads, int64_t total, int64_t groups, int64_t most, Sharing sharing) : total(total), groups(groups) {
     const int64_t size = total / std::max<int64_t>(groups, 1);
     const int64_t for_threads = (threads + groups - 1) / std::max<int64_t>(groups, 1);
     parts = std::max<int64_t>((size + most - 1) / most, std::min(for_threads, size));
