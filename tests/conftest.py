@@ -35,13 +35,9 @@ def _globals() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _threads() -> Iterator[None]:
-    """Two threads, which kernels on CPUs use however small they are."""
+def _threads() -> None:
     torch.set_num_threads(2)
     gc.freeze()  # what is imported is not looked through at each collection: a tenth of the time
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("ftbptt.kernels.cpu.loop._WAKING", 0)
-        yield
 
 
 @pytest.fixture(autouse=True)
