@@ -213,6 +213,23 @@ def names_asked_by(reached: Iterable[Any]) -> set[str]:
 
 
 @_of_each_code
+def attributes_set_in(code: CodeType) -> Iterator[str]:
+    """The attributes that code, and the code nested in it, assigns."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_ATTR":
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from attributes_set_in(constant)
+
+
+def attributes_set_by(root: Any) -> set[str]:
+    """The attributes that a function or module, and what it calls, may assign."""
+    functions = (value for value in reached_by(root) if isinstance(value, FunctionType))
+    return {name for function in functions for name in attributes_set_in(function.__code__)}
+
+
+@_of_each_code
 def globals_in(code: CodeType) -> Iterator[str]:
     """The global variables that code, and the code nested in it, reads or binds."""
     for instruction in dis.get_instructions(code):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -45,6 +47,24 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """As ``named_buffers(recurse=False)``; see :func:`own_parameters`."""
     return module._buffers
+
+
+def put_own_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    """Has the module keep its buffers in this dict: a look into one is a look-up in it."""
+    module._buffers = buffers
+
+
+def assigns_buffer() -> bool:
+    """Whether a module is just asked for a buffer by torch, which is about to assign it.
+
+    ``register_buffer`` looks whether there is something else of that name.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(4):  # __getattr__, and the wrapper around it in a trace
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_code is nn.Module.register_buffer.__code__:
+            return True
+    return False
 
 
 def is_persistent(module: nn.Module, key: str) -> bool:

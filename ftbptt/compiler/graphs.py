@@ -126,18 +126,25 @@ def contains_parts_unchanged(join: Node) -> bool:
     return all((part.dtype, part.dim()) == (value_of(join).dtype, rank) for part in parts)
 
 
-def has_same_code(a: fx.Graph, b: fx.Graph) -> bool:
+def has_same_code(a: fx.Graph, b: fx.Graph, same_values: bool = False) -> bool:
     """Whether two graphs that were traced in the same way are of the same operations.
 
-    On the same tensors, if they hold any. Of gradients that someone wrote only the names are
-    compared.
+    On the same tensors, if they hold any; ``same_values``: or on equal ones. Of gradients that
+    someone wrote only the names are compared.
     """
     held = [
         [getattr(graph.owning_module, node.target) for node in graph.find_nodes(op="get_attr")]
         for graph in (a, b)
     ]
     code, other = (graph.python_code("self").src for graph in (a, b))
-    return code == other and len(held[0]) == len(held[1]) and all(map(operator.is_, *held))
+    is_same = _has_same_values if same_values else operator.is_
+    return code == other and len(held[0]) == len(held[1]) and all(map(is_same, *held))
+
+
+def _has_same_values(a: Any, b: Any) -> bool:
+    if a is b or not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return a is b
+    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
 
 
 def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:

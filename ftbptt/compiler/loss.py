@@ -286,6 +286,7 @@ class SegmentLoss:
             self.recipe.loss,
             traced,
             "compute such a value from the result of the call, or return it in the step's out.",
+            self.constants,
         )
         forbid_mutation("loss", graph)
         forbid_trained_captures(

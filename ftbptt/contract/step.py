@@ -7,16 +7,18 @@ batch lie in its state, and its zero state if it is known. ``as_step`` makes one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from .._compat.modules import COMPILED_PREFIX, is_persistent, parametrizations_kept_apart
+from .._compat.modules import COMPILED_PREFIX, is_persistent
+from .._reach import attributes_set_by
 from .._trees import Tree
+from .held_tensors import Copy, call_with, copies_in, tied_places, watching_buffers
 from .taps import Collector, collecting, owners
 
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -118,8 +120,21 @@ class Step:
         return owners
 
     @cached_property
+    def _assigning(self) -> list[nn.Module]:
+        """The modules with a buffer that some code assigns, as far as its name shows that."""
+        if not self._buffer_owners:
+            return []
+        assigned = attributes_set_by(self.module)
+        owners = (owner for _, owner, key in self._buffer_owners if key in assigned)
+        return list(dict.fromkeys(owners))
+
+    @cached_property
     def _tied(self) -> list[tuple[str, str]]:
-        return [] if self.module is None else _tied(self.module)
+        return [] if self.module is None else tied_places(self.module)
+
+    @cached_property
+    def _copies(self) -> list[Copy]:
+        return [] if self.module is None else copies_in(self.module)
 
     @cached_property
     def _layers(self) -> list[nn.RNNBase]:
@@ -224,18 +239,26 @@ class Step:
     def apply(self, params: Tree, buffers: dict[str, Tensor], x_t: Tree, state: Tree) -> Any:
         """Runs the step once, with these parameters and buffers: ``(out_t, state)``.
 
-        Raises RuntimeError if the module assigns to a buffer.
+        Raises RuntimeError if the module assigns to a buffer that it has read. One that it assigns
+        first, as a place for a value of this step, is afterwards what it was.
         """
         if self.module is None:
             assert self.function is not None
             return self.function(params, x_t, state)
         module = self.module
+
         given = {**buffers, **own_names(params)}  # a buffer may be among the parameters
 
         def run() -> Any:
-            result = self.call_module(module, x_t, state)
+            with ExitStack() as stack:
+                watched = {m: stack.enter_context(watching_buffers(m)) for m in self._assigning}
+                result = self.call_module(module, x_t, state)
             for name, owner, key in self._buffer_owners:
-                if getattr(owner, key) is not given.get(name):
+                if (
+                    watched[owner].carries_over(key)
+                    if owner in watched
+                    else getattr(owner, key) is not given.get(name)
+                ):
                     raise RuntimeError(
                         f"step {self.name} assigns to its buffer {name!r}. Buffers are constants "
                         "of a segment: carry the value in the state and return it, or compute it "
@@ -249,43 +272,14 @@ class Step:
         """``run()``, while the module has these tensors."""
         if self.module is None:
             return run()
-        values = {**buffers, **own_names(params)}
+        values = {**buffers, **own_names(params)}  # a buffer may be among the parameters
         values |= {name: values[first] for name, first in self._tied}
-        # Tied here, once for each place: where a submodule has two names, torch's tie_weights puts
-        # a tensor there twice, and leaves the first of the two in the module.
-        renamed = {f"module.{name}": value for name, value in values.items()}
-        with parametrizations_kept_apart():
-            return functional_call(_Holder(self.module, run), renamed, (), tie_weights=False)
-
-
-class _Holder(nn.Module):
-    """What runs under ``functional_call``, with the tensors of ``module`` replaced."""
-
-    def __init__(self, module: nn.Module, run: Callable[[], Any]) -> None:
-        super().__init__()
-        self.module = module
-        self.run = run
-
-    def forward(self) -> Any:
-        return self.run()
+        return call_with(self.module, values, self._copies, run)
 
 
 def own_names(params: dict[str, Tensor]) -> dict[str, Tensor]:
     """``params`` by the names of the module; torch.compile puts a prefix before them."""
     return {name.removeprefix(COMPILED_PREFIX): value for name, value in params.items()}
-
-
-def _tied(module: nn.Module) -> list[tuple[str, str]]:
-    """Further places of parameters and buffers that have several: ``(place, name)``."""
-    names: dict[int, str] = {}
-    tied = []
-    for path, owner in module.named_modules():
-        for kind in (owner.named_parameters, owner.named_buffers):
-            for place, tensor in kind(path, recurse=False, remove_duplicate=False):
-                first = names.setdefault(id(tensor), place)
-                if first != place:
-                    tied.append((place, first))
-    return tied
 
 
 def layers_of(module: nn.Module) -> list[nn.RNNBase]:

@@ -92,7 +92,11 @@ class Comparison:
 
     def __str__(self) -> str:
         wrong = [leaf for leaf in self.leaves if not leaf.agrees]
-        verdict = "agrees with" if not wrong else f"{len(wrong)} leaves differ from"
+        verdict = "agrees with"
+        if wrong:
+            verdict = (
+                "1 leaf differs from" if len(wrong) == 1 else f"{len(wrong)} leaves differ from"
+            )
         shapes = {leaf.path: "x".join(map(str, leaf.shape)) or "scalar" for leaf in self.leaves}
         path_width = max(len("leaf"), *(len(leaf.path) for leaf in self.leaves))
         shape_width = max(len("shape"), *map(len, shapes.values()))

@@ -85,21 +85,6 @@ def test_a_captured_container(kind: Any) -> None:
     assert kept == kind([("a", 1)])
 
 
-def test_a_weight_that_is_put_into_an_attribute() -> None:
-    class WeightDrop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.raw = nn.Parameter(torch.randn(H, H))
-            self.weight = self.raw.detach()
-
-        def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-            self.weight = nn.functional.dropout(self.raw)
-            h = torch.tanh(x_t + h @ self.weight)
-            return h, h
-
-    refused(WeightDrop(), "changes the attribute 'weight'.*functional_call on the inner module")
-
-
 def test_a_container_in_a_module() -> None:
     class Logs(nn.Module):
         def __init__(self) -> None:

@@ -92,7 +92,7 @@ def test_a_wrong_gradient_is_detected(dtype: torch.dtype) -> None:
     assert not comparison.agrees
     assert [leaf.path for leaf in comparison.leaves if not leaf.agrees] == ["grads['u']"]
     lines = str(comparison).splitlines()
-    assert lines[0].endswith("1 leaves differ from the eager loop in float64")
+    assert lines[0].endswith("1 leaf differs from the eager loop in float64")
     (line,) = [line for line in lines if line.endswith("differs")]
     assert line.split()[:2] == ["grads['u']", "4x4"]
 

@@ -82,6 +82,11 @@ class Constants:
                 return Change("the number in a tensor from outside", is_read=True)
         return None
 
+    def leave_out(self, descriptions: Iterable[str]) -> None:
+        """Does not watch these variables and items, which a trace assigns before it reads them."""
+        for watched in self._watched:
+            watched.left_out.update(descriptions)
+
     def take_over(self, other: Constants) -> None:
         """The values that those of a later trace have, which gave the same graph."""
         self._watched = other._watched
@@ -115,6 +120,7 @@ class _Watched:
         describe: Callable[[Any], str],
     ) -> None:
         self.read, self.values = read, [*read()]
+        self.left_out: set[str] = set()
         self._names, self._describe = names, describe
 
     def change(self) -> Change | None:
@@ -123,7 +129,7 @@ class _Watched:
         if len(values) == len(self.values) and all(map(operator.is_, values, self.values)):
             return None
         for name, value, before in zip(self._names, values, self.values, strict=False):
-            if not _is_same(value, before):
+            if not _is_same(value, before) and self._describe(name) not in self.left_out:
                 return Change(self._describe(name), is_read=False)
         if len(values) != len(self.values):
             return Change(self._describe(None), is_read=False)

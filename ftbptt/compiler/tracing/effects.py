@@ -1,26 +1,38 @@
 """Side effects of a step or loss: variables that it rebinds and containers that it changes.
 
 It is traced once, so an effect would happen once instead of at each step or call. It is undone,
-since what was stored are fake tensors, and the step or loss is refused.
+since what was stored are fake tensors, and the step or loss is refused. But an attribute may serve
+it as a place for a value of one step or call, as in libraries of spiking neurons: one that it
+always assigns before it reads it.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..._random_state import random_state_outside_torch, same_random_state
 from ..._reach import is_cache, reached_by
+from ..._warnings import warn
+from ..graphs import has_same_code
+from .constants import Constants
 from .random_draws import draws_of_this_thread
 from .variables import ABSENT, scopes_of
 
 T = TypeVar("T")
+
+
+class _Place(NamedTuple):
+    """An attribute of an object, or an item of a dict that is one, which may be assigned."""
+
+    description: str
+    bind: Callable[[Any], None]
 
 
 @dataclass(frozen=True)
@@ -30,13 +42,19 @@ class _Effect:
     description: str
     redo: Callable[[], None]
     is_tensor: bool = False  # what the variable was bound to
+    # What it assigned, each with the value from before; None if that is not all that it did.
+    places: dict[_Place, Any] | None = None
 
 
-def without_effects(name: str, root: Any, trace: Callable[[], T], remedy: str) -> T:
+def without_effects(
+    name: str, root: Any, trace: Callable[[], fx.GraphModule], remedy: str, constants: Constants
+) -> fx.GraphModule:
     """Calls ``trace``, which runs ``root``, a function or module, and returns its result.
 
-    What that changes outside of it is undone. Raises RuntimeError if it changed something, or if
-    it drew from the random numbers of Python or NumPy. ``name`` and ``remedy`` are for the message.
+    What that changes outside of it is undone. Raises RuntimeError if it changed something that the
+    next step or call could read, or if it drew from the random numbers of Python or NumPy.
+    ``name`` and ``remedy`` are for the message. ``constants``: those of the trace; it leaves out
+    what the trace does not read.
     """
     random_before = random_state_outside_torch()
     result, effects = _trace_and_undo(root, trace)
@@ -48,10 +66,12 @@ def without_effects(name: str, root: Any, trace: Callable[[], T], remedy: str) -
     # Another thread may have done it. It does it again, and draws in this thread.
     with draws_of_this_thread() as drawn:
         result, effects_again = _trace_and_undo(root, trace)
-    repeated = {e.description for e in effects} & {e.description for e in effects_again}
-    if repeated:
-        description = min(repeated)
-        if any(e.is_tensor for e in effects_again if e.description == description):
+    names = {e.description for e in effects} & {e.description for e in effects_again}
+    repeated = [e for e in effects_again if e.description in names]
+    places = _places_of(repeated)
+    if repeated and (places is None or not _assigns_first(root, trace, result, places)):
+        description = min(names)
+        if any(e.is_tensor for e in repeated if e.description == description):
             remedy += (
                 " Compute a constant before the first call. For a weight that is computed from "
                 "parameters use torch.nn.utils.parametrizations (it has weight_norm), or "
@@ -66,8 +86,67 @@ def without_effects(name: str, root: Any, trace: Callable[[], T], remedy: str) -
             "Draw with torch, for example torch.rand, or pass the numbers in x."
         )
     for effect in (*effects, *effects_again):
-        effect.redo()
+        if effect.description not in names:
+            effect.redo()
+    if places:
+        assigned = sorted(place.description for place in places)
+        constants.leave_out(assigned)
+        warn(
+            f"ftbptt: {name} assigns {_some(assigned)}, which has its old value again after a "
+            "segment. Return what you want to see of it in out.",
+            RuntimeWarning,
+        )
     return result
+
+
+def _some(descriptions: Sequence[str]) -> str:
+    more = len(descriptions) - 1
+    return descriptions[0] + (f" (and {more} more)" if more else "")
+
+
+def _places_of(effects: Sequence[_Effect]) -> dict[_Place, Any] | None:
+    """All that the effects assigned; None if one of them did more than that."""
+    places: dict[_Place, Any] = {}
+    for effect in effects:
+        if effect.places is None:
+            return None
+        places |= effect.places
+    return places
+
+
+def _assigns_first(
+    root: Any,
+    trace: Callable[[], fx.GraphModule],
+    result: fx.GraphModule,
+    places: dict[_Place, Any],
+) -> bool:
+    """Whether a trace assigns all these places, reads none of them before, and gives ``result``."""
+    try:
+        for place in places:
+            place.bind(_Unread())
+        again, effects = _trace_and_undo(root, trace)
+    except Exception:
+        return False
+    finally:
+        for place, value in places.items():
+            place.bind(value)
+    assigned = _places_of(effects)
+    return (
+        assigned is not None
+        and {place.description for place in assigned} == {place.description for place in places}
+        and has_same_code(again.graph, result.graph, same_values=True)
+    )
+
+
+class _Unread(Tensor):
+    """A value that cannot be read; whether it is there, and of which class, can be."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise RuntimeError("is read")
+
+    def __hash__(self) -> int:
+        raise RuntimeError("is read")
 
 
 def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[_Effect]]:
@@ -76,7 +155,7 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[_Effect]
     scopes = [(scope, scope.read()) for scope in scopes_of(root, reached)]
     caches = [(value, value.cache_info().misses) for value in reached if is_cache(value)]
     containers = [
-        (scope.describe(name), value, _content(value))
+        (scope, name, value, _content(value))
         for scope, variables in scopes
         for name, value in variables.items()
         if isinstance(value, (list, dict, set, deque))
@@ -91,17 +170,39 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[_Effect]
                 value, old_value = after.get(name, ABSENT), before.get(name, ABSENT)
                 if value is not old_value:
                     redo = partial(scope.bind, name, value)
-                    effects.append(_Effect(scope.describe(name), redo, isinstance(value, Tensor)))
+                    description = scope.describe(name)
+                    places = None
+                    if scope.is_of_object and value is not ABSENT:
+                        places = {_Place(description, partial(scope.bind, name)): old_value}
+                    effects.append(_Effect(description, redo, isinstance(value, Tensor), places))
                     scope.bind(name, old_value)
         for cached, misses in caches:
             if cached.cache_info().misses != misses:  # it holds fake tensors now
                 cached.cache_clear()
-        for description, container, old_content in containers:
+        for scope, name, container, old_content in containers:
             content = _content(container)
             if not _is_same(content, old_content):
-                effects.append(_Effect(description, partial(_refill, container, content)))
+                description = scope.describe(name)
+                places = None
+                if scope.is_of_object and isinstance(container, dict):
+                    places = _assigned_items(description, container, old_content)
+                redo = partial(_refill, container, content)
+                effects.append(_Effect(description, redo, places=places))
                 _refill(container, old_content)
     return result, effects
+
+
+def _assigned_items(
+    description: str, container: dict[Any, Any], old_content: dict[Any, Any]
+) -> dict[_Place, Any] | None:
+    """The items of a dict that were assigned; None if its keys are others now."""
+    if container.keys() != old_content.keys():
+        return None
+    return {
+        _Place(f"the item {key!r} of {description}", partial(container.__setitem__, key)): value
+        for key, value in old_content.items()
+        if container[key] is not value
+    }
 
 
 def _content(container: Any) -> Any:

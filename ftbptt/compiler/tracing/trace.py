@@ -265,6 +265,7 @@ def trace_step(
         step.root,
         traced,
         "read such a value from the state and return it in the next state.",
+        constants,
     )
     failures_as_nan(module)
     _check_step(step, module, s, buffer_names)

@@ -33,6 +33,11 @@ class Scope:
     describe: Callable[[str], str]
     owner: Any = None
 
+    @property
+    def is_of_object(self) -> bool:
+        """Whether they are the attributes of an object, which is no class or function."""
+        return self.owner is not None and not isinstance(self.owner, (type, FunctionType))
+
     def read(self) -> dict[str, Any]:
         """What each is bound to now."""
         return {name: self.get(name) for name in self.names()}

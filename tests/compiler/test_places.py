@@ -1,0 +1,231 @@
+"""Attributes that a step assigns before it reads them, as places for values of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftbptt import make_train_segment, reference_segment
+
+from ..cells.problems import mse, named
+from ..oracle import assert_close
+
+Arguments = tuple[Any, ...]
+K, B, H = 4, 2, 3
+
+
+def arguments_of(module: nn.Module) -> Arguments:
+    """A call's, of a module that they turn into float64."""
+    torch.manual_seed(1)
+    h, x, y = torch.randn(B, H), torch.randn(K, B, H), torch.randn(K, B, H)
+    return named(module.double()), h.double(), x.double(), y.double()
+
+
+class Cell(nn.Module):
+    """``h = keep(self, tanh(recur(h) + x))``, where ``keep`` may use attributes as places."""
+
+    table = {"seen": 1.0}  # noqa: RUF012
+
+    def __init__(self, keep: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.recur, self.keep = nn.Linear(H, H), keep
+        self.kept: Any = None
+        self.of_last: Any = {"v": 0.0, "w": 2.0}
+        vars(self).update(attributes)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.keep(self, torch.tanh(self.recur(h) + x))
+        return h, h
+
+
+def in_attribute(module: Any, h: Tensor) -> Tensor:
+    module.kept = 2 * h
+    module.kept = module.kept - h.square()
+    return module.kept
+
+
+def in_new_attribute(module: Any, h: Tensor) -> Tensor:
+    module.spikes = (h > 0).to(h.dtype)
+    return h - 0.5 * module.spikes + torch.tensor([0.5, 1.0, 2.0], dtype=h.dtype)
+
+
+def in_item(module: Any, h: Tensor) -> Tensor:
+    module.of_last["v"] = h
+    return module.of_last["v"] * module.of_last["w"]
+
+
+def in_both(module: Any, h: Tensor) -> Tensor:
+    module.calls = 1
+    return in_attribute(module, in_item(module, h)) * module.calls
+
+
+PLACES: dict[Callable[[Any, Tensor], Tensor], str] = {
+    in_attribute: "the attribute 'kept' of Cell, which has its old value again",
+    in_new_attribute: "the attribute 'spikes' of Cell, which",
+    in_item: "the item 'v' of the attribute 'of_last' of Cell, which",
+    in_both: r"the attribute 'calls' of Cell \(and 2 more\), which",
+}
+
+
+@pytest.mark.parametrize("keep", PLACES)
+def test_assigned_first(keep: Callable[[Any, Tensor], Tensor]) -> None:
+    module = Cell(keep)
+    given = arguments_of(module)
+    segment = make_train_segment(module, mse, backend="eager")
+    before = {**vars(module)}
+    items = dict(module.of_last)
+    with pytest.warns(RuntimeWarning, match=f"step Cell assigns {PLACES[keep]}"):
+        found = segment(*given)
+    assert vars(module) == before
+    assert module.of_last == items
+    assert_close(found, reference_segment(deepcopy(module), mse, *given))
+    # Nothing depends on what the module's own calls leave there.
+    module(given[2][0], given[1])
+    for _ in range(2):
+        segment(*given)
+        module(given[2][1], given[1])
+
+
+def read_by_the_next(module: Any, h: Tensor) -> Tensor:
+    h = h if module.kept is None else h + module.kept
+    module.kept = h
+    return h
+
+
+def made_once(module: Any, h: Tensor) -> Tensor:
+    if not hasattr(module, "scale"):
+        module.scale = h.detach().abs().mean()
+    return h / module.scale
+
+
+def made_for_none(module: Any, h: Tensor) -> Tensor:
+    if module.kept is None:
+        module.kept = h.detach()
+    return h + 1
+
+
+def another_after_the_first(module: Any, h: Tensor) -> Tensor:
+    is_first, module.kept = module.kept is None, h
+    return 2 * h if is_first else h
+
+
+def of_another_class(module: Any, h: Tensor) -> Tensor:
+    is_number, module.of_last["v"] = isinstance(module.of_last["v"], float), h
+    return h if is_number else 2 * h
+
+
+def counts(module: Any, h: Tensor) -> Tensor:
+    module.of_last["w"] += 1
+    return h
+
+
+def looked_up(module: Any, h: Tensor) -> Tensor:
+    scale, module.kept = module.table.get(module.kept, 2.0), "seen"
+    return scale * h
+
+
+def forgives(module: Any, h: Tensor) -> Tensor:
+    try:
+        scale = float(module.of_last["v"]) + 1
+    except RuntimeError:
+        scale = 2.0
+    module.of_last["v"] = 3.0
+    return scale * h
+
+
+def adds_an_item(module: Any, h: Tensor) -> Tensor:
+    module.of_last[len(module.of_last)] = h
+    return h
+
+
+CARRIED = [
+    read_by_the_next, made_once, made_for_none, another_after_the_first, of_another_class, counts,
+    looked_up, forgives, adds_an_item,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keep", CARRIED)
+def test_what_the_next_step_could_see_is_refused(keep: Callable[[Any, Tensor], Tensor]) -> None:
+    module = Cell(keep)
+    before, items = {**vars(module)}, dict(module.of_last)
+    with pytest.raises(RuntimeError, match=r"Cell changes the attribute '(kept|scale|of_last)"):
+        make_train_segment(module, mse, backend="eager")(*arguments_of(module))
+    assert vars(module) == before
+    assert module.of_last == items
+
+
+def test_a_loss() -> None:
+    class Loss:
+        last: Any = None
+
+        def __call__(self, out: Tensor, y: Tensor) -> Tensor:
+            self.last = (out - y).square()
+            return self.last.mean()
+
+    loss, module = Loss(), nn.RNNCell(H, H)
+    segment = make_train_segment(module, loss, backend="eager")
+    with pytest.warns(RuntimeWarning, match="loss assigns the attribute 'last' of Loss, which"):
+        found = segment(*arguments_of(module))
+    assert loss.last is None
+    assert_close(found.loss, reference_segment(module, mse, *arguments_of(module)).loss)
+
+
+def test_a_weight_that_is_put_into_an_attribute() -> None:
+    """As the first implementations of weight drop do."""
+
+    class WeightDrop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.raw = nn.Parameter(torch.randn(H, H))
+            self.weight = self.raw.detach().clone()
+
+        def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            self.weight = self.raw * 0.5
+            h = torch.tanh(x_t + h @ self.weight)
+            return h, h
+
+    module = WeightDrop()
+    given = arguments_of(module)
+    segment = make_train_segment(module, mse, backend="eager")
+    with pytest.warns(RuntimeWarning, match="assigns the attribute 'weight' of WeightDrop"):
+        found = segment(*given)
+    assert_close(found, reference_segment(deepcopy(module), mse, *given))
+
+
+class Spiking(nn.Module):
+    """A buffer as the place of the membrane's potential, which the caller may pass."""
+
+    def __init__(self, passed: bool) -> None:
+        super().__init__()
+        self.enter, self.passed = nn.Linear(H, H), passed
+        self.register_buffer("mem", torch.zeros(0), persistent=False)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if self.passed:
+            self.mem = h
+        if self.mem.shape != x.shape:
+            self.mem = torch.zeros_like(x)
+        self.mem = torch.tanh(self.scale * self.mem + self.enter(x))
+        return self.mem, self.mem
+
+
+@pytest.mark.parametrize("backend", ["eager", "fused"])
+def test_a_buffer_that_is_assigned_first(backend: Any) -> None:
+    module = Spiking(passed=True)
+    given = arguments_of(module)
+
+    def step(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        enter = nn.functional.linear(x, params["enter.weight"], params["enter.bias"])
+        h = torch.tanh(2.0 * h + enter)
+        return h, h
+
+    expected = reference_segment(step, mse, *given)
+    assert_close(reference_segment(module, mse, *given), expected)
+    assert_close(make_train_segment(module, mse, backend=backend)(*given), expected)
+    assert module.mem.numel() == 0

@@ -1,0 +1,99 @@
+"""Parameters and buffers that a module holds in other places than where they are registered."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftbptt import make_train_segment, reference_segment
+
+from ..cells.problems import mse, named
+from ..oracle import assert_close
+
+K, B, H = 4, 2, 3
+
+
+class Constants(NamedTuple):
+    decay: Any
+    name: str
+
+
+class Leaky(nn.Module):
+    """A leaky unit; ``place`` keeps its tensors once more, ``find`` gets them from there."""
+
+    def __init__(self, place: Callable[[Any], Any], find: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.rand(H))
+        self.enter = nn.Linear(H, H)
+        self.register_buffer("scale", torch.rand(H))
+        self.inner = nn.Module()
+        self.inner.kept = place(self)
+        self.find = find
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        decay, weight, scale = self.find(self.inner.kept)
+        h = torch.tanh(decay * h + nn.functional.linear(x, weight)) * scale
+        return h, h
+
+
+PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "dict": (
+        lambda m: {"decay": m.decay, "rest": OrderedDict(w=m.enter.weight, s=m.scale)},
+        lambda kept: (kept["decay"], kept["rest"]["w"], kept["rest"]["s"]),
+    ),
+    "list": (lambda m: [m.decay, 1, [m.enter.weight, m.scale]], lambda k: (k[0], *k[2])),
+    "tuple": (lambda m: (m.decay, (m.enter.weight, m.scale)), lambda k: (k[0], *k[1])),
+    "named tuple": (
+        lambda m: {"c": Constants(m.decay, "leaky"), "w": [(m.enter.weight, None)], "s": m.scale},
+        lambda kept: (kept["c"].decay, kept["w"][0][0], kept["s"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_kept_once_more(place: str) -> None:
+    """ncps has its parameters in a dict, norse in a named tuple; functional_call misses those."""
+    torch.manual_seed(0)
+    module = Leaky(*PLACES[place]).double()
+    plain = Leaky(*PLACES[place]).double()
+    plain.find = lambda kept: (plain.decay, plain.enter.weight, plain.scale)
+    plain.load_state_dict(module.state_dict())
+    kept = module.inner.kept
+    params = {name: 1.5 * p.detach() for name, p in module.named_parameters()}
+    given = torch.randn(B, H).double(), torch.randn(K, B, H).double(), torch.randn(K, B, H).double()
+    expected = reference_segment(plain, mse, params, *given)
+    assert expected.grads["decay"].abs().min() > 0
+    assert_close(reference_segment(module, mse, params, *given), expected)
+    segment = make_train_segment(module, mse, backend="eager")
+    assert_close(segment(params, *given), expected)
+    assert module.inner.kept is kept
+    assert module.find(kept)[0] is module.decay
+
+
+def test_an_ensemble() -> None:
+    models = [Leaky(*PLACES["dict"]) for _ in range(3)]
+    params, buffers = torch.func.stack_module_state(models)  # type: ignore[arg-type]
+    given = torch.randn(3, B, H), torch.randn(3, K, B, H), torch.randn(3, K, B, H)
+    segment = make_train_segment(models[0], mse, backend="eager")
+    found = torch.func.vmap(segment, in_dims=(0, 0, 0, 0))({**params, **buffers}, *given)
+    for i, model in enumerate(models):
+        expected = reference_segment(model, mse, named(model), *(leaf[i] for leaf in given))
+        assert_close(found.loss[i], expected.loss, 1e-6)
+        assert_close(found.grads["decay"][i], expected.grads["decay"], 1e-5)
+
+
+def test_after_an_error_all_is_as_before() -> None:
+    def fails(kept: Any) -> Any:
+        raise KeyError("no such tensor")
+
+    module = Leaky(PLACES["named tuple"][0], fails)
+    before = dict(module.inner.kept)
+    given = named(module), torch.zeros(B, H), torch.zeros(K, B, H), torch.zeros(K, B, H)
+    with pytest.raises(KeyError, match="no such tensor"):
+        reference_segment(module, mse, *given)
+    assert all(module.inner.kept[key] is value for key, value in before.items())
