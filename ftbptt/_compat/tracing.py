@@ -19,6 +19,9 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import GradInterpreter, retrieve_current_functorch_interpreter
 
+# How large the constants are whose values are known while tracing.
+from torch._subclasses import fake_tensor
+
 # FakeTensorMode: shapes and dtypes without data; public only through torch.compile and export.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -27,6 +30,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributions import Distribution
+from torch.fx.experimental import proxy_tensor
 
 # make_fx: the ATen graph of a Python function, through vmap and vjp. "Experimental" since 1.11.
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -48,6 +52,7 @@ from .logs import without_log
 from .trees import tree_map
 
 __all__ = [
+    "LARGEST_KNOWN",
     "UNTRACEABLE",
     "FakeTensor",
     "FakeTensorMode",
@@ -57,6 +62,7 @@ __all__ = [
     "enable_python_dispatcher",
     "holds_for",
     "is_pinned",
+    "knowing_values",
     "make_fx",
     "may_be_a_view",
     "most_indexed",
@@ -154,6 +160,23 @@ def may_be_a_view(target: Any) -> bool:
 def without_log_of_failures() -> AbstractContextManager[None]:
     """Within it, an error of an operation on fake tensors is raised, and not logged as well."""
     return without_log("torch._subclasses.fake_tensor", "failed while attempting to run meta")
+
+
+LARGEST_KNOWN = 1024  # numbers
+
+
+@contextmanager
+def knowing_values() -> Iterator[None]:
+    """Within it, a trace knows the values of small tensors that are made of tensors it holds.
+
+    Else only those of single numbers (2.11 to 2.15).
+    """
+    before = fake_tensor.CONSTANT_NUMEL_LIMIT, proxy_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = proxy_tensor.CONSTANT_NUMEL_LIMIT = LARGEST_KNOWN
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT, proxy_tensor.CONSTANT_NUMEL_LIMIT = before
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..._compat.graph_modules import GraphModule, tracing_without_code
 from ..._compat.tracing import (
+    UNTRACEABLE,
     FakeTensorMode,
     calling_compiled_as_written,
     constant_gradients_in_no_grad,
     enable_python_dispatcher,
+    knowing_values,
     make_fx,
     unseen_by_tools,
     unvalidated_distributions,
@@ -50,6 +53,7 @@ from .decompositions import BEFORE_AUTOGRAD, past_autograd
 from .effects import without_effects
 from .errors import explain_trace_errors
 from .function_overrides import FunctionOverrides
+from .known_values import FACTORIES
 from .linalg_checks import failures_as_nan, is_check
 from .random_ops import RANDOM_OPS
 from .step_checks import (
@@ -88,6 +92,7 @@ def trace_function(
     functional: bool = False,
     differentiated: fx.GraphModule | None = None,
     constants: Constants | None = None,
+    known_values: bool = False,
 ) -> fx.GraphModule:
     """trace_function : function, fake examples of its arguments -> its graph, in core operations
 
@@ -98,6 +103,7 @@ def trace_function(
     ``time_axis.batching``, which functionalize does not take.
     ``differentiated``: the graph whose gradient the function computes.
     ``constants``: gets the numbers that are read from tensors outside.
+    ``known_values``: Python may read tensors that the function makes of numbers alone.
     """
     if isinstance(function, fx.GraphModule):
         forward = function.forward  # a call of the module prints errors, also of a mere attempt
@@ -110,6 +116,7 @@ def trace_function(
         **(BEFORE_AUTOGRAD if before_autograd else past_autograd()),
         **RANDOM_OPS,
         **noting_tensors_read(tensors_read),
+        **(FACTORIES if known_values else {}),
     }
     custom_gradients = custom_gradients_as_nodes() if before_autograd else nullcontext()
     # Attention as products and a softmax: its fused operation has no vmap rule.
@@ -126,6 +133,7 @@ def trace_function(
         calling_compiled_as_written(),
         constant_gradients_in_no_grad(),
         unvalidated_distributions(),
+        knowing_values() if known_values else nullcontext(),
         plain_attention,
         without_log_of_failures(),
         tracing_without_code(),
@@ -249,11 +257,15 @@ def trace_step(
 
     def traced() -> fx.GraphModule:
         given = {"x_t": x_before, "state": state_before, "params": params_before}
+        trace = partial(
+            trace_function, run, examples, mode, before_autograd=True, constants=constants
+        )
         try:
             with explain_trace_errors("step", step, **given):
-                return trace_function(
-                    run, examples, mode, before_autograd=True, constants=constants
-                )
+                try:
+                    return trace()
+                except UNTRACEABLE:
+                    return trace(known_values=True)
         except Exception as error:
             misfit = step.misfit(params_before)
             if misfit is None:
