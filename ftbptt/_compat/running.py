@@ -124,6 +124,11 @@ def is_fake(value: Tensor) -> bool:
     return is_fake(value) or torch._is_functional_tensor(value)
 
 
+def is_from_outside(tensor: Tensor) -> bool:
+    """Whether a tensor that a function gets while it is traced was made before that."""
+    return not (is_fake(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies each source to its target, in one kernel for those of one dtype.
 

@@ -63,6 +63,7 @@ __all__ = [
     "holds_for",
     "is_pinned",
     "knowing_values",
+    "known_value",
     "make_fx",
     "may_be_a_view",
     "most_indexed",
@@ -162,7 +163,7 @@ def without_log_of_failures() -> AbstractContextManager[None]:
     return without_log("torch._subclasses.fake_tensor", "failed while attempting to run meta")
 
 
-LARGEST_KNOWN = 1024  # numbers
+LARGEST_KNOWN = 1 << 18  # numbers
 
 
 @contextmanager
@@ -177,6 +178,18 @@ def knowing_values() -> Iterator[None]:
         yield
     finally:
         fake_tensor.CONSTANT_NUMEL_LIMIT, proxy_tensor.CONSTANT_NUMEL_LIMIT = before
+
+
+def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The value of a tensor of a trace, within :func:`knowing_values`, if it is known.
+
+    The trace knows it also where the fake tensor has lost it (2.13, after a write in place).
+    """
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None or not isinstance(tensor, FakeTensor):
+        return tensor
+    slot = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.constant
 
 
 @contextmanager

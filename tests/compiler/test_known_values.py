@@ -1,7 +1,8 @@
-"""Steps whose Python reads tensors that are made of numbers alone, as ODE solvers do."""
+"""Steps that read the values of constants: points of time in ODE solvers, edges of a graph."""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -91,7 +92,88 @@ def reads_state(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
 
 def reads_many(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     h = torch.tanh(h * params["w"] + x)
-    return (h, h) if torch.arange(2000).sum() > 0 else (-h, h)
+    return (h, h) if torch.arange(300_000).sum() > 0 else (-h, h)
+
+
+class GraphCell(nn.Module):
+    """Sums over the edges of a graph that are no loops, as graph convolutions prepare them."""
+
+    def __init__(self, edges: Tensor, is_buffer: bool) -> None:
+        super().__init__()
+        self.enter, self.edges = nn.Linear(H, H), edges
+        if is_buffer:
+            del self.edges
+            self.register_buffer("edges", edges)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        source, target = edges = self.edges[:, self.edges[0] != self.edges[1]]
+        rows = int(self.edges.max()) + 1
+        degree = h.new_zeros(rows).scatter_add_(0, target, h.new_ones(edges.shape[1]))
+        weight = 1 / degree.clamp(min=1)[target]
+        weight = weight[weight.nonzero().squeeze(1)]
+        sums = torch.zeros_like(h).index_add(0, target, h[source] * weight[:, None])
+        h = torch.tanh(self.enter(x) + sums)
+        return h, h
+
+
+def edges() -> Tensor:
+    return torch.tensor([[0, 0, 1, 2, 2, 4], [1, 0, 2, 2, 4, 3]])
+
+
+def given_nodes(module: nn.Module) -> tuple[Any, ...]:
+    params, *_ = given(module)
+    torch.manual_seed(0)
+    nodes, x, y = torch.randn(5, H), torch.randn(K, 5, H), torch.randn(K, 5, H)
+    return params, nodes.double(), x.double(), y.double()
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_graph(is_buffer: bool) -> None:
+    module = GraphCell(edges(), is_buffer)
+    arguments = given_nodes(module)
+    segment = make_train_segment(module, mse, backend="eager")
+    assert_close(segment(*arguments), reference_segment(module, mse, *arguments))
+    # Their values are in the graph: others make another one, in place or not.
+    for change in (lambda: module.edges[0].copy_(module.edges[0].flip(0)),
+                   lambda: setattr(module, "edges", edges().flip(0))):  # fmt: skip
+        change()
+        with pytest.warns(RuntimeWarning, match="is compiled again: the (number|attribute|buffer)"):
+            found = segment(*arguments)
+        assert_close(found, reference_segment(module, mse, *arguments))
+
+
+def test_a_graph_in_compiled_programs() -> None:
+    module = GraphCell(edges(), False)
+    arguments = given_nodes(module)
+    segment = make_train_segment(module, mse)
+    assert_close(segment(*arguments), reference_segment(module, mse, *arguments))
+
+
+table = torch.tensor([1.0, 2.0, math.nan, 3.0])
+WRITES = [
+    lambda h: table[0].add_(1),
+    lambda h: table[1:].select(0, 1).copy_(h.sum()),
+    lambda h: table.mul_(2),
+    lambda h: table.view(2, 2).mul_(2),
+]
+
+
+@pytest.mark.parametrize("write", [*WRITES, None])
+def test_writes_to_what_is_known(write: Any) -> None:
+    def step(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if table[0] > 0 and write is not None:
+            write(h)
+        h = torch.tanh(h * params["w"] + x + table.nan_to_num())
+        return h, h
+
+    segment = make_train_segment(step, mse, backend="eager")
+    arguments = {"w": torch.ones(H)}, torch.zeros(B, H), torch.zeros(K, B, H), torch.zeros(K, B, H)
+    if write is None:
+        assert_close(segment(*arguments).loss, reference_segment(step, mse, *arguments).loss, 1e-6)
+        return
+    with pytest.raises(RuntimeError, match="step: changes in place a tensor that is not among"):
+        segment(*arguments)
+    assert table[[0, 1, 3]].tolist() == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("step", [reads_state, reads_many])

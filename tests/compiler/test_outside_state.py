@@ -159,6 +159,7 @@ def test_a_counter_that_is_a_tensor(argument: str) -> None:
     expected = f"{argument}: changes in place a tensor that is not among its arguments"
     with pytest.raises(RuntimeError, match=expected):
         segment({"w": torch.ones(H)}, torch.zeros(B, H), x, x)
+    assert calls == 0
 
 
 @pytest.mark.parametrize("changed", ["out", "y"])

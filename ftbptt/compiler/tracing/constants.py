@@ -82,6 +82,10 @@ class Constants:
                 return Change("the number in a tensor from outside", is_read=True)
         return None
 
+    def add_buffers(self, module: nn.Module) -> None:
+        """Adds the buffers of the module that a call is given: a trace has read their numbers."""
+        self._watched.append(_Parts("buffer", [(own_buffers(m), m) for m in module.modules()]))
+
     def leave_out(self, descriptions: Iterable[str]) -> None:
         """Does not watch these variables and items, which a trace assigns before it reads them."""
         for watched in self._watched:

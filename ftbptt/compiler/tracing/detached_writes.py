@@ -42,6 +42,14 @@ def written_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Te
     return args[0] if writes and args and isinstance(args[0], Tensor) else None
 
 
+def written_outside(argument: str) -> RuntimeError:
+    """The error of a step or loss that writes to a tensor that it closes over."""
+    return RuntimeError(
+        f"{argument}: changes in place a tensor that is not among its arguments. Carry it in the "
+        "state and return it, or change it between the calls of the segment."
+    )
+
+
 class HiddenAliases:
     """Aliases that hide a tensor from autograd, in a run of ``argument``, the step or the loss.
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..._compat.functions import as_custom_operator
-from ..._compat.running import may_have_tangent
+from ..._compat.running import is_from_outside, may_have_tangent
 from ..._trees import differentiable, tree_leaves, tree_map
 from ..straight_through import with_gradient_of
 from .custom_gradient import apply_operator
-from .detached_writes import DATA, HiddenAliases, written_tensor
+from .detached_writes import DATA, HiddenAliases, written_outside, written_tensor
 from .rnn import RECURRENT
 
 
@@ -296,6 +296,8 @@ class FunctionOverrides(TorchFunctionMode):
             return args[0]
         target = written_tensor(func, args, kwargs)
         if target is not None:
+            if is_from_outside(target):  # it would be written to now
+                raise written_outside(self.argument)
             return self.hidden.write(self._run, func, target, args, kwargs)
         self._forbid_sparse(args, kwargs)
         result = self._run(func, args, kwargs)

@@ -23,6 +23,7 @@ from ..._trees import (
 from ...contract.step import Step
 from ..graphs import Node, aten, inputs_of, needed_for, value_of
 from ..signature import Leaf
+from .detached_writes import written_outside
 
 
 def floating_dtypes(leaves: Sequence[Leaf]) -> set[torch.dtype]:
@@ -136,10 +137,7 @@ def forbid_mutation(argument: str, module: fx.GraphModule) -> None:
             continue
         written = node.args[0]
         if written.op == "get_attr":
-            raise RuntimeError(
-                f"{argument}: changes in place a tensor that is not among its arguments. Carry it "
-                "in the state and return it, or change it between the calls of the segment."
-            )
+            raise written_outside(argument)
         if written.op == "placeholder":
             raise RuntimeError(
                 f"{argument}: changes out or y in place, which it would do to the result of the "

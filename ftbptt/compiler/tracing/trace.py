@@ -53,7 +53,7 @@ from .decompositions import BEFORE_AUTOGRAD, past_autograd
 from .effects import without_effects
 from .errors import explain_trace_errors
 from .function_overrides import FunctionOverrides
-from .known_values import FACTORIES
+from .known_values import KNOWN, KnownTensors, fold
 from .linalg_checks import failures_as_nan, is_check
 from .random_ops import RANDOM_OPS
 from .step_checks import (
@@ -103,7 +103,8 @@ def trace_function(
     ``time_axis.batching``, which functionalize does not take.
     ``differentiated``: the graph whose gradient the function computes.
     ``constants``: gets the numbers that are read from tensors outside.
-    ``known_values``: Python may read tensors that the function makes of numbers alone.
+    ``known_values``: Python may read tensors that the function makes of numbers alone, and the
+    graph holds what it would compute of such.
     """
     if isinstance(function, fx.GraphModule):
         forward = function.forward  # a call of the module prints errors, also of a mere attempt
@@ -116,7 +117,7 @@ def trace_function(
         **(BEFORE_AUTOGRAD if before_autograd else past_autograd()),
         **RANDOM_OPS,
         **noting_tensors_read(tensors_read),
-        **(FACTORIES if known_values else {}),
+        **(KNOWN if known_values else {}),
     }
     custom_gradients = custom_gradients_as_nodes() if before_autograd else nullcontext()
     # Attention as products and a softmax: its fused operation has no vmap rule.
@@ -152,6 +153,8 @@ def trace_function(
             put_custom_gradients_into(module.graph)
     if constants is not None:
         constants.add_tensors_read(tensors_read)
+    if known_values:
+        fold(module)
     _make_batchable(module.graph)
     module.graph.eliminate_dead_code(lambda node: node.is_impure() or is_check(node))
     return GraphModule(module, module.graph)
@@ -243,11 +246,15 @@ def trace_step(
     params_before, _, x_before, state_before = step_trees(s, buffer_names, examples)
     out_specs: list[TreeSpec] = []  # one, once run() was called
 
-    def run(*leaves: Tensor) -> list[Tensor]:
+    def run(*leaves: Tensor, known: KnownTensors | None = None) -> list[Tensor]:
         params, buffers, x_t, state = step_trees(s, buffer_names, leaves)
         given = tree_map(lambda leaf: leaf, params)
-        with FunctionOverrides("step"), with_autocast(s.autocast):
+        with known or nullcontext(), FunctionOverrides("step"), with_autocast(s.autocast):
+            if known is not None:
+                buffers = step.buffers()
             result = step.apply(params, buffers, x_t, state)
+        if known is not None:
+            known.forbid_writes()
         forbid_change_of_params(step, given, params)
         x_only = floating_dtypes(s.x) - floating_dtypes(s.params)
         out, state_after = checked_pair(result, state_before, x_only)
@@ -257,15 +264,18 @@ def trace_step(
 
     def traced() -> fx.GraphModule:
         given = {"x_t": x_before, "state": state_before, "params": params_before}
-        trace = partial(
-            trace_function, run, examples, mode, before_autograd=True, constants=constants
-        )
+        trace = partial(trace_function, before_autograd=True, constants=constants)
         try:
             with explain_trace_errors("step", step, **given):
                 try:
-                    return trace()
+                    return trace(run, examples, mode)
                 except UNTRACEABLE:
-                    return trace(known_values=True)
+                    known = KnownTensors()
+                    graph = trace(partial(run, known=known), examples, mode, known_values=True)
+                    constants.add_tensors_read(known.read)
+                    if step.module is not None:
+                        constants.add_buffers(step.module)
+                    return graph
         except Exception as error:
             misfit = step.misfit(params_before)
             if misfit is None:
