@@ -35,7 +35,7 @@ def tied_places(module: nn.Module) -> list[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
-class Copy:
+class Alias:
     """``holder[key]``, in a dict or list of a module, is a parameter or buffer of it.
 
     Or a tuple with some among its ``leaves``; ``names`` are theirs, by the index of the leaf.
@@ -53,7 +53,7 @@ class Copy:
         return tree_unflatten(leaves, self.spec)
 
 
-def copies_in(module: nn.Module) -> list[Copy]:
+def aliases_in(module: nn.Module) -> list[Alias]:
     """Where modules keep parameters and buffers once more: in the containers of their attributes.
 
     ``functional_call`` does not know of those.
@@ -62,53 +62,54 @@ def copies_in(module: nn.Module) -> list[Copy]:
     names = {id(tensor): name for name, tensor in named}
     seen: set[int] = set()
     return [
-        copy
+        alias
         for owner in module.modules()
         for name, value in vars(owner).items()
         # torch keeps its own up to date
         if name not in _OF_TORCH and not name.startswith("_flat_weight")
-        for copy in _copies_at(vars(owner), name, value, names, seen)
+        for alias in _aliases_at(vars(owner), name, value, names, seen)
     ]
 
 
 _OF_TORCH = vars(nn.Module()).keys()
+_MOST_ITEMS = 1000  # of a container: what is longer holds data
 
 
-def _copies_at(
+def _aliases_at(
     holder: Any, key: Any, value: Any, names: Mapping[int, str], seen: set[int]
-) -> Iterator[Copy]:
+) -> Iterator[Alias]:
     if isinstance(value, (dict, list)):
-        if id(value) not in seen:
+        if id(value) not in seen and len(value) <= _MOST_ITEMS:
             seen.add(id(value))
             for inner, item in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from _copies_at(value, inner, item, names, seen)
+                yield from _aliases_at(value, inner, item, names, seen)
     elif isinstance(value, (Tensor, tuple)):
         leaves, spec = tree_flatten(value)
         found = {i: names[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in names}
         if found:
-            yield Copy(holder, key, leaves, spec, found)
+            yield Alias(holder, key, leaves, spec, found)
 
 
 def call_with(
-    module: nn.Module, values: Mapping[str, Tensor], copies: list[Copy], run: Callable[[], T]
+    module: nn.Module, values: Mapping[str, Tensor], aliases: list[Alias], run: Callable[[], T]
 ) -> T:
     """``run()``, while the module has these tensors, by the names of all their places."""
     # Tied places are given one by one: where a submodule has two names, torch's tie_weights puts a
     # tensor there twice, and leaves the first of the two in the module.
     renamed = {f"module.{name}": value for name, value in values.items()}
 
-    def with_copies() -> T:
-        before = [copy.holder[copy.key] for copy in copies]
-        for copy in copies:
-            copy.holder[copy.key] = copy.with_tensors(values)
+    def with_aliases() -> T:
+        before = [alias.holder[alias.key] for alias in aliases]
+        for alias in aliases:
+            alias.holder[alias.key] = alias.with_tensors(values)
         try:
             return run()
         finally:
-            for copy, value in zip(copies, before, strict=True):
-                copy.holder[copy.key] = value
+            for alias, value in zip(aliases, before, strict=True):
+                alias.holder[alias.key] = value
 
     with parametrizations_kept_apart():
-        result: T = functional_call(_Holder(module, with_copies), renamed, (), tie_weights=False)
+        result: T = functional_call(_Holder(module, with_aliases), renamed, (), tie_weights=False)
         return result
 
 

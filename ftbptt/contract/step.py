@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._compat.modules import COMPILED_PREFIX, is_persistent
 from .._reach import attributes_set_by
 from .._trees import Tree
-from .held_tensors import Copy, call_with, copies_in, tied_places, watching_buffers
+from .held_tensors import Alias, aliases_in, call_with, tied_places, watching_buffers
 from .taps import Collector, collecting, owners
 
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -133,8 +133,8 @@ class Step:
         return [] if self.module is None else tied_places(self.module)
 
     @cached_property
-    def _copies(self) -> list[Copy]:
-        return [] if self.module is None else copies_in(self.module)
+    def _aliases(self) -> list[Alias]:
+        return [] if self.module is None else aliases_in(self.module)
 
     @cached_property
     def _layers(self) -> list[nn.RNNBase]:
@@ -246,7 +246,6 @@ class Step:
             assert self.function is not None
             return self.function(params, x_t, state)
         module = self.module
-
         given = {**buffers, **own_names(params)}  # a buffer may be among the parameters
 
         def run() -> Any:
@@ -254,11 +253,10 @@ class Step:
                 watched = {m: stack.enter_context(watching_buffers(m)) for m in self._assigning}
                 result = self.call_module(module, x_t, state)
             for name, owner, key in self._buffer_owners:
-                if (
-                    watched[owner].carries_over(key)
-                    if owner in watched
-                    else getattr(owner, key) is not given.get(name)
-                ):
+                is_carried = getattr(owner, key) is not given.get(name)
+                if owner in watched:
+                    is_carried = watched[owner].carries_over(key)
+                if is_carried:
                     raise RuntimeError(
                         f"step {self.name} assigns to its buffer {name!r}. Buffers are constants "
                         "of a segment: carry the value in the state and return it, or compute it "
@@ -274,7 +272,7 @@ class Step:
             return run()
         values = {**buffers, **own_names(params)}  # a buffer may be among the parameters
         values |= {name: values[first] for name, first in self._tied}
-        return call_with(self.module, values, self._copies, run)
+        return call_with(self.module, values, self._aliases, run)
 
 
 def own_names(params: dict[str, Tensor]) -> dict[str, Tensor]:
