@@ -61,6 +61,7 @@ __all__ = [
     "constant_gradients_in_no_grad",
     "enable_python_dispatcher",
     "holds_for",
+    "is_operation",
     "is_pinned",
     "knowing_values",
     "known_value",
@@ -146,14 +147,19 @@ def not_traced() -> Any:
     return _disable_current_modes()
 
 
+def is_operation(target: Any) -> bool:
+    """Whether a node's target is an operation of torch, not a function of Python."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
 def writes_in_place(target: Any) -> bool:
     """Whether a node's target is an operation that changes one of its arguments."""
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return is_operation(target) and target._schema.is_mutable
 
 
 def may_be_a_view(target: Any) -> bool:
     """Whether a node's target is an operation whose result may lie in its argument's memory."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not is_operation(target):
         return False
     return any(result.alias_info is not None for result in target._schema.returns)
 

@@ -90,11 +90,13 @@ def as_step(
 
 def _refuse_modules(step: nn.Module, sequence: bool, layers: Sequence[nn.RNNBase]) -> None:
     """Raises what :func:`as_step` does for modules of which no step can be made."""
-    if isinstance(step, torch.jit.ScriptModule):
-        raise TypeError(
-            "step: a module of torch.jit.script or torch.jit.trace cannot be run with other "
-            "parameters than its own. Pass the module that it was made from."
-        )
+    for path, module in step.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"step{path and '.' + path}: a module of torch.jit.script or torch.jit.trace "
+                "cannot be run with other parameters than its own. Pass the module that it was "
+                "made from."
+            )
     if isinstance(step, (nn.DataParallel, DistributedDataParallel)):
         raise TypeError(
             f"step: {type(step).__name__} runs a batch on several devices, and reduces gradients "

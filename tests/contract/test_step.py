@@ -264,6 +264,10 @@ def test_sequence_needs_a_module() -> None:
 def test_a_scripted_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"step: a module of torch.jit.script .* made from"):
         as_step(torch.jit.script(nn.GRUCell(3, 3)))
+    holder = nn.Module()
+    holder.cell = torch.jit.script(nn.GRUCell(3, 3))
+    with pytest.raises(TypeError, match=r"step\.cell: a module of torch.jit.script .* made from"):
+        as_step(holder)
 
 
 @pytest.mark.parametrize(

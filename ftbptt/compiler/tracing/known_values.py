@@ -15,7 +15,13 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from ..._compat.running import is_fake
-from ..._compat.tracing import LARGEST_KNOWN, UNTRACEABLE, known_value, not_traced
+from ..._compat.tracing import (
+    LARGEST_KNOWN,
+    UNTRACEABLE,
+    is_operation,
+    known_value,
+    not_traced,
+)
 from ..._trees import tree_flatten, tree_map, tree_unflatten
 from ..graphs import Node, aten, inputs_of, is_random
 from .detached_writes import written_outside
@@ -143,4 +149,4 @@ def fold(module: fx.GraphModule) -> None:
 def _can_fold(node: Node) -> bool:
     if node.op != "call_function" or is_random(node) or not inputs_of(node):
         return False
-    return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    return is_operation(node.target) or node.target is operator.getitem
