@@ -85,6 +85,23 @@ def test_under_vmap() -> None:
         assert_close({n: g[i] for n, g in found.grads.items()}, expected.grads)
 
 
+def test_in_transforms_inside() -> None:
+    scale = torch.tensor([1.0, 2.0, 3.0, 0.5]).double()
+
+    def energy(h: Tensor) -> Tensor:
+        return (scale * h).square().sum()
+
+    def step(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        force = torch.func.vmap(torch.func.grad(energy))(h)
+        h = torch.tanh(x - 0.1 * params["w"] * force) if scale[0] > 0 else h
+        return h, h
+
+    _, *leaves = given(nn.Linear(H, H))
+    arguments = {"w": torch.ones(H).double()}, *leaves
+    segment = make_train_segment(step, mse, backend="eager")
+    assert_close(segment(*arguments), reference_segment(step, mse, *arguments))
+
+
 def reads_state(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     h = torch.tanh(h * params["w"] + x)
     return (h, h) if h.sum() > 0 else (-h, h)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from ..._compat.running import is_fake
+from ..._compat.running import is_from_outside
 from ..._compat.tracing import (
     LARGEST_KNOWN,
     UNTRACEABLE,
@@ -59,7 +59,7 @@ class KnownTensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _known(self, value: Any) -> Any:
-        if type(value) is not Tensor or is_fake(value) or value.requires_grad:
+        if type(value) is not Tensor or not is_from_outside(value) or value.requires_grad:
             return value
         if value.layout is not torch.strided or value.numel() > LARGEST_KNOWN:
             return value
