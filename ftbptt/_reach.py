@@ -17,7 +17,7 @@ from functools import (
     partialmethod,
     singledispatchmethod,
 )
-from itertools import islice
+from itertools import chain, islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -177,21 +177,38 @@ def modules_read_by(function: Any) -> list[nn.Module]:
     return [value for value in reached_by(function) if isinstance(value, nn.Module)]
 
 
-def _of_each_code(
-    names: Callable[[CodeType], Iterator[str]],
+def _with_nested_code(
+    names: Callable[[CodeType], Iterable[str]],
 ) -> Callable[[CodeType], tuple[str, ...]]:
-    """Each name once, in order; kept, since a first call asks for a function's many times over."""
-    return lru_cache(2**12)(lambda code: tuple(dict.fromkeys(names(code))))
+    """Also of the code nested in it: each name once, in order.
+
+    Kept, since a first call asks for a function's many times over.
+    """
+
+    @lru_cache(2**12)
+    def names_of_all(code: CodeType) -> tuple[str, ...]:
+        nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+        return tuple(dict.fromkeys(chain(names(code), *map(names_of_all, nested))))
+
+    return names_of_all
 
 
-@_of_each_code
-def names_in(code: CodeType) -> Iterator[str]:
-    """The names that code, and the code nested in it, may look up; also with ``getattr``."""
-    yield from code.co_names
-    yield from _strings_in(code)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from names_in(constant)
+@_with_nested_code
+def names_in(code: CodeType) -> Iterable[str]:
+    """The names that code may look up; also with ``getattr``."""
+    return (*code.co_names, *_strings_in(code))
+
+
+@_with_nested_code
+def attributes_set_in(code: CodeType) -> Iterable[str]:
+    """The attributes that code assigns."""
+    return (i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
+
+
+@_with_nested_code
+def globals_in(code: CodeType) -> Iterable[str]:
+    """The global variables that code reads or binds."""
+    return (i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
 
 
 def _strings_in(code: CodeType) -> Iterator[str]:
@@ -212,32 +229,10 @@ def names_asked_by(reached: Iterable[Any]) -> set[str]:
     return {name for function in functions for name in _strings_in(function.__code__)}
 
 
-@_of_each_code
-def attributes_set_in(code: CodeType) -> Iterator[str]:
-    """The attributes that code, and the code nested in it, assigns."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "STORE_ATTR":
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from attributes_set_in(constant)
-
-
 def attributes_set_by(root: Any) -> set[str]:
     """The attributes that a function or module, and what it calls, may assign."""
     functions = (value for value in reached_by(root) if isinstance(value, FunctionType))
     return {name for function in functions for name in attributes_set_in(function.__code__)}
-
-
-@_of_each_code
-def globals_in(code: CodeType) -> Iterator[str]:
-    """The global variables that code, and the code nested in it, reads or binds."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _OF_GLOBALS:
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from globals_in(constant)
 
 
 def is_bound(cell: CellType) -> bool:
