@@ -9,7 +9,7 @@ from torch import fx
 
 from .adjoint import Loop
 from .graphs import Node, value_of
-from .time_axis.reduction import Term
+from .time_axis.reduction import TimeSums
 
 
 @dataclass
@@ -80,4 +80,4 @@ class DistributedLoop:
     hoisted_nodes: list[Node]
     hoisted: fx.GraphModule | None
     blocks: list[Block]
-    sums: list[Term]
+    sums: TimeSums

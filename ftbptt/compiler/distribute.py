@@ -10,7 +10,7 @@ from __future__ import annotations
 from .adjoint import Loop
 from .blocks import DistributedLoop
 from .components import assign_stages, find_components
-from .fusion import Fusion, at_every_step, fuse, read_by
+from .fusion import Fusion, at_every_step, fuse
 from .graphs import (
     VIEWS,
     Node,
@@ -22,7 +22,7 @@ from .graphs import (
     varying_with,
 )
 from .make_blocks import CONSTANTS, Schedule, make_blocks
-from .time_axis.reduction import time_sum
+from .time_axis.reduction import time_sums
 from .tracing.trace import TRACING
 
 
@@ -42,8 +42,8 @@ def _distribute(loop: Loop, fusion: Fusion | None) -> DistributedLoop:
     inputs = [*loop.invariants, *loop.sequences, *loop.carries]
     varying = varying_with([*loop.sequences, *loop.carries], loop.graph)
     # First, since it adds nodes (transposes) to the graph and to ``varying``.
-    sums = [time_sum(node, varying, set(inputs)) for node in loop.summed]
-    results = [*loop.next_carries, *loop.stacked, *read_by(sums)]
+    sums = time_sums(loop.summed, varying, set(inputs))
+    results = [*loop.next_carries, *loop.stacked, *sums.sequences()]
     needed = needed_for(results, stop=inputs)
     # Results of an operation with several are read through getitem, also where none is needed.
     needed |= {

@@ -22,7 +22,7 @@ from .components import Component
 from .gemms import GEMMS
 from .graphs import Node, aten, inputs_of, nbytes, value_of
 from .make_blocks import Schedule, scan_block
-from .time_axis.reduction import BatchSum, Term
+from .time_axis.reduction import BatchSum, TimeSums
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,24 @@ class Fusion:
     rows: Callable[[ScanBlock], tuple[int, ...] | None]
 
 
-def read_by(sums: Iterable[Term]) -> list[Node]:
-    """What the sums read at every step."""
-    return [node for total in sums for term in total.terms() for node in term.sequences()]
-
-
-def _batch_sums(schedule: Schedule, sums: Iterable[Term]) -> list[BatchSum]:
+def _batch_sums(schedule: Schedule, sums: TimeSums) -> list[BatchSum]:
     """Those that a loop can return summed over the steps: no step reads them."""
-    terms = (term for total in sums for term in total.terms())
     return [
         term
-        for term in terms
+        for term in sums.terms.values()
         if isinstance(term, BatchSum) and not any(u in schedule.stage for u in term.node.users)
     ]
 
 
-def at_every_step(schedule: Schedule, sums: list[Term]) -> set[Node]:
+def at_every_step(schedule: Schedule, sums: TimeSums) -> set[Node]:
     """Values that must exist as a sequence, whichever block computes them."""
     shifted = {c.next_carries[0] for c in schedule.components if not c.recurrent}
-    return {*schedule.loop.stacked, *shifted, *read_by(sums)}
+    return {*schedule.loop.stacked, *shifted, *sums.sequences()}
 
 
 def fuse(
-    schedule: Schedule, component: Component, sums: list[Term], fusion: Fusion
-) -> tuple[Schedule, list[Term]]:
+    schedule: Schedule, component: Component, sums: TimeSums, fusion: Fusion
+) -> tuple[Schedule, TimeSums]:
     """fuse : Schedule, one of its recurrences, sums -> both, with what was moved into it
 
     Moves into a recurrence what it can take in of the map after it, and of the sums.
@@ -71,7 +65,7 @@ def fuse(
     cannot make one kernel of the result.
     """
 
-    def rows_of(schedule: Schedule, component: Component, sums: list[Term]) -> Any:
+    def rows_of(schedule: Schedule, component: Component, sums: TimeSums) -> Any:
         block = scan_block(schedule, component, at_every_step(schedule, sums))
         block.history = [True] * len(component.carries)  # at most: what is read is not yet known
         return fusion.rows(block)
@@ -94,7 +88,7 @@ def fuse(
 
 
 def _movable(
-    schedule: Schedule, component: Component, sums: list[Term], fusion: Fusion, rows: Sequence[int]
+    schedule: Schedule, component: Component, sums: TimeSums, fusion: Fusion, rows: Sequence[int]
 ) -> tuple[set[Node], float]:
     """(what is best done inside the recurrence, the bytes that are moved then)"""
     stage = schedule.stage
@@ -112,13 +106,13 @@ def _movable(
     def read_elsewhere(node: Node) -> bool:
         return any(user in stage and user not in readers for user in node.users)
 
-    stored = at_every_step(schedule, [term.with_totals(totals) for term in sums])
+    stored = at_every_step(schedule, sums.with_totals(totals))
     return fused_nodes(inside, [*map_after, *totals], can_move, read_elsewhere, stored)
 
 
 def _with_moved(
-    schedule: Schedule, component: Component, sums: list[Term], moved: set[Node]
-) -> tuple[Schedule, Component, list[Term]]:
+    schedule: Schedule, component: Component, sums: TimeSums, moved: set[Node]
+) -> tuple[Schedule, Component, TimeSums]:
     """The schedule with these nodes in the recurrence, the recurrence, and the sums left."""
     graph = schedule.loop.graph
     totals = {term.node for term in _batch_sums(schedule, sums)} & moved
@@ -135,7 +129,7 @@ def _with_moved(
         components=components,
         stage=schedule.stage | dict.fromkeys(moved - totals, component.stage),
     )
-    return fused_schedule, fused_component, [term.with_totals(totals) for term in sums]
+    return fused_schedule, fused_component, sums.with_totals(totals)
 
 
 def keeps_rows(node: Node, rows: Sequence[int]) -> bool:

@@ -8,11 +8,12 @@ for a single step the loss is traced again, and the graphs are compared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import compress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -25,6 +26,7 @@ from ..contract.loss import MaskMismatch, segment_loss
 from .graphs import Node, aten, has_same_code, is_same_graph, reachable_from, vjp_by
 from .signature import Leaf, Level, Recipe, Signature, vmapped, with_autocast
 from .time_axis.batching import for_any_length
+from .tracing.attempts import Tried, unless_it_fails
 from .tracing.captures import materialized, with_tensors_as_inputs
 from .tracing.constants import Constants
 from .tracing.custom_gradient import CustomGradient
@@ -34,12 +36,12 @@ from .tracing.function_overrides import FunctionOverrides
 from .tracing.step_checks import forbid_mutation, forbid_trained_captures
 from .tracing.trace import TRACING, trace_function
 
-T = TypeVar("T")
-
 # The key of the graphs that hold for any K; others have their K as the key.
 ANY_STEPS = None
 # What the symbol stands for while tracing, where torch needs a number in its place.
 _EXAMPLE_STEPS = 64
+# With a number that is not the caller's the loss is traced for what it tells, not to be run.
+_MOST_CALLS = 1000
 # A loss with separate graphs for so many K is worth a warning: a stream and its end have fewer.
 _MANY_LENGTHS = 5
 
@@ -106,17 +108,6 @@ class _TracedLoss:
     steps: Any
 
 
-def _unless_it_fails(trace: Callable[[], T]) -> T | None:
-    """The result of an attempt that may fail for reasons of torch, or of the K it is made with.
-
-    An error in the loss itself comes again, and is raised, in the trace for the K of the call.
-    """
-    try:
-        return trace()
-    except Exception:
-        return None
-
-
 class SegmentLoss:
     """The loss of outputs like ``outs`` (fake, of one step, without the axes of vmap), traced.
 
@@ -149,15 +140,17 @@ class SegmentLoss:
         self._graphs: dict[int, LossGraphs] = {}  # by the K that was asked for
         self.copied: list[tuple[Tensor, Tensor]] = []  # see LossGraphs
         # With a symbol for K; else with a number that no loss expects; else with the caller's.
-        self._symbolic = _unless_it_fails(lambda: self._trace_loss(None))
+        self._symbolic = unless_it_fails(lambda: self._trace_loss(None))
+        if self._symbolic is not None and is_pinned(self._symbolic.steps):
+            self._symbolic = None
         traced, mismatch = self._symbolic, None
         if traced is None:
             try:
-                traced = self._trace_loss(self.example_steps)
+                traced = self._trace_loss(self.example_steps, _MOST_CALLS)
             except MaskMismatch as error:
                 mismatch = error
             except Exception:
-                pass  # see _unless_it_fails
+                pass  # see unless_it_fails
         if traced is None:
             traced = self._trace_loss(steps)
             if mismatch is not None and any(steps in out.shape for out in self.outs):
@@ -230,16 +223,16 @@ class SegmentLoss:
     def _for_any(self) -> LossGraphs | None:
         """The graphs for any K above 1, if the loss reads K nowhere as a number."""
         traced = self._symbolic
-        if traced is None or is_pinned(traced.steps):
+        if traced is None:
             return None
         with TRACING:
-            graphs = _unless_it_fails(lambda: self._make_graphs(traced))
+            graphs = unless_it_fails(lambda: self._make_graphs(traced))
         return None if graphs is None or is_pinned(graphs.steps) else graphs
 
     def _is_same(self, for_one: LossGraphs, for_any: LossGraphs, mode: FakeTensorMode) -> bool:
         """Whether the loss does with a single step what it does with more."""
         examples = self._examples(mode, 1, self._axes())
-        modules = _unless_it_fails(  # it may have shapes that only more steps have
+        modules = unless_it_fails(  # it may have shapes that only more steps have
             lambda: [
                 trace_function(graphs.joint, examples, mode, functional=True)
                 for graphs in (for_one, for_any)
@@ -247,7 +240,7 @@ class SegmentLoss:
         )
         return modules is not None and is_same_graph(*modules)
 
-    def _trace_loss(self, steps: int | None) -> _TracedLoss:
+    def _trace_loss(self, steps: int | None, most_calls: float = math.inf) -> _TracedLoss:
         """The loss of one sequence or batch, for K ``steps`` (None: a symbol)."""
         mode, length = FakeTensorMode(allow_non_fake_inputs=True), steps
         if steps is None:
@@ -276,7 +269,11 @@ class SegmentLoss:
             if y_spec is not None:
                 y_leaves = examples[n_out : n_out + n_y]
                 given["y"] = time_back(tree_unflatten(y_leaves, y_spec))
-            with explain_trace_errors("loss", self.recipe.loss, **given), FunctionOverrides("loss"):
+            with (
+                explain_trace_errors("loss", self.recipe.loss, **given),
+                FunctionOverrides("loss"),
+                Tried(length, most_calls),
+            ):
                 return trace_function(
                     value, examples, mode, before_autograd=True, constants=self.constants
                 )

@@ -75,8 +75,7 @@ def run_loop(
             _run_recurrence(block, run_scan, values, start)
     finals = [values.finals[carry] for carry in loop.carries]
     stacked = [values.sequence(node) for node in loop.stacked]
-    sums = [term.evaluate(values) for term in distributed.sums]
-    return finals, stacked, sums
+    return finals, stacked, distributed.sums.evaluate(values)
 
 
 def _run_map(block: MapBlock, values: LoopValues) -> None:

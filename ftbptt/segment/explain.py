@@ -199,7 +199,7 @@ def _invariant(module: fx.GraphModule, phase: str, backend: Backend) -> BlockRep
 def _sums(loop: DistributedLoop, steps: int, phase: str) -> list[BlockReport]:
     """The parameters' gradients: each a GEMM over all steps and rows, or a sum."""
     gemms, sums, flops = [], 0, 0
-    for term in (term for total in loop.sums for term in total.terms()):
+    for term in loop.sums.terms.values():
         if isinstance(term, (Gemm, ConvolutionGradient)):
             flops += steps * gemm_flops(term.node)
             gemms.append(gemm_text(term.node, f"contracted over {steps} steps and rows at once"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,3 +38,16 @@ def test_contiguous_streams_of_vectors() -> None:
     (chunk,) = windows(ContiguousStreams(tokens, 2), 10)
     assert chunk.x.shape == (5, 2, 3)
     assert torch.equal(chunk.y[:, 1], tokens[6:11])
+
+
+def test_bytes_are_numbers(tmp_path: Path) -> None:
+    """Of a file, read or mapped; NumPy would make one string of them."""
+    (tmp_path / "text").write_bytes(b"hello, text")
+    with (
+        (tmp_path / "text").open("rb") as file,
+        mmap(file.fileno(), 0, access=ACCESS_READ) as mapped,
+    ):
+        for tokens in (file.read(), mapped):
+            (chunk,) = windows(ContiguousStreams(tokens, 2), 10)
+            assert chunk.x.dtype == torch.uint8
+            assert bytes(chunk.y[:, 0].tolist()) == b"ello,"

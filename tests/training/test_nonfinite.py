@@ -150,6 +150,25 @@ def test_nothing_is_found() -> None:
     assert not made
 
 
+def test_a_mean_over_no_target() -> None:
+    """A prompt that is longer than a window."""
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)
+
+    x, y = stream(9)
+    y = y.clone()
+    y[:4] = -100
+    made, (said,) = noted(started((x, y), loss=loss))
+    words = (
+        "the loss of update 0 is nan: parameters, inputs, outputs and gradients are finite, and "
+        "the gradients are 0: a mean over nothing is NaN, as where every target is ignore_index. "
+        'Give such steps a mask and the loss of each step, or pass on_nonfinite="skip".'
+    )
+    assert words in said
+    assert not made
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_parameter_that_is_not_finite_already(mode: str) -> None:
     """Leaving windows out would go on for ever: skipping ends as well."""

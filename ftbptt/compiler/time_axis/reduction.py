@@ -7,13 +7,11 @@ batch together, instead of K small ones or K contributions in memory that are su
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from ..._trees import tree_leaves, tree_map
 from ..graphs import VIEWS, Node, aten, matrix_product, new_node, value_of
 from ..loop_values import LoopValues
 from .convolution import weight_gradient
@@ -25,10 +23,6 @@ class Term:
 
     node: Node
 
-    def terms(self) -> Iterator[Term]:
-        """This term and, recursively, those that it is computed from."""
-        yield self
-
     def sequences(self) -> Sequence[Node]:
         """The nodes whose values at every step it reads itself."""
         return []
@@ -37,7 +31,8 @@ class Term:
         """The same, given that loops return the sums of these nodes over steps and batch."""
         return self
 
-    def evaluate(self, values: LoopValues) -> Tensor:
+    def evaluate(self, values: LoopValues, sums: Mapping[Node, Tensor]) -> Tensor:
+        """``sums``: those of the nodes before it in the graph."""
         raise NotImplementedError
 
 
@@ -47,21 +42,21 @@ class StepSum(Term):
     def sequences(self) -> Sequence[Node]:
         return [self.node]
 
-    def evaluate(self, values: LoopValues) -> Tensor:
+    def evaluate(self, values: LoopValues, sums: Mapping[Node, Tensor]) -> Tensor:
         return values.total(self.node)
 
 
 class TimesSteps(Term):
     """An invariant, times K."""
 
-    def evaluate(self, values: LoopValues) -> Tensor:
+    def evaluate(self, values: LoopValues, sums: Mapping[Node, Tensor]) -> Tensor:
         return values.invariant(self.node) * values.steps
 
 
 class LoopTotal(Term):
     """A sum over steps and batch that the node's loop returns."""
 
-    def evaluate(self, values: LoopValues) -> Tensor:
+    def evaluate(self, values: LoopValues, sums: Mapping[Node, Tensor]) -> Tensor:
         return values.total(self.node)
 
 
@@ -78,7 +73,7 @@ class BatchSum(Term):
     def with_totals(self, nodes: set[Node]) -> Term:
         return LoopTotal(self.node) if self.node in nodes else self
 
-    def evaluate(self, values: LoopValues) -> Tensor:
+    def evaluate(self, values: LoopValues, sums: Mapping[Node, Tensor]) -> Tensor:
         return values.row_sum(self.summed).reshape(value_of(self.node).shape)
 
 
@@ -92,7 +87,7 @@ class Gemm(Term):
     def sequences(self) -> Sequence[Node]:
         return [self.a, self.b]
 
-    def evaluate(self, values: LoopValues) -> Tensor:
+    def evaluate(self, values: LoopValues, sums: Mapping[Node, Tensor]) -> Tensor:
         a = values.sequence(self.a).movedim(0, -2)  # [(n,) M, K, R]
         b = values.sequence(self.b).movedim(0, -3)  # [(n,) K, R, N]
         return matrix_product(a.flatten(-2), b.flatten(-3, -2))
@@ -104,7 +99,7 @@ class ConvolutionGradient(Term):
     def sequences(self) -> Sequence[Node]:
         return self.node.args[:2]
 
-    def evaluate(self, values: LoopValues) -> Tensor:
+    def evaluate(self, values: LoopValues, sums: Mapping[Node, Tensor]) -> Tensor:
         rows = [values.sequence(node).flatten(0, 1) for node in self.sequences()]
         weight, *options = self.node.args[2:]
         return self.node.target(*rows, values.invariant(weight), *options)
@@ -116,48 +111,83 @@ class EmbeddingGradient(Term):
     def sequences(self) -> Sequence[Node]:
         return self.node.args[:2]
 
-    def evaluate(self, values: LoopValues) -> Tensor:
+    def evaluate(self, values: LoopValues, sums: Mapping[Node, Tensor]) -> Tensor:
         rows = [values.sequence(node) for node in self.sequences()]
         return self.node.target(*rows, *self.node.args[2:])
 
 
 @dataclass(frozen=True)
 class Apply(Term):
-    """A linear operation, applied to the sums of what it reads."""
+    """A linear operation, applied to the sums of those operands that vary."""
 
-    args: tuple[Any, ...]  # the node's, with a Term for each that varies
+    summed: frozenset[Node]
 
-    def terms(self) -> Iterator[Term]:
-        yield self
-        for arg in tree_leaves(self.args):
-            if isinstance(arg, Term):
-                yield from arg.terms()
+    def evaluate(self, values: LoopValues, sums: Mapping[Node, Tensor]) -> Tensor:
+        def value(arg: Node) -> Tensor:
+            return sums[arg] if arg in self.summed else values.invariant(arg)
 
-    def with_totals(self, nodes: set[Node]) -> Term:
-        def changed(arg: Any) -> Any:
-            return arg.with_totals(nodes) if isinstance(arg, Term) else arg
-
-        return replace(self, args=tree_map(changed, self.args))
-
-    def evaluate(self, values: LoopValues) -> Tensor:
-        def value(arg: Any) -> Any:
-            if isinstance(arg, Term):
-                return arg.evaluate(values)
-            return values.invariant(arg) if isinstance(arg, fx.Node) else arg
-
-        return self.node.target(*tree_map(value, self.args), **self.node.kwargs)
+        return self.node.target(*fx.node.map_arg(self.node.args, value), **self.node.kwargs)
 
 
 _LINEAR_VIEWS = VIEWS - {aten.lift_fresh.default}
 
 
-def time_sum(node: Node, varying: set[Node], inputs: set[Node]) -> Term:
-    """time_sum : a node of the step, what varies with the step, the loop's inputs -> Term
+@dataclass(frozen=True)
+class TimeSums:
+    """The sums of ``results`` over the steps, and what they are computed from.
+
+    ``terms`` are in the order of the graph: a linear operation comes after its operands.
+    """
+
+    results: list[Node]
+    terms: dict[Node, Term]
+
+    def sequences(self) -> list[Node]:
+        """The nodes whose values at every step are read."""
+        return [node for term in self.terms.values() for node in term.sequences()]
+
+    def with_totals(self, nodes: set[Node]) -> TimeSums:
+        """The same, given that loops return the sums of these nodes over steps and batch."""
+        terms = {node: term.with_totals(nodes) for node, term in self.terms.items()}
+        return TimeSums(self.results, terms)
+
+    def evaluate(self, values: LoopValues) -> list[Tensor]:
+        """Tensors of their own: callers write to gradients in place."""
+        sums: dict[Node, Tensor] = {}
+        memory: dict[Node, Node] = {}  # what a node's sum is a view of
+        for node, term in self.terms.items():
+            sums[node] = term.evaluate(values, sums)
+            is_view = isinstance(term, Apply) and node.target in _LINEAR_VIEWS
+            memory[node] = memory[node.args[0]] if is_view else node
+        returned: set[Node] = set()
+        results = []
+        for node in self.results:
+            is_taken = memory[node] in returned
+            results.append(sums[node].clone() if is_taken else sums[node])
+            returned.add(memory[node])
+        return results
+
+
+def time_sums(results: list[Node], varying: set[Node], inputs: set[Node]) -> TimeSums:
+    """time_sums : nodes of the step, what varies with the step, the loop's inputs -> TimeSums
 
     Changes its arguments: where a weight's gradient is a transposed GEMM, the operands' transposes
-    may be added to the node's graph, and are then added to ``varying``. ``inputs`` are not looked
-    into: what a saved value was computed from does not exist in the reverse loop.
+    may be added to the graph, and are then added to ``varying``. ``inputs`` are not looked into:
+    what a saved value was computed from does not exist in the reverse loop.
     """
+    terms: dict[Node, Term] = {}
+    waiting = list(results)
+    while waiting:
+        node = waiting.pop()
+        if node not in terms:
+            terms[node] = term = _term(node, varying, inputs)
+            waiting += term.summed if isinstance(term, Apply) else ()
+    if not terms:
+        return TimeSums([], {})
+    return TimeSums(results, {n: terms[n] for n in results[0].graph.nodes if n in terms})
+
+
+def _term(node: Node, varying: set[Node], inputs: set[Node]) -> Term:
     if node not in varying:
         return TimesSteps(node)
     if node in inputs or node.op != "call_function":
@@ -179,13 +209,7 @@ def time_sum(node: Node, varying: set[Node], inputs: set[Node]) -> Term:
     if is_scatter and args[0] in varying and args[1] in varying:
         return EmbeddingGradient(node)
     summed = _summed_operands(node, varying)
-    if not summed:
-        return StepSum(node)
-
-    def sum_of(arg: Node) -> Any:
-        return time_sum(arg, varying, inputs) if arg in summed else arg
-
-    return Apply(node, fx.node.map_arg(args, sum_of))
+    return Apply(node, frozenset(summed)) if summed else StepSum(node)
 
 
 def _summed_operands(node: Node, varying: set[Node]) -> set[Node]:
@@ -218,7 +242,7 @@ def _swapped_operands(
 ) -> tuple[Node, Node] | None:
     """``b^T, a^T`` for ``(a @ b)^T``, so that the gradient of a weight comes out contiguous.
 
-    None if it does not apply. Changes the graph and ``varying``, see :func:`time_sum`.
+    None if it does not apply. Changes the graph and ``varying``, see :func:`time_sums`.
     """
     rank = product.meta["val"].dim()
     swaps = list(dims) == [*range(rank - 2), rank - 1, rank - 2]

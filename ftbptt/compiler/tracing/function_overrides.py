@@ -21,33 +21,8 @@ from ..._trees import differentiable, tree_leaves, tree_map
 from ..straight_through import with_gradient_of
 from .custom_gradient import apply_operator
 from .detached_writes import DATA, HiddenAliases, written_outside, written_tensor
+from .embedding_bag import embedding_bag
 from .rnn import RECURRENT
-
-
-def _embedding_bag(
-    input: Tensor, weight: Tensor, offsets: Any = None, max_norm: Any = None,
-    norm_type: float = 2.0, scale_grad_by_freq: bool = False, mode: str = "mean",
-    sparse: bool = False, per_sample_weights: Any = None, include_last_offset: bool = False,
-    padding_idx: Any = None,
-) -> Any:  # fmt: skip
-    """A bag for each row of ``input``; not for bags of unequal lengths, given by ``offsets``."""
-    if input.dim() != 2 or max_norm is not None or scale_grad_by_freq or sparse:
-        return NotImplemented
-    is_weighted = per_sample_weights is not None
-    if offsets is not None or mode not in ("sum", "mean", "max") or (is_weighted and mode != "sum"):
-        return NotImplemented  # torch says what is wrong
-    embedded = F.embedding(input, weight)
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += weight.shape[0]
-    counts = torch.ones_like(input) if padding_idx is None else (input != padding_idx).long()
-    if mode == "max":
-        counted = counts.bool().unsqueeze(-1)
-        largest = embedded.masked_fill(~counted, -math.inf).amax(1)
-        return torch.where(counted.any(1), largest, torch.zeros_like(largest))
-    if is_weighted:
-        embedded = embedded * per_sample_weights.unsqueeze(-1)
-    total = (embedded * counts.unsqueeze(-1)).sum(1)
-    return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)
 
 
 def _gaussian_nll_loss(
@@ -234,7 +209,7 @@ def _grid_sample(
 
 _COMPOSED: dict[Any, Callable[..., Any]] = {
     **RECURRENT,
-    F.embedding_bag: _embedding_bag,
+    F.embedding_bag: embedding_bag,
     F.batch_norm: _batch_norm,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.multilabel_margin_loss: _multilabel_margin_loss,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from mmap import mmap
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ class ContiguousStreams:
     """ContiguousStreams : tokens[N, ...], rows -> Source of x[T, rows, ...], y[T, rows, ...]
 
     Cuts ``tokens`` into ``rows`` contiguous parts of ``T = (N - 1) // rows`` steps; ``y`` is one
-    token ahead of ``x``. ``tokens`` is a tensor or an array such as ``numpy.memmap``, of which only
-    the current window is read. With ``time_dim=1`` data is ``[rows, T, ...]``.
+    token ahead of ``x``. ``tokens`` is a tensor, ``bytes``, or an array such as ``numpy.memmap``,
+    of which only the current window is read. With ``time_dim=1`` data is ``[rows, T, ...]``.
 
     ``left_out`` is the number of tokens at the end that are not used, at most ``rows - 1``.
 
@@ -39,6 +40,8 @@ class ContiguousStreams:
                 f"tokens: {count} are too few for {rows} rows, each of which needs a step and its "
                 "target. Give more tokens or fewer rows."
             )
+        if isinstance(tokens, (bytes, mmap)):  # of which NumPy makes a string
+            tokens = memoryview(tokens)
         self.tokens, self.rows, self.time_dim = tokens, rows, time_dim
         steps = (count - 1) // rows
         self.total: int | None = steps

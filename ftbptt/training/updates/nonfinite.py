@@ -97,7 +97,16 @@ def nonfinite_window(
         _first_leaf("grads", result.grads, "is the first gradient that is not finite"),
     ]
     message = "; ".join(text for text in descriptions if text)
-    return message or "parameters, inputs, outputs and gradients are finite"
+    if message:
+        return message
+    message = "parameters, inputs, outputs and gradients are finite"
+    if result.loss.isnan().any() and not any(g.any() for g in tree_leaves(result.grads)):
+        message += (
+            ", and the gradients are 0: a mean over nothing is NaN, as where every target is "
+            "ignore_index. Give such steps a mask and the loss of each step, or pass "
+            'on_nonfinite="skip"'
+        )
+    return message
 
 
 def nonfinite_parameter(params: Tree) -> str:
