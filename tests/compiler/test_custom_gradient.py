@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -375,6 +376,29 @@ def test_a_wrong_number_of_gradients(of_x: tuple[Any, ...]) -> None:
     else:
         found = refusal(made)
         assert f"Sum.backward: returned {1 + len(of_x)} gradients; expected 2" in found
+
+
+class Implicit(torch.autograd.Function):
+    """A fixed point, as deep equilibrium models differentiate it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(torch.tanh(x), x, grad)[0]
+
+
+def test_a_backward_that_takes_a_gradient_by_torch_autograd() -> None:
+    message = r"Implicit backward takes a gradient by torch\.autograd.*\n.*in backward\n"
+    found = refusal(problem_with(lambda w, x, h: Implicit.apply(h @ w + x)))
+    assert re.match(message, found)
+    assert "or torch.func.vjp" in found
 
 
 def test_inside_an_inner_gradient() -> None:

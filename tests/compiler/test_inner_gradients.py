@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import grad
 
 from ftbptt import make_train_segment, reference_segment
 
-from ..cells.problems import B, H, mse
+from ..cells.problems import B, Draw, H, Problem, mse
 from .calling import K, call
+from .one_operation import check_both
 
 Tree = Any
 
@@ -82,3 +84,43 @@ def test_a_tangent_and_detach() -> None:
     arguments = {"w": torch.ones(H)}, torch.rand(B, H), torch.randn(K, B, H), torch.randn(K, B, H)
     result = make_train_segment(step, mse, backend="eager")(*arguments)
     torch.testing.assert_close(result.grads, reference_segment(step, mse, *arguments).grads)
+
+
+SCALARS = {
+    "matrix times vector": lambda x, v: torch.tanh(x @ v).square().sum(),
+    "linear": lambda x, v: nn.functional.linear(x, v).square().mean(),
+    "addmv": lambda x, v: torch.addmv(x[:, 0], x, v).pow(3).sum(),
+    "dot": lambda x, v: torch.dot(v, v).square() + (x @ v).cos().sum(),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_hessians(name: str) -> None:
+    """Of Newton's method."""
+
+    def step(params: Tree, x_t: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        slope, hessian = (of(lambda v: SCALARS[name](x_t, v)) for of in (grad, torch.func.hessian))
+        v = v - params["rate"] * torch.linalg.solve(hessian(v) + 5 * torch.eye(H).to(v), slope(v))
+        return v, v
+
+    draw = Draw(0)
+    rate = {"rate": torch.tensor(0.3, dtype=torch.float64)}
+    made = Problem(step, rate, draw(H), draw.sequence(B, H), draw.sequence(H), mse)
+    check_both(made)
+
+
+def test_a_whole_number_has_no_gradient() -> None:
+    """Such as a counter in the state: the error is that of the loop."""
+
+    def step(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        slope = grad(lambda state: (x_t @ state["v"]).square().sum())(state)
+        v = state["v"] - params["rate"] * slope["v"]
+        return v, {"v": v, "count": state["count"] + 1}
+
+    state = {"v": torch.ones(H), "count": torch.tensor(0)}
+    given = ({"rate": torch.tensor(0.1)}, state, torch.randn(K, B, H), torch.randn(K, H))
+    words = "only Tensors of floating point dtype can require gradients"
+    with pytest.raises(RuntimeError, match=words):
+        reference_segment(step, mse, *given)
+    with pytest.raises(RuntimeError, match=words):
+        make_train_segment(step, mse, backend="eager")(*given)

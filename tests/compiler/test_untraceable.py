@@ -6,12 +6,14 @@ import functools
 import inspect
 import os
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import while_loop
 
 import ftbptt
 from ftbptt import as_step, make_train_segment
@@ -275,6 +277,22 @@ def test_a_branch_of_torch() -> None:
 
     message = "step: uses an operation that contains graphs, such as torch.cond.*torch.where"
     with pytest.raises(TypeError, match=message):
+        call(step)
+
+
+def test_a_loop_of_torch() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        def nearer(z: Tensor) -> tuple[Tensor]:
+            return (0.5 * z,)
+
+        with torch.no_grad():
+            (z,) = while_loop(lambda z: z.norm() > 1, nearer, (h + x_t,))
+        return z * params["w"], z
+
+    with (
+        warnings.catch_warnings(action="ignore"),  # of torch.compile, which it calls
+        pytest.raises(RuntimeError, match="uses an operator that contains graphs, such as while"),
+    ):
         call(step)
 
 

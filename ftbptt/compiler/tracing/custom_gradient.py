@@ -24,6 +24,7 @@ from ..._compat.functions import (
     functions_at_one_level,
 )
 from ..._trees import differentiable, tree_flatten, tree_map, tree_unflatten
+from .errors import explain_trace_errors
 
 # (all tensors of a gradient, which of the arguments need one, the gradients of the results) -> the
 # gradients of all tensors.
@@ -244,7 +245,8 @@ def _backward_of(
         needs_input_grad = tuple(is_tensor and next(needed) for is_tensor in is_input)
         context = saved.restored(tensors[inputs:before_results], needs_input_grad)
         of_results = [next(of_tensors) if is_tensor else None for is_tensor in is_result]
-        returned = function.backward(context, *of_results)
+        with explain_trace_errors(function.__name__, function.backward):
+            returned = function.backward(context, *of_results)
         returned = returned if isinstance(returned, tuple) else (returned,)
         if len(returned) < len(args) or any(g is not None for g in returned[len(args) :]):
             raise RuntimeError(

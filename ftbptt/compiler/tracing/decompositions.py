@@ -51,7 +51,11 @@ def _plus_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    return source.to(target.dtype).expand(target.shape)
+    result = source.to(target.dtype).expand(target.shape)
+    # A tangent is copied to have its primal's layout, without which it is an error. (To ask for the
+    # layout of K steps would make a number of K.)
+    is_fixed = all(isinstance(size, int) for size in target.shape)
+    return result.contiguous() if is_fixed and target.is_contiguous() else result
 
 
 def _zeros(size: list[Any], **kwargs: Any) -> Tensor:

@@ -86,14 +86,25 @@ _CAUSES = [
         "with the gradient of `soft`.",
     ),
     _Cause(
-        # torch.autograd.grad (libtorch), backward() (torch/autograd/__init__.py)
+        # torch.autograd.grad (libtorch), backward() (torch/autograd/__init__.py), requires_grad_ in
+        # the backward of an autograd.Function (libtorch)
         _says(
             "does not require grad and does not have a grad_fn",
             "backward() called inside a functorch transform",
+            "attempting to call Tensor.requires_grad_()",
         ),
         "{function} takes a gradient by torch.autograd, which cannot be traced\n  {line}\n"
-        "Write it as torch.func.grad(f)(x), which can be differentiated again; for the gradient of "
-        "the loss at a tensor inside the step use make_train_segment(..., taps=).",
+        "Write it as torch.func.grad(f)(x), or torch.func.vjp, which can be differentiated again; "
+        "for the gradient of the loss at a tensor inside the step use "
+        "make_train_segment(..., taps=).",
+    ),
+    _Cause(
+        # torch/_dynamo/exc.py
+        _says("This higher order operator doesn't work"),
+        "{function} uses an operator that contains graphs, such as while_loop, which cannot be "
+        "compiled\n  {line}\n"
+        "Write it with torch.where: instead of a loop until something has converged, one of a "
+        "fixed number of iterations, in which what has converged stays as it is.",
     ),
     _Cause(
         # FunctionalizeFallbackKernel (libtorch)

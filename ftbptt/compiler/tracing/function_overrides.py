@@ -264,7 +264,7 @@ class FunctionOverrides(TorchFunctionMode):
             # torch.func.vjp asks for its own under no_grad as well.
             known = bool(func(*args, **kwargs))
             return known or (torch.is_grad_enabled() and differentiable(args[0]))
-        if func is Tensor.requires_grad_:
+        if func is Tensor.requires_grad_ and differentiable(args[0]):
             # It only matters to torch.func.grad, which may call it; elsewhere it fails.
             with suppress(RuntimeError):
                 func(*args, **kwargs)
