@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -143,9 +144,42 @@ def adds_an_item(module: Any, h: Tensor) -> Tensor:
     return h
 
 
+def starts_afresh_once(module: Any, h: Tensor) -> Tensor:
+    h = h if module.of_last["w"] is None else 0.5 * h
+    module.of_last["w"] = None
+    return h
+
+
+def a_number_first(module: Any, h: Tensor) -> Tensor:
+    h = 2 * h if isinstance(module.of_last["v"], tuple) else h
+    module.of_last["v"] = (h, 1)
+    return h
+
+
+def ignores_the_error(module: Any, h: Tensor) -> Tensor:
+    with suppress(Exception):
+        h = h + module.kept  # None in the first step only
+    module.kept = h
+    return h
+
+
+def ignores_the_error_of_a_part(module: Any, h: Tensor) -> Tensor:
+    with suppress(Exception):
+        h = h + module.kept[0]
+    module.kept = (h,)
+    return h
+
+
+def takes_turns(module: Any, h: Tensor) -> Tensor:
+    name = next(iter(module.of_last))
+    module.of_last[name] = module.of_last.pop(name)
+    return h * 2 if name == "v" else h
+
+
 CARRIED = [
     read_by_the_next, made_once, made_for_none, another_after_the_first, of_another_class, counts,
-    looked_up, forgives, adds_an_item,
+    looked_up, forgives, adds_an_item, starts_afresh_once, a_number_first, ignores_the_error,
+    ignores_the_error_of_a_part, takes_turns,
 ]  # fmt: skip
 
 

@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, fx
 
 from ..._random_state import random_state_outside_torch, same_random_state
 from ..._reach import is_cache, reached_by
+from ..._trees import tree_map
 from ..._warnings import warn
 from ..graphs import has_same_code
 from .constants import Constants
@@ -28,11 +29,17 @@ from .variables import ABSENT, scopes_of
 T = TypeVar("T")
 
 
-class _Place(NamedTuple):
-    """An attribute of an object, or an item of a dict that is one, which may be assigned."""
+@dataclass(frozen=True)
+class _Place:
+    """An attribute of an object, or an item of a dict that is one, which was assigned.
+
+    ``before`` and ``after`` are its values.
+    """
 
     description: str
     bind: Callable[[Any], None]
+    before: Any
+    after: Any
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,8 @@ class _Effect:
     description: str
     redo: Callable[[], None]
     is_tensor: bool = False  # what the variable was bound to
-    # What it assigned, each with the value from before; None if that is not all that it did.
-    places: dict[_Place, Any] | None = None
+    # What it assigned; None if that is not all that it did.
+    places: list[_Place] | None = None
 
 
 def without_effects(
@@ -104,49 +111,65 @@ def _some(descriptions: Sequence[str]) -> str:
     return descriptions[0] + (f" (and {more} more)" if more else "")
 
 
-def _places_of(effects: Sequence[_Effect]) -> dict[_Place, Any] | None:
+def _places_of(effects: Sequence[_Effect]) -> list[_Place] | None:
     """All that the effects assigned; None if one of them did more than that."""
-    places: dict[_Place, Any] = {}
+    places: list[_Place] = []
     for effect in effects:
         if effect.places is None:
             return None
-        places |= effect.places
+        places += effect.places
     return places
 
 
 def _assigns_first(
-    root: Any,
-    trace: Callable[[], fx.GraphModule],
-    result: fx.GraphModule,
-    places: dict[_Place, Any],
+    root: Any, trace: Callable[[], fx.GraphModule], result: fx.GraphModule, places: list[_Place]
 ) -> bool:
-    """Whether a trace assigns all these places, reads none of them before, and gives ``result``."""
+    """Whether a trace assigns all these places, reads none of them before, and gives ``result``.
+
+    So must one that finds there what the first left, of another class perhaps, as the next step
+    does: a step can ask for that without reading it.
+    """
+    descriptions = {place.description for place in places}
+    _Unread.was_read = False
     try:
         for place in places:
             place.bind(_Unread())
         again, effects = _trace_and_undo(root, trace)
+        for place in places:
+            place.bind(tree_map(_unread_if_tensor, place.after))
+        of_next, later_effects = _trace_and_undo(root, trace)
     except Exception:
         return False
     finally:
-        for place, value in places.items():
-            place.bind(value)
-    assigned = _places_of(effects)
+        for place in places:
+            place.bind(place.before)
+    assigned, later = _places_of(effects), _places_of(later_effects)
+    if assigned is None or later is None or _Unread.was_read:
+        return False
     return (
-        assigned is not None
-        and {place.description for place in assigned} == {place.description for place in places}
-        and has_same_code(again.graph, result.graph, same_values=True)
+        {place.description for place in assigned} == descriptions
+        and {place.description for place in later} <= descriptions  # the same number is no effect
+        and all(has_same_code(g.graph, result.graph, same_values=True) for g in (again, of_next))
     )
 
 
 class _Unread(Tensor):
     """A value that cannot be read; whether it is there, and of which class, can be."""
 
+    was_read = False  # also if the step has caught the error
+
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
+        _Unread.was_read = True
         raise RuntimeError("is read")
 
     def __hash__(self) -> int:
+        _Unread.was_read = True
         raise RuntimeError("is read")
+
+
+def _unread_if_tensor(value: Any) -> Any:
+    return _Unread() if isinstance(value, Tensor) else value
 
 
 def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[_Effect]]:
@@ -173,7 +196,8 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[_Effect]
                     description = scope.describe(name)
                     places = None
                     if scope.is_of_object and value is not ABSENT:
-                        places = {_Place(description, partial(scope.bind, name)): old_value}
+                        bind = partial(scope.bind, name)
+                        places = [_Place(description, bind, old_value, value)]
                     effects.append(_Effect(description, redo, isinstance(value, Tensor), places))
                     scope.bind(name, old_value)
         for cached, misses in caches:
@@ -194,15 +218,20 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[_Effect]
 
 def _assigned_items(
     description: str, container: dict[Any, Any], old_content: dict[Any, Any]
-) -> dict[_Place, Any] | None:
-    """The items of a dict that were assigned; None if its keys are others now."""
-    if container.keys() != old_content.keys():
+) -> list[_Place] | None:
+    """The items of a dict that were assigned; None if its keys, or their order, are others now."""
+    if list(container) != list(old_content):
         return None
-    return {
-        _Place(f"the item {key!r} of {description}", partial(container.__setitem__, key)): value
+    return [
+        _Place(
+            f"the item {key!r} of {description}",
+            partial(container.__setitem__, key),
+            value,
+            container[key],
+        )
         for key, value in old_content.items()
         if container[key] is not value
-    }
+    ]
 
 
 def _content(container: Any) -> Any:
@@ -213,7 +242,7 @@ def _content(container: Any) -> Any:
 def _is_same(content: Any, other: Any) -> bool:
     """Whether both contain the same objects; equal ones do not count as the same."""
     if isinstance(content, dict):
-        if content.keys() != other.keys():
+        if list(content) != list(other):
             return False
         content, other = content.values(), other.values()
     return len(content) == len(other) and all(map(operator.is_, content, other))
