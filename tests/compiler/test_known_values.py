@@ -199,3 +199,25 @@ def test_other_values_are_not_known(step: Any) -> None:
     arguments = {"w": torch.ones(H)}, torch.zeros(B, H), torch.zeros(K, B, H), torch.zeros(K, B, H)
     with pytest.raises(RuntimeError, match="needs the value of a tensor in Python"):
         segment(*arguments)
+
+
+class ReadsALastOne(nn.Module):
+    """What it leaves in ``kept``, also as far as it ran in a first attempt without the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.kept, self.times = nn.Linear(H, H), None, torch.ones(2)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        is_first, self.kept = self.kept is None, h
+        h = torch.tanh(self.enter(x) + h)
+        if self.times[:1] > 0 and (self.times > 0).all():
+            h = 2 * h if is_first else h
+        return h, h
+
+
+def test_what_a_first_attempt_leaves_is_undone() -> None:
+    module = ReadsALastOne()
+    with pytest.raises(RuntimeError, match="changes the attribute 'kept' of ReadsALastOne"):
+        make_train_segment(module, mse, backend="eager")(*given(module))
+    assert module.kept is None

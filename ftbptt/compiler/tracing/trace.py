@@ -262,33 +262,46 @@ def trace_step(
         out_specs[:] = [spec]
         return [*out_leaves, *tree_flatten(state_after)[0]]
 
-    def traced() -> fx.GraphModule:
-        given = {"x_t": x_before, "state": state_before, "params": params_before}
-        trace = partial(trace_function, before_autograd=True, constants=constants)
+    given = {"x_t": x_before, "state": state_before, "params": params_before}
+
+    def traced(knows_values: bool) -> fx.GraphModule:
+        known = KnownTensors() if knows_values else None
         try:
             with explain_trace_errors("step", step, **given):
-                try:
-                    return trace(run, examples, mode)
-                except UNTRACEABLE:
-                    known = KnownTensors()
-                    graph = trace(partial(run, known=known), examples, mode, known_values=True)
-                    constants.add_tensors_read(known.read)
-                    if step.module is not None:
-                        constants.add_buffers(step.module)
-                    return graph
+                graph = trace_function(
+                    partial(run, known=known),
+                    examples,
+                    mode,
+                    before_autograd=True,
+                    constants=constants,
+                    known_values=knows_values,
+                )
         except Exception as error:
+            if isinstance(error.__cause__, UNTRACEABLE) and not knows_values:
+                raise error.__cause__ from None  # another attempt knows the values
             misfit = step.misfit(params_before)
             if misfit is None:
                 raise
             raise ValueError(misfit) from error
+        if known is not None:
+            constants.add_tensors_read(known.read)
+        return graph
 
-    module = without_effects(
-        f"step {step.name}",
-        step.root,
-        traced,
-        "read such a value from the state and return it in the next state.",
-        constants,
-    )
+    def attempt(knows_values: bool) -> fx.GraphModule:
+        return without_effects(
+            f"step {step.name}",
+            step.root,
+            partial(traced, knows_values),
+            "read such a value from the state and return it in the next state.",
+            constants,
+        )
+
+    try:
+        module = attempt(knows_values=False)
+    except UNTRACEABLE:
+        module = attempt(knows_values=True)
+        if step.module is not None:
+            constants.add_buffers(step.module)
     failures_as_nan(module)
     _check_step(step, module, s, buffer_names)
     captures = lift_captures(
