@@ -71,6 +71,12 @@ def aliases_in(module: nn.Module) -> list[Alias]:
     ]
 
 
+def names_of_shared(module: nn.Module) -> list[str]:
+    """The parameters and buffers that it has in several places, by all their names."""
+    names = {name for alias in aliases_in(module) for name in alias.names.values()}
+    return sorted(names.union(*tied_places(module)))
+
+
 _OF_TORCH = vars(nn.Module()).keys()
 _MOST_ITEMS = 1000  # of a container: what is longer holds data
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._compat.modules import COMPILED_PREFIX, is_persistent
 from .._reach import attributes_set_by
 from .._trees import Tree
-from .held_tensors import Alias, aliases_in, call_with, tied_places, watching_buffers
+from .held_tensors import aliases_in, call_with, tied_places, watching_buffers
 from .taps import Collector, collecting, owners
 
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -111,13 +111,17 @@ class Step:
 
     @cached_property
     def _buffer_owners(self) -> list[tuple[str, nn.Module, str]]:
-        """The name of each buffer, the module that has it, and its name there."""
-        owners = []
-        if self.module is not None:
-            for name, _ in self.module.named_buffers():
-                path, _, key = name.rpartition(".")
-                owners.append((name, self.module.get_submodule(path), key))
-        return owners
+        """The name of each buffer, the module that has it, and its name there.
+
+        Of each of its names, if it has several: they may get tensors of their own.
+        """
+        if self.module is None:
+            return []
+        return [
+            (f"{path}.{key}" if path else key, owner, key)
+            for path, owner in self.module.named_modules()
+            for key, _ in owner.named_buffers(recurse=False, remove_duplicate=False)
+        ]
 
     @cached_property
     def _assigning(self) -> list[nn.Module]:
@@ -127,14 +131,6 @@ class Step:
         assigned = attributes_set_by(self.module)
         owners = (owner for _, owner, key in self._buffer_owners if key in assigned)
         return list(dict.fromkeys(owners))
-
-    @cached_property
-    def _tied(self) -> list[tuple[str, str]]:
-        return [] if self.module is None else tied_places(self.module)
-
-    @cached_property
-    def _aliases(self) -> list[Alias]:
-        return [] if self.module is None else aliases_in(self.module)
 
     @cached_property
     def _layers(self) -> list[nn.RNNBase]:
@@ -234,7 +230,7 @@ class Step:
 
     def other_name(self, name: str) -> str | None:
         """The first name of a parameter that is tied to it under ``name``."""
-        return dict(self._tied).get(name)
+        return None if self.module is None else dict(tied_places(self.module)).get(name)
 
     def apply(self, params: Tree, buffers: dict[str, Tensor], x_t: Tree, state: Tree) -> Any:
         """Runs the step once, with these parameters and buffers: ``(out_t, state)``.
@@ -246,7 +242,7 @@ class Step:
             assert self.function is not None
             return self.function(params, x_t, state)
         module = self.module
-        given = {**buffers, **own_names(params)}  # a buffer may be among the parameters
+        given = self._by_name(params, buffers)
 
         def run() -> Any:
             with ExitStack() as stack:
@@ -270,9 +266,17 @@ class Step:
         """``run()``, while the module has these tensors."""
         if self.module is None:
             return run()
-        values = {**buffers, **own_names(params)}  # a buffer may be among the parameters
-        values |= {name: values[first] for name, first in self._tied}
-        return call_with(self.module, values, self._aliases, run)
+        # Found anew each time: the caller, or the step before, may have put others there.
+        aliases = aliases_in(self.module)
+        return call_with(self.module, self._by_name(params, buffers), aliases, run)
+
+    def _by_name(self, params: Tree, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of the module, which it has, by all of their names."""
+        assert self.module is not None
+        params = own_names(params)
+        values = {**buffers, **params}  # a buffer may be among the parameters
+        tied = tied_places(self.module)
+        return values | {name: values[first] for name, first in tied if name not in params}
 
 
 def own_names(params: dict[str, Tensor]) -> dict[str, Tensor]:

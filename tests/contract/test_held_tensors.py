@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -97,3 +98,87 @@ def test_after_an_error_all_is_as_before() -> None:
     with pytest.raises(KeyError, match="no such tensor"):
         reference_segment(module, mse, *given)
     assert all(module.inner.kept[key] is value for key, value in before.items())
+
+
+class Gain(NamedTuple):
+    decay: Any
+    factor: float
+
+
+class Gated(nn.Module):
+    """``tanh(enter(x) + h)``, times what ``gates`` and two layers with one buffer keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.tau = nn.Linear(H, H), nn.Parameter(torch.rand(H))
+        self.first, self.last = nn.Module(), nn.Module()
+        self.first.register_buffer("scale", torch.rand(H))
+        self.last.register_buffer("scale", self.first.scale)
+        self.gates: Any = {"tau": self.tau, "c": Constants(self.first.scale, "leaky")}
+        self.gain = Gain(self.tau, 2.0)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.enter(x) + h) * self.gain.decay * self.gain.factor
+        for gate in self.gates.values():
+            h = h * (gate if isinstance(gate, Tensor) else gate.decay)
+        return h * self.first.scale - self.last.scale, h
+
+
+def replaces_one_of_two(module: Any) -> None:
+    module.first.scale = torch.full((H,), 3.0)
+
+
+def replaces_the_other(module: Any) -> None:
+    module.last.scale = torch.full((H,), 3.0)
+
+
+def removes_aliases(module: Any) -> None:
+    module.gates.clear()
+
+
+def replaces_a_part(module: Any) -> None:
+    module.gain = module.gain._replace(factor=3.0)
+
+
+CHANGES = [replaces_one_of_two, replaces_the_other, removes_aliases, replaces_a_part]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore:.*compiled again")
+def test_changed_between_calls(change: Callable[[Any], None]) -> None:
+    torch.manual_seed(0)
+    module = Gated()
+    segment = make_train_segment(module, mse, backend="eager")
+    params = {name: 1.5 * p.detach() for name, p in module.named_parameters()}
+    given = params, torch.randn(B, H), torch.randn(K, B, H), torch.randn(K, B, H)
+    before = segment(*given)
+    assert_close(before, reference_segment(module, mse, *given), 1e-5)
+    change(module)
+    expected = reference_segment(module, mse, *given)
+    assert not torch.allclose(before.loss, expected.loss)
+    assert_close(segment(*given), expected, 1e-5)
+    traces = segment.trace_count
+    segment(*given)
+    assert segment.trace_count == traces
+
+
+class Normal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        mean = torch.zeros(H)
+        self.enter, self.first, self.last = nn.Linear(H, H), nn.Module(), nn.Module()
+        self.first.register_buffer("mean", mean)
+        self.last.register_buffer("mean", mean)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.enter(x) + h) - self.last.mean
+        self.last.mean = h.detach().mean(0)
+        return h, h
+
+
+def test_a_buffer_is_assigned_by_its_other_name() -> None:
+    module = Normal()
+    given = named(module), torch.zeros(B, H), torch.zeros(K, B, H), torch.zeros(K, B, H)
+    for call in (make_train_segment(module, mse), partial(reference_segment, module, mse)):
+        with pytest.raises(RuntimeError, match=r"step Normal assigns to its buffer 'last.mean'"):
+            call(*given)

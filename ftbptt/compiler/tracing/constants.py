@@ -30,6 +30,7 @@ from ..._compat.modules import (
 from ..._compat.running import version_of
 from ..._compat.tracing import FakeTensor
 from ..._reach import names_asked_by, names_read_by, own_classes, reached_by
+from ...contract.held_tensors import names_of_shared
 from ..graphs import aten
 from .variables import Scope, scopes_of
 
@@ -52,8 +53,7 @@ class Constants:
             self._watched += _watched_in(root, reached)
         self._children = _Parts("submodule", [(own_modules(m), m) for m in modules])
         passed = set() if given is None else set(given.modules())
-        tensors_of = (own_parameters, own_buffers)
-        outside = [(of(m), m) for m in modules if m not in passed for of in tensors_of]
+        outside = [(held, m) for m in modules if m not in passed for held in _tensors_of(m)]
         hooks = [of(m) for m in modules for of in (forward_pre_hooks, forward_hooks)]
         # Hooks have numbers for names, and are seldom exchanged: how many there are says enough.
         numbers = range(len(hooks))
@@ -62,6 +62,8 @@ class Constants:
         )
         if outside:
             self._watched.append(_Parts("parameter or buffer", outside))
+        if given is not None and (names := names_of_shared(given)):  # a trace has them once
+            self._watched.append(_registered(given, names))
         self._tensors_read: list[_TensorRead] = []
 
     def change(self) -> Change | None:
@@ -154,6 +156,24 @@ class _Parts(_Watched):
         super().__init__(
             names, lambda: chain.from_iterable([held.values() for held in dicts]), describe
         )
+
+
+def _registered(module: nn.Module, names: list[str]) -> _Watched:
+    """Parameters and buffers of a module, by their names in it."""
+    places = []
+    for name in names:
+        path, _, key = name.rpartition(".")
+        owner = module.get_submodule(path)
+        places += [(held, key) for held in _tensors_of(owner) if key in held]
+    return _Watched(
+        names,
+        lambda: [held.get(key) for held, key in places],
+        lambda name: f"the parameter or buffer {name!r}",
+    )
+
+
+def _tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return own_parameters(module), own_buffers(module)
 
 
 def _is_same(value: Any, other: Any) -> bool:
