@@ -47,6 +47,13 @@ class Alias:
     spec: TreeSpec
     names: dict[int, str]
 
+    def held(self) -> Any:
+        """What is there; None if there is no such place any more."""
+        try:
+            return self.holder[self.key]
+        except (KeyError, IndexError):
+            return None
+
     def with_tensors(self, values: Mapping[str, Tensor]) -> Any:
         names = self.names
         leaves = [values[names[i]] if i in names else leaf for i, leaf in enumerate(self.leaves)]
@@ -105,14 +112,16 @@ def call_with(
     renamed = {f"module.{name}": value for name, value in values.items()}
 
     def with_aliases() -> T:
-        before = [alias.holder[alias.key] for alias in aliases]
-        for alias in aliases:
-            alias.holder[alias.key] = alias.with_tensors(values)
+        before = [alias.held() for alias in aliases]
+        put = [alias.with_tensors(values) for alias in aliases]
+        for alias, value in zip(aliases, put, strict=True):
+            alias.holder[alias.key] = value
         try:
             return run()
         finally:
-            for alias, value in zip(aliases, before, strict=True):
-                alias.holder[alias.key] = value
+            for alias, value, own in zip(aliases, put, before, strict=True):
+                if alias.held() is value:  # else the step has put something else there
+                    alias.holder[alias.key] = own
 
     with parametrizations_kept_apart():
         result: T = functional_call(_Holder(module, with_aliases), renamed, (), tie_weights=False)

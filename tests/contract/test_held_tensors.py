@@ -182,3 +182,33 @@ def test_a_buffer_is_assigned_by_its_other_name() -> None:
     for call in (make_train_segment(module, mse), partial(reference_segment, module, mse)):
         with pytest.raises(RuntimeError, match=r"step Normal assigns to its buffer 'last.mean'"):
             call(*given)
+
+
+class Starts(nn.Module):
+    """Its state is an attribute, or the item of a list, that starts as a buffer."""
+
+    def __init__(self, in_list: bool) -> None:
+        super().__init__()
+        self.enter, self.in_list = nn.Linear(H, H), in_list
+        self.register_buffer("start", torch.ones(H))
+        self.kept: Any = [self.start] if in_list else self.start
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        v = 0.5 * (self.kept.pop() if self.in_list else self.kept) + self.enter(x)
+        if self.in_list:
+            self.kept.append(v)
+        else:
+            self.kept = v
+        return torch.tanh(v), h
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_state_that_starts_as_a_buffer(in_list: bool) -> None:
+    module, plain = Starts(in_list), Starts(in_list)
+    plain.load_state_dict(module.state_dict())
+    h, x, y = torch.zeros(B, H), torch.randn(K, B, H), torch.zeros(K, B, H)
+    with pytest.raises(RuntimeError, match="step Starts changes the attribute 'kept' of Starts"):
+        make_train_segment(module, mse, backend="eager")(named(module), h, x, y)
+    assert (module.kept[0] if in_list else module.kept) is module.start
+    found = reference_segment(module, mse, named(module), h, x, y)
+    assert_close(found.out, torch.stack([plain(x_t, h)[0] for x_t in x]).detach(), 1e-6)
