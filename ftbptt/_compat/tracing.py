@@ -73,7 +73,7 @@ __all__ = [
     "unseen_by_tools",
     "unvalidated_distributions",
     "without_log_of_failures",
-    "writes_in_place",
+    "written_arguments",
 ]
 
 
@@ -152,9 +152,12 @@ def is_operation(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
-def writes_in_place(target: Any) -> bool:
-    """Whether a node's target is an operation that changes one of its arguments."""
-    return is_operation(target) and target._schema.is_mutable
+def written_arguments(target: Any) -> list[tuple[int, str]]:
+    """The arguments that an operation changes: their places, and their names."""
+    if not is_operation(target):
+        return []
+    arguments = enumerate(target._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
 
 
 def may_be_a_view(target: Any) -> bool:

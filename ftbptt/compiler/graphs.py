@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .._compat.graph_modules import GraphModule
-from .._compat.tracing import may_be_a_view
+from .._compat.tracing import may_be_a_view, written_arguments
 
 # torch types a node's arguments as a union of everything that an argument can be, which would need
 # a cast at every use.
@@ -76,6 +76,15 @@ def owner_of(node: Node, stop: Container[Node] = ()) -> Node:
     ):
         node = node.args[0]
     return node
+
+
+def written_by(node: Node) -> list[Node]:
+    """The nodes whose values an operation changes in place."""
+    written: list[Node] = []
+    for i, name in written_arguments(node.target):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        fx.node.map_arg(value, written.append)
+    return written
 
 
 def is_outer_product(node: Node) -> bool:

@@ -162,6 +162,36 @@ def test_a_counter_that_is_a_tensor(argument: str) -> None:
     assert calls == 0
 
 
+seen = torch.ones(H)
+WRITES: list[Callable[[], Any]] = [
+    lambda: torch.add(seen[:1], 1, out=seen[:1]),
+    lambda: torch.add(seen, 1, out=seen),
+    lambda: torch._foreach_add_([seen], 1),
+    lambda: seen[0].add_(1),
+    lambda: torch.frexp(seen, out=(seen, torch.zeros(H, dtype=torch.int32))),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("argument", ["step", "loss"])
+def test_writes_in_other_ways(write: Callable[[], Any], argument: str) -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if argument == "step":
+            write()
+        return h + x_t * params["w"] + seen, h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        if argument == "loss":
+            write()
+        return mse(out, y)
+
+    x = torch.randn(K, B, H)
+    segment = make_train_segment(step, loss, backend="eager")
+    with pytest.raises(RuntimeError, match=r"in place a tensor that is not|mutate a captured"):
+        segment({"w": torch.ones(H)}, torch.zeros(B, H), x, x)
+    assert seen.tolist() == [1.0] * H
+
+
 @pytest.mark.parametrize("changed", ["out", "y"])
 def test_a_loss_that_writes_into_its_arguments(changed: str) -> None:
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..._compat.running import is_fake
-from ..._compat.tracing import writes_in_place
 from ..._messages import describe_type
 from ..._trees import (
     Tree,
@@ -21,7 +20,7 @@ from ..._trees import (
     tree_unflatten,
 )
 from ...contract.step import Step
-from ..graphs import Node, aten, inputs_of, needed_for, value_of
+from ..graphs import Node, aten, inputs_of, needed_for, owner_of, value_of, written_by
 from ..signature import Leaf
 from .detached_writes import written_outside
 
@@ -133,12 +132,10 @@ def forbid_mutation(argument: str, module: fx.GraphModule) -> None:
     Or, for a loss, into what it is given, which is the caller's ``out`` and ``y``.
     """
     for node in module.graph.nodes:
-        if not writes_in_place(node.target):
-            continue
-        written = node.args[0]
-        if written.op == "get_attr":
+        written = {owner_of(changed).op for changed in written_by(node)}
+        if "get_attr" in written:
             raise written_outside(argument)
-        if written.op == "placeholder":
+        if "placeholder" in written:
             raise RuntimeError(
                 f"{argument}: changes out or y in place, which it would do to the result of the "
                 "call as well. Write out = out - a instead of out -= a, or work on a clone."

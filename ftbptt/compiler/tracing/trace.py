@@ -30,7 +30,6 @@ from ..._compat.tracing import (
     unseen_by_tools,
     unvalidated_distributions,
     without_log_of_failures,
-    writes_in_place,
 )
 from ..._garbage import without_garbage_collection
 from ..._interrupt import uninterrupted
@@ -44,7 +43,7 @@ from ..._trees import (
     tree_unflatten,
 )
 from ...contract.step import Step
-from ..graphs import aten
+from ..graphs import aten, written_by
 from ..signature import Signature, with_autocast
 from .captures import lift_captures
 from .constants import Constants, noting_tensors_read
@@ -167,7 +166,7 @@ def _has_fourier_transform(graph: fx.Graph) -> bool:
 def _writes_in_place(graph: fx.Graph) -> bool:
     """Whether an operation changes an intermediate value; writes into inputs do not count."""
     return any(
-        writes_in_place(node.target) and node.args[0].op != "placeholder" for node in graph.nodes
+        any(written.op != "placeholder" for written in written_by(node)) for node in graph.nodes
     )
 
 
