@@ -264,6 +264,7 @@ def _methods_of(classes: Iterable[type], names: set[str]) -> Iterator[Any]:
             if isinstance(method, (classmethod, staticmethod)):
                 method = method.__func__
             elif isinstance(method, property):
+                yield from (f for f in (method.fset, method.fdel) if isinstance(f, FunctionType))
                 method = method.fget
             elif isinstance(method, (cached_property, partialmethod, singledispatchmethod)):
                 method = method.func

@@ -186,13 +186,31 @@ class Derived(Layer):
         return super().forward(x, h)
 
 
-factors = Factors()
+def by_setter(h: Tensor) -> Tensor:
+    scaled = [h]
+    setter.prop = scaled
+    return scaled[0]
+
+
+class HasSetter:
+    """A number that nothing but the setter of a property reads."""
+
+    @property
+    def prop(self) -> None: ...
+
+    @prop.setter
+    def prop(self, h: list[Tensor]) -> None:
+        h[0] = h[0] * gain
+
+
+factors, setter = Factors(), HasSetter()
 gain = 2.0
 IN_METHODS: dict[str, Callable[[Tensor], Tensor]] = {
     "method": lambda h: h * factors.plain(),
     "class method": lambda h: h * Factors.of_class(),
     "static method": lambda h: h * Factors.static(),
     "property": lambda h: h * factors.prop,
+    "setter": by_setter,
     "conversion": lambda h: h * float(factors),
 }
 
