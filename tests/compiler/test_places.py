@@ -263,3 +263,44 @@ def test_a_buffer_that_is_assigned_first(backend: Any) -> None:
     assert_close(reference_segment(module, mse, *given), expected)
     assert_close(make_train_segment(module, mse, backend=backend)(*given), expected)
     assert module.mem.numel() == 0
+
+
+class Memory:
+    def __init__(self, v: Any) -> None:
+        self.v = v
+
+
+def in_the_fast(module: Any, h: Tensor) -> Tensor:
+    module.fast.v = h
+    return module.fast.v * module.slow.v
+
+
+@pytest.mark.filterwarnings("ignore:.*which has its old value again")
+def test_another_place_of_that_name_is_watched() -> None:
+    module = Cell(in_the_fast, fast=Memory(0.0), slow=Memory(2.0))
+    given = arguments_of(module)
+    segment = make_train_segment(module, mse, backend="eager")
+    segment(*given)
+    module.slow.v = 3.0
+    with pytest.warns(RuntimeWarning, match="compiled again: the attribute 'v' of Memory"):
+        found = segment(*given)
+    assert_close(found, reference_segment(deepcopy(module), mse, *given))
+    module.fast.v = 4.0  # nothing reads that
+    segment(*given)
+
+
+@pytest.mark.filterwarnings("ignore:.*which has its old value again")
+def test_what_a_loss_assigns_and_the_step_reads_is_watched() -> None:
+    module = Cell(lambda module, h: h * module.kept, kept=1.0)
+    given = arguments_of(module)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        module.kept = mse(out, y)
+        return module.kept
+
+    segment = make_train_segment(module, loss, backend="eager")
+    segment(*given)
+    module.kept = 3.0
+    with pytest.warns(RuntimeWarning, match="compiled again: the attribute 'kept' of Cell"):
+        found = segment(*given)
+    assert_close(found, reference_segment(module, mse, *given))

@@ -46,11 +46,13 @@ class Constants:
     def __init__(self, roots: Iterable[Any], given: nn.Module | None) -> None:
         """``given``: the module whose parameters and buffers a call is given."""
         self._watched: list[_Watched] = []
+        self._variables: dict[int, list[_Watched]] = {}  # the watched ones by the root's id
         modules: dict[nn.Module, None] = {}  # in order
         for root in roots:
             reached = list(reached_by(root))
             modules |= dict.fromkeys(v for v in reached if isinstance(v, nn.Module))
-            self._watched += _watched_in(root, reached)
+            self._variables[id(root)] = list(_watched_in(root, reached))
+            self._watched += self._variables[id(root)]
         self._children = _Parts("submodule", [(own_modules(m), m) for m in modules])
         passed = set() if given is None else set(given.modules())
         outside = [(held, m) for m in modules if m not in passed for held in _tensors_of(m)]
@@ -88,10 +90,13 @@ class Constants:
         """Adds the buffers of the module that a call is given: a trace has read their numbers."""
         self._watched.append(_Parts("buffer", [(own_buffers(m), m) for m in module.modules()]))
 
-    def leave_out(self, descriptions: Iterable[str]) -> None:
-        """Does not watch these variables and items, which a trace assigns before it reads them."""
-        for watched in self._watched:
-            watched.left_out.update(descriptions)
+    def leave_out(self, root: Any, places: Iterable[tuple[Any, Any]]) -> None:
+        """Does not watch these for a root, which a trace of it assigns before it reads them.
+
+        ``places``: objects and names of their attributes, dicts and their :func:`item_name`.
+        """
+        for watched in self._variables[id(root)]:
+            watched.left_out.update(name for holder, name in places if holder is watched.holder)
 
     def take_over(self, other: Constants) -> None:
         """The values that those of a later trace have, which gave the same graph."""
@@ -116,7 +121,8 @@ class Change(NamedTuple):
 class _Watched:
     """Variables or items. ``read()`` gives their values, quickly: it is for each call.
 
-    ``describe(name)`` is for messages; None: there are more or fewer of them.
+    ``describe(name)`` is for messages; None: there are more or fewer of them. ``holder``: the
+    object that has the variables, or the container of the items.
     """
 
     def __init__(
@@ -124,9 +130,10 @@ class _Watched:
         names: Sequence[Any],
         read: Callable[[], Iterable[Any]],
         describe: Callable[[Any], str],
+        holder: Any = None,
     ) -> None:
-        self.read, self.values = read, [*read()]
-        self.left_out: set[str] = set()
+        self.read, self.values, self.holder = read, [*read()], holder
+        self.left_out: set[Any] = set()
         self._names, self._describe = names, describe
 
     def change(self) -> Change | None:
@@ -135,7 +142,7 @@ class _Watched:
         if len(values) == len(self.values) and all(map(operator.is_, values, self.values)):
             return None
         for name, value, before in zip(self._names, values, self.values, strict=False):
-            if not _is_same(value, before) and self._describe(name) not in self.left_out:
+            if not _is_same(value, before) and name not in self.left_out:
                 return Change(self._describe(name), is_read=False)
         if len(values) != len(self.values):
             return Change(self._describe(None), is_read=False)
@@ -237,7 +244,8 @@ def _watched_in(root: Any, reached: list[Any]) -> Iterator[_Watched]:
         read = _read_in(scope, named, asked)
         names = sorted(name for name in read if not isinstance(scope.get(name), ModuleType))
         if names:
-            yield _Watched(names, partial(map, scope.get, names), scope.describe)
+            read_now = partial(map, scope.get, names)
+            yield _Watched(names, read_now, scope.describe, scope.owner)
         for name in names:
             yield from _items(scope.get(name), scope.describe(name))
 
@@ -270,14 +278,20 @@ def _items(container: Any, name: str) -> Iterator[_Watched]:
     if not isinstance(container, _CONTAINERS) or len(container) > _MOST_ITEMS:
         return
     keys = container if isinstance(container, dict) else range(len(container))
-    names = [f"the item {key!r}" for key in keys]
+    names = [*map(item_name, keys)]
     if isinstance(container, dict):
         names += [f"the key {key!r}" for key in keys]
     yield _Watched(
         names,
         partial(_content, container),
         lambda n: f"the length of {name}" if n is None else f"{n} of {name}",
+        container,
     )
+
+
+def item_name(key: Any) -> str:
+    """What the item of a dict or list is called."""
+    return f"the item {key!r}"
 
 
 def _content(container: Any) -> list[Any]:

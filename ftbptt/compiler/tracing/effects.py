@@ -22,7 +22,7 @@ from ..._reach import is_cache, reached_by
 from ..._trees import tree_map
 from ..._warnings import warn
 from ..graphs import has_same_code
-from .constants import Constants
+from .constants import Constants, item_name
 from .random_draws import draws_of_this_thread
 from .variables import ABSENT, scopes_of
 
@@ -33,9 +33,11 @@ T = TypeVar("T")
 class _Place:
     """An attribute of an object, or an item of a dict that is one, which was assigned.
 
-    ``before`` and ``after`` are its values.
+    ``holder`` is the object or dict, ``before`` and ``after`` are its values.
     """
 
+    holder: Any
+    name: str
     description: str
     bind: Callable[[Any], None]
     before: Any
@@ -97,7 +99,7 @@ def without_effects(
             effect.redo()
     if places:
         assigned = sorted(place.description for place in places)
-        constants.leave_out(assigned)
+        constants.leave_out(root, [(place.holder, place.name) for place in places])
         warn(
             f"ftbptt: {name} assigns {_some(assigned)}, which has its old value again after a "
             "segment. Return what you want to see of it in out.",
@@ -197,7 +199,8 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[_Effect]
                     places = None
                     if scope.is_of_object and value is not ABSENT:
                         bind = partial(scope.bind, name)
-                        places = [_Place(description, bind, old_value, value)]
+                        owner = scope.owner
+                        places = [_Place(owner, name, description, bind, old_value, value)]
                     effects.append(_Effect(description, redo, isinstance(value, Tensor), places))
                     scope.bind(name, old_value)
         for cached, misses in caches:
@@ -224,7 +227,9 @@ def _assigned_items(
         return None
     return [
         _Place(
-            f"the item {key!r} of {description}",
+            container,
+            item_name(key),
+            f"{item_name(key)} of {description}",
             partial(container.__setitem__, key),
             value,
             container[key],
