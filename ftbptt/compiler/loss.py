@@ -30,7 +30,7 @@ from .tracing.attempts import Tried, unless_it_fails
 from .tracing.captures import materialized, with_tensors_as_inputs
 from .tracing.constants import Constants
 from .tracing.custom_gradient import CustomGradient
-from .tracing.effects import without_effects
+from .tracing.effects import forbid_reading_places, without_effects
 from .tracing.errors import explain_trace_errors
 from .tracing.function_overrides import FunctionOverrides
 from .tracing.step_checks import forbid_mutation, forbid_trained_captures
@@ -285,6 +285,7 @@ class SegmentLoss:
             "compute such a value from the result of the call, or return it in the step's out.",
             self.constants,
         )
+        forbid_reading_places("loss", self.recipe.loss, traced, graph, self.constants)
         forbid_mutation("loss", graph)
         forbid_trained_captures(
             "loss",

@@ -304,3 +304,31 @@ def test_what_a_loss_assigns_and_the_step_reads_is_watched() -> None:
     with pytest.warns(RuntimeWarning, match="compiled again: the attribute 'kept' of Cell"):
         found = segment(*given)
     assert_close(found, reference_segment(module, mse, *given))
+
+
+@pytest.mark.filterwarnings("ignore:.*which has its old value again")
+def test_a_loss_that_reads_what_the_step_assigns_is_refused() -> None:
+    module = Cell(in_attribute, kept=torch.zeros(B, H))
+    before = {**vars(module)}
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return mse(out, y) + module.kept.square().mean()
+
+    segment = make_train_segment(module, loss, backend="eager")
+    with pytest.raises(RuntimeError, match=r"loss reads the attribute 'kept' of Cell, which the"):
+        segment(*arguments_of(module))
+    assert vars(module) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*which has its old value again")
+def test_a_loss_that_reads_something_else_of_the_module() -> None:
+    module = Cell(in_attribute, scale=2.0)
+    given = arguments_of(module)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return mse(out, y) * module.scale
+
+    segment = make_train_segment(module, loss, backend="eager")
+    for _ in range(2):
+        assert_close(segment(*given), reference_segment(module, loss, *given))
+        module(given[2][0], given[1])

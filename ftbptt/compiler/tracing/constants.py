@@ -32,7 +32,7 @@ from ..._compat.tracing import FakeTensor
 from ..._reach import names_asked_by, names_read_by, own_classes, reached_by
 from ...contract.held_tensors import names_of_shared
 from ..graphs import aten
-from .variables import Scope, scopes_of
+from .variables import Place, Scope, scopes_of
 
 _VALUES = (Number, bool, str, bytes, type(None), torch.dtype, torch.device)
 _SETS_AND_RANGES = (frozenset, range, slice)
@@ -67,6 +67,7 @@ class Constants:
         if given is not None and (names := names_of_shared(given)):  # a trace has them once
             self._watched.append(_registered(given, names))
         self._tensors_read: list[_TensorRead] = []
+        self.assigned: list[Place] = []  # by what was traced so far, before it read them
 
     def change(self) -> Change | None:
         """The first that has changed; None if none has.
@@ -90,13 +91,10 @@ class Constants:
         """Adds the buffers of the module that a call is given: a trace has read their numbers."""
         self._watched.append(_Parts("buffer", [(own_buffers(m), m) for m in module.modules()]))
 
-    def leave_out(self, root: Any, places: Iterable[tuple[Any, Any]]) -> None:
-        """Does not watch these for a root, which a trace of it assigns before it reads them.
-
-        ``places``: objects and names of their attributes, dicts and their :func:`item_name`.
-        """
+    def leave_out(self, root: Any, places: Iterable[Place]) -> None:
+        """Does not watch these for a root, which does not read what was there before a call."""
         for watched in self._variables[id(root)]:
-            watched.left_out.update(name for holder, name in places if holder is watched.holder)
+            watched.left_out.update(p.name for p in places if p.holder is watched.holder)
 
     def take_over(self, other: Constants) -> None:
         """The values that those of a later trace have, which gave the same graph."""

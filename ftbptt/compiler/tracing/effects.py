@@ -24,24 +24,9 @@ from ..._warnings import warn
 from ..graphs import has_same_code
 from .constants import Constants, item_name
 from .random_draws import draws_of_this_thread
-from .variables import ABSENT, scopes_of
+from .variables import ABSENT, Place, scopes_of
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Place:
-    """An attribute of an object, or an item of a dict that is one, which was assigned.
-
-    ``holder`` is the object or dict, ``before`` and ``after`` are its values.
-    """
-
-    holder: Any
-    name: str
-    description: str
-    bind: Callable[[Any], None]
-    before: Any
-    after: Any
 
 
 @dataclass(frozen=True)
@@ -52,7 +37,7 @@ class _Effect:
     redo: Callable[[], None]
     is_tensor: bool = False  # what the variable was bound to
     # What it assigned; None if that is not all that it did.
-    places: list[_Place] | None = None
+    places: list[Place] | None = None
 
 
 def without_effects(
@@ -99,7 +84,8 @@ def without_effects(
             effect.redo()
     if places:
         assigned = sorted(place.description for place in places)
-        constants.leave_out(root, [(place.holder, place.name) for place in places])
+        constants.leave_out(root, places)
+        constants.assigned += places
         warn(
             f"ftbptt: {name} assigns {_some(assigned)}, which has its old value again after a "
             "segment. Return what you want to see of it in out.",
@@ -113,9 +99,9 @@ def _some(descriptions: Sequence[str]) -> str:
     return descriptions[0] + (f" (and {more} more)" if more else "")
 
 
-def _places_of(effects: Sequence[_Effect]) -> list[_Place] | None:
+def _places_of(effects: Sequence[_Effect]) -> list[Place] | None:
     """All that the effects assigned; None if one of them did more than that."""
-    places: list[_Place] = []
+    places: list[Place] = []
     for effect in effects:
         if effect.places is None:
             return None
@@ -124,7 +110,7 @@ def _places_of(effects: Sequence[_Effect]) -> list[_Place] | None:
 
 
 def _assigns_first(
-    root: Any, trace: Callable[[], fx.GraphModule], result: fx.GraphModule, places: list[_Place]
+    root: Any, trace: Callable[[], fx.GraphModule], result: fx.GraphModule, places: list[Place]
 ) -> bool:
     """Whether a trace assigns all these places, reads none of them before, and gives ``result``.
 
@@ -153,6 +139,40 @@ def _assigns_first(
         and {place.description for place in later} <= descriptions  # the same number is no effect
         and all(has_same_code(g.graph, result.graph, same_values=True) for g in (again, of_next))
     )
+
+
+def forbid_reading_places(
+    name: str,
+    root: Any,
+    trace: Callable[[], fx.GraphModule],
+    result: fx.GraphModule,
+    constants: Constants,
+) -> None:
+    """Raises RuntimeError if ``root`` reads what the step, which was traced before, assigns.
+
+    ``result`` is what ``trace`` gave.
+    """
+    places = constants.assigned
+    if not places:
+        return
+    _Unread.was_read = False
+    try:
+        for place in places:
+            place.bind(tree_map(_unread_if_tensor, place.after))
+        again, _ = _trace_and_undo(root, trace)
+        is_read = not has_same_code(again.graph, result.graph, same_values=True)
+    except Exception:
+        is_read = True
+    finally:
+        for place in places:
+            place.bind(place.before)
+    if is_read or _Unread.was_read:
+        assigned = _some(sorted(place.description for place in places))
+        raise RuntimeError(
+            f"{name} reads {assigned}, which the step assigns, and would find there what was "
+            "before the call. Return it in the step's out, which the loss gets."
+        )
+    constants.leave_out(root, places)
 
 
 class _Unread(Tensor):
@@ -200,7 +220,7 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[_Effect]
                     if scope.is_of_object and value is not ABSENT:
                         bind = partial(scope.bind, name)
                         owner = scope.owner
-                        places = [_Place(owner, name, description, bind, old_value, value)]
+                        places = [Place(owner, name, description, bind, old_value, value)]
                     effects.append(_Effect(description, redo, isinstance(value, Tensor), places))
                     scope.bind(name, old_value)
         for cached, misses in caches:
@@ -221,12 +241,12 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[_Effect]
 
 def _assigned_items(
     description: str, container: dict[Any, Any], old_content: dict[Any, Any]
-) -> list[_Place] | None:
+) -> list[Place] | None:
     """The items of a dict that were assigned; None if its keys, or their order, are others now."""
     if list(container) != list(old_content):
         return None
     return [
-        _Place(
+        Place(
             container,
             item_name(key),
             f"{item_name(key)} of {description}",

@@ -43,6 +43,21 @@ class Scope:
         return {name: self.get(name) for name in self.names()}
 
 
+@dataclass(frozen=True)
+class Place:
+    """An attribute of an object, or an item of a dict that is one, which a trace assigned.
+
+    ``holder`` is the object or dict, ``before`` and ``after`` are its values.
+    """
+
+    holder: Any
+    name: str
+    description: str
+    bind: Callable[[Any], None]
+    before: Any
+    after: Any
+
+
 def scopes_of(root: Any, reached: Collection[Any]) -> Iterator[Scope]:
     """scopes_of : a function or module, what is reached from it -> the scopes of all that
 
