@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.modules import COMPILED_PREFIX, is_persistent
+from .._compat.modules import COMPILED_PREFIX, is_persistent, own_parameters
 from .._reach import attributes_set_by
 from .._trees import Tree
 from .held_tensors import aliases_in, call_with, tied_places, watching_buffers
@@ -121,6 +121,17 @@ class Step:
             (f"{path}.{key}" if path else key, owner, key)
             for path, owner in self.module.named_modules()
             for key, _ in owner.named_buffers(recurse=False, remove_duplicate=False)
+        ]
+
+    @cached_property
+    def _parameter_owners(self) -> list[tuple[str, nn.Module, str]]:
+        """As :attr:`_buffer_owners`."""
+        if self.module is None:
+            return []
+        return [
+            (f"{path}.{key}" if path else key, owner, key)
+            for path, owner in self.module.named_modules()
+            for key, _ in owner.named_parameters(recurse=False, remove_duplicate=False)
         ]
 
     @cached_property
@@ -235,8 +246,8 @@ class Step:
     def apply(self, params: Tree, buffers: dict[str, Tensor], x_t: Tree, state: Tree) -> Any:
         """Runs the step once, with these parameters and buffers: ``(out_t, state)``.
 
-        Raises RuntimeError if the module assigns to a buffer that it has read. One that it assigns
-        first, as a place for a value of this step, is afterwards what it was.
+        Raises RuntimeError if the module assigns to a parameter, or to a buffer that it has read.
+        One that it assigns first, as a place for a value of this step, is afterwards what it was.
         """
         if self.module is None:
             assert self.function is not None
@@ -257,6 +268,12 @@ class Step:
                         f"step {self.name} assigns to its buffer {name!r}. Buffers are constants "
                         "of a segment: carry the value in the state and return it, or compute it "
                         "from the result of the call."
+                    )
+            for name, owner, key in self._parameter_owners:
+                if name in given and own_parameters(owner).get(key) is not given[name]:
+                    raise RuntimeError(
+                        f"step {self.name} assigns to its parameter {name!r}. Parameters are those "
+                        "of the call at each step: carry the value in the state and return it."
                     )
             return result
 

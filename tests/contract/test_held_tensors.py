@@ -212,3 +212,23 @@ def test_a_state_that_starts_as_a_buffer(in_list: bool) -> None:
     assert (module.kept[0] if in_list else module.kept) is module.start
     found = reference_segment(module, mse, named(module), h, x, y)
     assert_close(found.out, torch.stack([plain(x_t, h)[0] for x_t in x]).detach(), 1e-6)
+
+
+class Decays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.w = nn.Linear(H, H), nn.Parameter(torch.ones(H))
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.enter(x) + h) * self.w
+        self.w = nn.Parameter(0.5 * self.w.detach())
+        return h, h
+
+
+def test_a_parameter_is_assigned() -> None:
+    module = Decays()
+    given = named(module), torch.zeros(B, H), torch.zeros(K, B, H), torch.zeros(K, B, H)
+    for call in (make_train_segment(module, mse), partial(reference_segment, module, mse)):
+        with pytest.raises(RuntimeError, match="step Decays assigns to its parameter 'w'"):
+            call(*given)
+        assert module.w is given[0]["w"]
