@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
@@ -60,6 +61,11 @@ def in_item(module: Any, h: Tensor) -> Tensor:
     return module.of_last["v"] * module.of_last["w"]
 
 
+def with_missing_values(module: Any, h: Tensor) -> Tensor:
+    module.kept = h + torch.tensor([1.0, math.nan, 2.0], dtype=h.dtype).nan_to_num()
+    return module.kept
+
+
 def in_both(module: Any, h: Tensor) -> Tensor:
     module.calls = 1
     return in_attribute(module, in_item(module, h)) * module.calls
@@ -68,6 +74,7 @@ def in_both(module: Any, h: Tensor) -> Tensor:
 PLACES: dict[Callable[[Any, Tensor], Tensor], str] = {
     in_attribute: "the attribute 'kept' of Cell, which has its old value again",
     in_new_attribute: "the attribute 'spikes' of Cell, which",
+    with_missing_values: "the attribute 'kept' of Cell, which",
     in_item: "the item 'v' of the attribute 'of_last' of Cell, which",
     in_both: r"the attribute 'calls' of Cell \(and 2 more\), which",
 }
@@ -191,6 +198,18 @@ def test_what_the_next_step_could_see_is_refused(keep: Callable[[Any, Tensor], T
         make_train_segment(module, mse, backend="eager")(*arguments_of(module))
     assert vars(module) == before
     assert module.of_last == items
+
+
+def with_a_parameter_of_its_own(module: Any, h: Tensor) -> Tensor:
+    module.kept = h * nn.Parameter(torch.ones(H, dtype=h.dtype))
+    return module.kept
+
+
+@pytest.mark.filterwarnings("ignore:.*which has its old value again")
+def test_a_parameter_that_is_made_in_the_step() -> None:
+    module = Cell(with_a_parameter_of_its_own)
+    with pytest.raises(TypeError, match=r"step: uses a tensor of shape \[3\] that it makes as an"):
+        make_train_segment(module, mse, backend="eager")(*arguments_of(module))
 
 
 def test_a_loss() -> None:

@@ -31,7 +31,7 @@ from ..._compat.running import version_of
 from ..._compat.tracing import FakeTensor
 from ..._reach import names_asked_by, names_read_by, own_classes, reached_by
 from ...contract.held_tensors import names_of_shared
-from ..graphs import aten
+from ..graphs import aten, has_equal_values
 from .variables import Place, Scope, scopes_of
 
 _VALUES = (Number, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -207,19 +207,10 @@ class _TensorRead:
         # The version does not count writes through .data or NumPy; reading it waits for a GPU.
         if tensor.is_cuda and version_of(tensor) == self._version and not tensor.is_inference():
             return False
-        if not _has_equal_values(tensor, self._values):
+        if not has_equal_values(tensor, self._values):
             return True
         self._version = version_of(tensor)  # written to, with the same numbers
         return False
-
-
-def _has_equal_values(tensor: Tensor, other: Tensor) -> bool:
-    if tensor.shape != other.shape or tensor.dtype != other.dtype:
-        return False
-    if torch.equal(tensor, other):
-        return True
-    both_are_nan = (tensor != tensor) & (other != other)
-    return bool(((tensor == other) | both_are_nan).all())
 
 
 def noting_tensors_read(tensors: list[Tensor]) -> dict[Any, Callable[..., Any]]:
