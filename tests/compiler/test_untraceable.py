@@ -379,3 +379,18 @@ def test_the_line_of_the_step_is_not_one_of_a_library(step: Callable[..., Any]) 
         segment({"w": torch.ones(H)}, torch.zeros(B, H), x, x)
     note = "".join(caught.value.__notes__)
     assert f'File "{__file__}", line {marked_line(step)}' in note, note
+
+
+def test_an_error_that_the_step_catches() -> None:
+    """The loop never raises it, so that another branch was traced than the loop takes."""
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h * params["w"] + x_t)
+        try:
+            scale = 2.0 if h.sum() > 0 else 0.5
+        except RuntimeError:
+            scale = 1.0
+        return h * scale, h
+
+    with pytest.raises(RuntimeError, match=r"step step cannot be compiled: it needs the value"):
+        call(step)

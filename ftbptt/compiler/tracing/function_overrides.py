@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..._compat.functions import as_custom_operator
 from ..._compat.running import is_from_outside, may_have_tangent
+from ..._compat.tracing import UNTRACEABLE
 from ..._trees import differentiable, tree_leaves, tree_map
 from ..straight_through import with_gradient_of
 from .custom_gradient import apply_operator
@@ -247,6 +248,12 @@ class FunctionOverrides(TorchFunctionMode):
     def __init__(self, argument: str) -> None:
         super().__init__()
         self.argument, self.hidden = argument, HiddenAliases(argument)
+        self._untraceable: Exception | None = None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None and self._untraceable is not None:  # caught: only that branch was traced
+            raise self._untraceable
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -275,7 +282,11 @@ class FunctionOverrides(TorchFunctionMode):
                 raise written_outside(self.argument)
             return self.hidden.write(self._run, func, target, args, kwargs)
         self._forbid_sparse(args, kwargs)
-        result = self._run(func, args, kwargs)
+        try:
+            result = self._run(func, args, kwargs)
+        except UNTRACEABLE as error:
+            self._untraceable = self._untraceable or error
+            raise
         self._forbid_sparse(result)
         # What the step hides from autograd must be constant when its graph is differentiated.
         if func == DATA or not torch.is_grad_enabled():
