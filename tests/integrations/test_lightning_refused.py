@@ -255,3 +255,42 @@ def test_a_forward_that_returns_no_state() -> None:
         TypeError, match=r"forward: expected \(out, state\), found a Tensor\. Return"
     ):
         fit(model(OutOnly), [stream(8)])
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (lambda out, state: {"out": out, "state": state}, "a dict"),
+        (lambda out, state: (out, out, state), "a tuple of 3"),
+        (lambda out, state: None, "a NoneType"),
+    ],
+)
+def test_a_forward_that_returns_no_pair(result: Any, found: str) -> None:
+    class Returning(Tagger):
+        def forward(self, x: Any, state: Any) -> Any:
+            return result(*super().forward(x, state))
+
+    words = rf"forward: expected \(out, state\), found {found}\. Return the output and the state"
+    own = model(Returning)
+    with pytest.raises(TypeError, match=words):
+        fit(own, [stream(8)])
+    own.initial_state = lambda x: zeros(x.shape[1])
+    with pytest.raises(TypeError, match=words):
+        fit(own, [stream(8)])
+
+
+def test_data_in_another_dtype_than_the_module() -> None:
+    x, y = stream(8)
+    words = r"forward\(x, None\) failed \(.* there is no state to start from\. x is torch.{}, but "
+    words += r"the module is torch.float64: cast one of them, such as x\.to\(torch\.float64\) in ch"
+    for other in (x.float(), x.long()):
+        with pytest.raises(TypeError, match=words.format(str(other.dtype).split(".")[1])):
+            fit(model(), [(other, y)])
+
+    class OfDicts(Tagger):
+        def forward(self, x: Any, state: Any) -> Any:
+            return super().forward(x["numbers"] + x["token"].unsqueeze(-1), state)
+
+    own = model(OfDicts)
+    with pytest.raises(TypeError, match=r"x\['numbers'\] is torch\.float32, but the module is"):
+        fit(own, [({"token": y, "numbers": x.float()}, y)])

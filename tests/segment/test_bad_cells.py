@@ -64,6 +64,27 @@ def test_layers_in_a_module_that_returns_no_state() -> None:
             as_step(OutOnly(), sequence=True), mse, params={}, state=torch.zeros(B, H))  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (lambda x: {"out": x, "state": x}, r"to return \(out, state\), found a dict\. Return the"),
+        (lambda x: (x, x, x), r"to return \(out, state\), found a tuple of 3\. Return the"),
+        (lambda x: None, r"to return \(out, state\), found a NoneType\. Return the output"),
+        (lambda x: ({"a": x, "b": 3}, x[0]), r"expected tensors in out, found int at out\['b'\]"),
+    ],
+)
+def test_chunks_of_a_module_that_returns_no_pair(result: Any, words: str) -> None:
+    class Returning(nn.Module):
+        def forward(self, x: Tensor, state: Any) -> Any:
+            return result(x)
+
+    step = as_step(Returning(), sequence=True)
+    refused(TypeError, f"step: .*{words}", step, mse, params={}, state=torch.zeros(B, D))
+    assert step.call_chunk is not None
+    with pytest.raises(TypeError, match=words):
+        step.call_chunk(Returning(), torch.zeros(K, B, D), torch.zeros(B, D))
+
+
 def test_the_state_of_layers_is_a_pair() -> None:
     layers = nn.LSTM(D, H)
     words = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._messages import describe_type
-from ..._trees import Tree, tree_leaves, tree_map
+from ..._trees import Tree, keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ...contract.as_step import as_step
 from ...contract.loss import Loss
 from ...segment.make_segment import make_train_segment
@@ -33,12 +34,7 @@ class OneStep(nn.Module):
 
     def forward(self, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
         result = self.module(tree_map(lambda leaf: leaf.unsqueeze(self.time_dim), x_t), state)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(
-                f"forward: expected forward(x, state) to return (out, state), found "
-                f"{type(result).__name__}. Return the state beside the output."
-            )
-        out, state = result
+        out, state = _pair(result)
         return tree_map(self._without_time, out), state
 
     def _without_time(self, leaf: Tensor) -> Tensor:
@@ -50,11 +46,22 @@ class OneStep(nn.Module):
         return leaf.squeeze(self.time_dim)
 
 
+def _pair(result: Any) -> tuple[Tree, Tree]:
+    """``(out, state)`` as ``forward`` returned it. Raises TypeError for anything else."""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            f"forward: expected (out, state), found {describe_type(result)}. Return the output and "
+            "the state after the last step as a pair."
+        )
+    out, state = result
+    return out, state
+
+
 def _call_chunk(one_step: nn.Module, x: Tree, state: Tree) -> tuple[Tree, Tree]:
     """The module's own ``forward``; here time is axis 0."""
     module: Any = one_step.module
     time_dim: Any = one_step.time_dim
-    out, state = module(_moved(x, 0, time_dim), state)
+    out, state = _pair(module(_moved(x, 0, time_dim), state))
     return _moved(out, time_dim, 0), state
 
 
@@ -248,14 +255,9 @@ def zero_state(module: nn.Module, x: Tree) -> Tree:
             except Exception as error:
                 raise TypeError(
                     f"initial_state: forward(x, None) failed ({type(error).__name__}: {error}), so "
-                    "there is no state to start from. Define initial_state(self, x) -> state."
+                    f"there is no state to start from. {_remedy(module, x)}"
                 ) from error
-            if isinstance(from_none, Tensor):
-                raise TypeError(
-                    "forward: expected (out, state), found a Tensor. Return the output and the "
-                    "state after the last step as a pair."
-                )
-            zeros = tree_map(torch.zeros_like, from_none[1])
+            zeros = tree_map(torch.zeros_like, _pair(from_none)[1])
             from_zeros = module(x, zeros)
     finally:
         for submodule in training:
@@ -275,3 +277,20 @@ def zero_state(module: nn.Module, x: Tree) -> Tree:
             "initial_state(self, x) -> state, which says from which."
         )
     return zeros
+
+
+def _remedy(module: nn.Module, x: Tree) -> str:
+    """What helps where ``forward(x, None)`` failed: a cast, if it does not fail after that."""
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    others = [(path, leaf) for path, leaf in tree_flatten_with_path(x)[0] if leaf.dtype != dtype]
+    floating = [(path, leaf) for path, leaf in others if leaf.is_floating_point()]
+    if dtype is not None and others:
+        wrong = {id(leaf) for _, leaf in floating or others}  # whole numbers may be tokens
+        path, first = (floating or others)[0]
+        with suppress(Exception):
+            module(tree_map(lambda leaf: leaf.to(dtype) if id(leaf) in wrong else leaf, x), None)
+            return (
+                f"x{keystr(path)} is {first.dtype}, but the module is {dtype}: cast one of them, "
+                f"such as x.to({dtype}) in chunk(batch)."
+            )
+    return "Define initial_state(self, x) -> state."
