@@ -47,7 +47,9 @@ class Argument:
                 convert = "" if leaf is None else "torch.as_tensor(value), or "
                 if name in ("x", "y") and isinstance(leaf, (int, float)):
                     convert = "torch.full((K,), value), or "
-                if hasattr(leaf, "keys"):
+                if hasattr(leaf, "to_numpy"):  # a table, which has keys() too
+                    convert = "torch.from_numpy(value.to_numpy()), or "
+                elif hasattr(leaf, "keys"):
                     convert = "dict(value), or "
                 raise TypeError(
                     f"{self.path(i)}: expected a tensor, found {type(leaf).__name__}. Every leaf "

@@ -93,9 +93,10 @@ def train_stream(
         epoch begins with ``state`` (None: zeros, if the step's state is known to start there).
     ``data``
         ``(x, y)`` or a :class:`Chunk` of tensors ``[T, B, ...]`` or of arrays such as
-        ``numpy.memmap``; an iterable of chunks of any lengths, such as a ``DataLoader``, through
-        which the state is carried; or a :class:`Source` such as :class:`ContiguousStreams` and
-        :class:`PackedSequences`. A shorter last window counts by its valid steps.
+        ``numpy.memmap`` or tables of pandas; an iterable of chunks of any lengths, such as a
+        ``DataLoader``, through which the state is carried; or a :class:`Source` such as
+        :class:`ContiguousStreams` and :class:`PackedSequences`. A shorter last window counts by
+        its valid steps.
     ``optimizer``
         A ``torch.optim.Optimizer`` on the tensors of ``params``, or an object with
         ``init(params) -> opt_state`` and ``update(grads, opt_state, params) -> (params,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -299,6 +300,15 @@ def test_arrays_of_numpy() -> None:
     for name in ("x", "y"):
         array = arguments()[name].numpy()
         refused(TypeError, f"{name}: expected a tensor, found ndarray.*as_tensor", **{name: array})
+
+
+def test_tables_and_mappings() -> None:
+    """A table of pandas has keys() too."""
+    table = SimpleNamespace(to_numpy=len, keys=len)
+    words = r"x: expected a tensor, found SimpleNamespace.*from_numpy\(value\.to_numpy\(\)\), or"
+    refused(TypeError, words, x=table)
+    words = r"y\['a'\]: expected a tensor, found SimpleNamespace\..* tensor: dict\(value\), or keep"
+    refused(TypeError, words, y={"a": SimpleNamespace(keys=len)})
 
 
 # -- what is allowed ----------------------------------------------------------------------------

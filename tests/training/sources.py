@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -16,6 +17,42 @@ from ftbptt.training.data.chunk import TimeAxes
 from ftbptt.training.data.source import as_source
 
 from .streams import cross_entropy, stream, tagger, zeros
+
+
+class Table:
+    """As a table of pandas: its own indices are labels, and it takes no tuples of slices."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.shape = numpy.asarray(array), tuple(array.shape)
+        self.iloc = self.array  # which has positions
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return numpy.array(self.array, dtype)
+
+    def to_numpy(self) -> Any:
+        return self.array
+
+    def keys(self) -> Any:
+        return range(len(self.array))
+
+    def __getitem__(self, labels: Any) -> Any:
+        raise KeyError(labels)
+
+
+class Frame(Table):
+    """As one of polars: it has no labels, but takes no tuples either."""
+
+    def __init__(self, array: Any) -> None:
+        super().__init__(array)
+        del self.iloc
+
+    def __getitem__(self, steps: Any) -> Frame:
+        if isinstance(steps, tuple):
+            raise TypeError(steps)
+        return Frame(self.array[steps])
 
 
 def of(data: Any, time_dim: int = 0) -> Source:

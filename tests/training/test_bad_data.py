@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from .streams import stream
 
 X, Y = stream(10)
 FLAGS = torch.zeros(10, dtype=torch.bool)
+MASKED = numpy.ma.masked_array(numpy.arange(10), numpy.arange(10) > 7)
 TUPLES = "expected (x, y) or (x, y, reset, mask), found "
 
 
@@ -41,6 +43,12 @@ TUPLES = "expected (x, y) or (x, y, reset, mask), found "
             (nn.utils.rnn.pack_sequence([torch.zeros(n, 3) for n in (5, 3)]), None),
             TypeError,
             "data: x: is a PackedSequence, whose rows drop out as it goes on, but a state is carr",
+        ),
+        (
+            ({"a": MASKED}, Y),
+            ValueError,
+            "data: x['a']: is a masked array, with 2 values masked, but a tensor has no such mask. "
+            "Fill it (value.filled(0)) and give mask=, false at these steps.",
         ),
         ((X, Y, FLAGS), TypeError, "data: expected (x, y), found three parts: the third may be me"),
         (
@@ -130,6 +138,16 @@ def test_bad_chunks(chunks: Any, kind: type[Exception], words: str) -> None:
             TypeError,
             "tokens: expected one tensor or array [N, ...], found a tuple of Tensor. Targets are "
             "the tokens themselves, one step ahead. Pass data that has targets, (x, y), to train_s",
+        ),
+        (
+            lambda: ContiguousStreams(MASKED, 2),
+            ValueError,
+            "tokens: is a masked array, with 2 values masked, but a tensor has no such mask. Fill",
+        ),
+        (
+            lambda: PackedSequences([(X, None), (MASKED, None)], 2),
+            ValueError,
+            "sequences[1]: x: is a masked array, with 2 values masked, but a tensor has no such m",
         ),
         (lambda: ContiguousStreams([X, Y], 2), TypeError, "found a list of Tensor."),
         (lambda: ContiguousStreams({"x": X}, 1), TypeError, "tokens: expected one tensor or ar"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ftbptt.training import ContiguousStreams, Source
 
-from .sources import windows
+from .sources import Table, windows
 
 
 @given(count=st.integers(2, 60), rows=st.integers(1, 7), k=st.integers(1, 9))
@@ -47,7 +47,14 @@ def test_bytes_are_numbers(tmp_path: Path) -> None:
         (tmp_path / "text").open("rb") as file,
         mmap(file.fileno(), 0, access=ACCESS_READ) as mapped,
     ):
-        for tokens in (file.read(), mapped):
+        for tokens in (text := file.read(), bytearray(text), mapped):
             (chunk,) = windows(ContiguousStreams(tokens, 2), 10)
             assert chunk.x.dtype == torch.uint8
             assert bytes(chunk.y[:, 0].tolist()) == b"ello,"
+
+
+def test_contiguous_streams_of_a_table() -> None:
+    tokens = torch.arange(12)
+    (chunk,) = windows(ContiguousStreams(Table(tokens), 2), 10)
+    (expected,) = windows(ContiguousStreams(tokens, 2), 10)
+    assert torch.equal(chunk.x, expected.x)

@@ -19,7 +19,7 @@ from ftbptt.training import Chunk, ContiguousStreams, Source
 from ftbptt.training.data.chunk_stream import ChunkStream
 from ftbptt.training.data.source import Arrays
 
-from .sources import assert_same, cut, everything, losses_of, of, train, windows
+from .sources import Frame, Table, assert_same, cut, everything, losses_of, of, train, windows
 from .streams import stream
 
 # -- whole streams ------------------------------------------------------------------------------
@@ -62,6 +62,42 @@ def test_arrays_of_numpy() -> None:
     x, y = stream(11)
     found = windows(of(({"a": x.numpy()}, y.numpy())), 4)
     assert_same(found, windows(of(({"a": x}, y)), 4))
+
+
+@pytest.mark.parametrize("kind", [Table, Frame])
+def test_tables(kind: type[Table]) -> None:
+    x, y = torch.arange(33).reshape(11, 3), torch.arange(11)
+    found = windows(of(({"a": kind(x)}, kind(y))), 4)
+    assert_same(found, windows(of(({"a": x}, y)), 4))
+    assert_same(windows(of([(kind(x), kind(y))]), 4), windows(of((x, y)), 4))
+
+
+def test_a_table_with_time_in_its_columns() -> None:
+    x = torch.arange(33).reshape(3, 11)
+    assert_same(windows(of((Table(x), None), time_dim=1), 4), windows(of((x, None), 1), 4))
+
+
+def test_masked_arrays_without_masked_values() -> None:
+    x, y = stream(11)
+    masked = numpy.ma.masked_array(x.numpy())
+    assert_same(windows(of((masked, y)), 4), windows(of((x, y)), 4))
+    masked = numpy.ma.masked_array(x.numpy(), numpy.zeros(x.shape, bool))
+    assert_same(windows(of((masked, y)), 4), windows(of((x, y)), 4))
+
+
+def test_an_array_on_disk_of_which_slices_are_masked() -> None:
+    """As variables of netCDF4."""
+
+    class Variable:
+        shape, ndim = (11, 2), 2
+
+        def __getitem__(self, place: Any) -> Any:
+            return numpy.ma.masked_equal(numpy.arange(22).reshape(11, 2), 17)[place]
+
+    source = of((Variable(), None))
+    assert source.read(0, 4) is not None
+    with pytest.raises(ValueError, match="data: is a masked array, with 1 values masked, but"):
+        source.read(4, 11)
 
 
 def test_an_array_in_the_other_byte_order() -> None:

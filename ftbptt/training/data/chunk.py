@@ -160,8 +160,10 @@ class TimeAxes:
 
 
 def _slice(tree: Tree, axis: int, start: int, stop: int) -> Tree:
-    if axis == 0 and isinstance(tree, Tensor):  # the common case, for which pytree is slow
-        return tree[start:stop]
+    if axis == 0:  # without a tuple, which tables do not take
+        if isinstance(tree, Tensor):  # the common case, for which pytree is slow
+            return tree[start:stop]
+        return tree_map(lambda leaf: leaf[start:stop], tree)
     index = (slice(None),) * axis + (slice(start, stop),)
     return tree_map(lambda leaf: leaf[index], tree)
 
@@ -192,7 +194,8 @@ def as_chunk(item: Any) -> Chunk:
 
 
 def check_leaves(chunk: Chunk) -> Chunk:
-    """The same chunk. Raises TypeError if a leaf is neither a tensor nor an array."""
+    """The same chunk, its leaves by :func:`as_array`, which raises for what cannot be one."""
+    checked: dict[str, Tree] = {}
     for name, tree in zip(chunk._fields, chunk, strict=True):
         if isinstance(tree, Tensor) or (tree is None and name != "x"):
             continue
@@ -203,16 +206,31 @@ def check_leaves(chunk: Chunk) -> Chunk:
                 "(torch.nn.utils.rnn.pad_packed_sequence) and give a mask."
             )
         is_tree = name in ("x", "y")
-        leaves = tree_flatten_with_path(tree)[0] if is_tree else [((), tree)]
+        if not is_tree:
+            checked[name] = as_array(name, tree)
+            continue
+        leaves, spec = tree_flatten_with_path(tree)
         if not leaves:
             raise TypeError(f"{name}: expected at least one tensor or array, found none.")
-        for path, leaf in leaves:
-            if not hasattr(leaf, "shape"):
-                raise TypeError(
-                    f"{name}{keystr(path)}: expected a tensor or an array, found "
-                    f"{type(leaf).__name__}."
-                )
-    return chunk
+        arrays = [as_array(f"{name}{keystr(path)}", leaf) for path, leaf in leaves]
+        checked[name] = tree_unflatten(arrays, spec)
+    return chunk._replace(**checked)
+
+
+def as_array(path: str, leaf: Any) -> Any:
+    """The same leaf; a table of pandas, whose indices may be labels, as an array.
+
+    Raises TypeError for what is neither a tensor nor an array, and ValueError for an array with
+    masked values, of which a tensor would have whatever stands there.
+    """
+    if not hasattr(leaf, "shape"):
+        raise TypeError(f"{path}: expected a tensor or an array, found {type(leaf).__name__}.")
+    if hasattr(leaf, "filled") and leaf.mask.any():
+        raise ValueError(
+            f"{path}: is a masked array, with {int(leaf.mask.sum())} values masked, but a tensor "
+            "has no such mask. Fill it (value.filled(0)) and give mask=, false at these steps."
+        )
+    return leaf.to_numpy() if hasattr(leaf, "iloc") else leaf
 
 
 def map_leaves(change: Callable[[Any], Any], tree: Tree) -> Tree:
@@ -233,7 +251,7 @@ def as_tensors(chunk: Chunk) -> Chunk:
     def as_tensor(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf
-        array = numpy.array(leaf)
+        array = numpy.array(as_array("data", leaf))  # a slice may be masked where the whole is not
         try:
             return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
         except TypeError as error:

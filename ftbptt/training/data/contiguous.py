@@ -10,7 +10,7 @@ import torch
 
 from ..._checks import check_int
 from ...distributed.shares import share_of
-from .chunk import Chunk, as_tensors
+from .chunk import Chunk, as_array, as_tensors
 
 
 class ContiguousStreams:
@@ -23,7 +23,7 @@ class ContiguousStreams:
     ``left_out`` is the number of tokens at the end that are not used, at most ``rows - 1``.
 
     Raises TypeError if ``tokens`` is not one tensor or array, ValueError if there are fewer than
-    ``rows + 1`` tokens.
+    ``rows + 1`` tokens, or masked ones.
 
     >>> streams = ContiguousStreams(torch.arange(10), rows=2)
     >>> x, y, *_ = streams.read(0, 3)
@@ -34,14 +34,15 @@ class ContiguousStreams:
     def __init__(self, tokens: Any, rows: int, *, time_dim: int = 0) -> None:
         rows, time_dim = checked_layout(rows, time_dim)
         _check_tokens(tokens)
+        if isinstance(tokens, (bytes, bytearray, mmap)):  # of which NumPy makes a string
+            tokens = memoryview(tokens)
+        tokens = as_array("tokens", tokens)
         count = len(tokens)
         if count <= rows:
             raise ValueError(
                 f"tokens: {count} are too few for {rows} rows, each of which needs a step and its "
                 "target. Give more tokens or fewer rows."
             )
-        if isinstance(tokens, (bytes, mmap)):  # of which NumPy makes a string
-            tokens = memoryview(tokens)
         self.tokens, self.rows, self.time_dim = tokens, rows, time_dim
         steps = (count - 1) // rows
         self.total: int | None = steps

@@ -58,7 +58,8 @@ class PackedSequences:
 
     The loss must return one value per step and row, since there is a mask. Raises TypeError for
     anything but pairs of tensors or arrays; ValueError if there are no sequences, for an empty
-    sequence, for x and y of different lengths, and for sequences with different features.
+    sequence, for masked arrays, for x and y of different lengths, and for sequences with different
+    features.
 
     >>> x = [torch.arange(n) for n in (3, 1, 2)]
     >>> packed = PackedSequences([(s, s) for s in x], rows=2, seed=None)
