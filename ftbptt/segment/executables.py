@@ -59,7 +59,7 @@ class Executables:
         try:
             return self._run(call, info, tensors, executable)
         except (IndexError, RuntimeError) as error:
-            note_whole_numbers(error, call.groups(tensors))
+            note_whole_numbers(error, call, tensors)
             raise
 
     def _run(

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from .._trees import leaf_names, tree_flatten, tree_unflatten
+from .call import Call
 
-def note_whole_numbers(error: Exception, groups: Mapping[str, Sequence[Tensor]]) -> None:
+
+def note_whole_numbers(error: Exception, call: Call, tensors: Sequence[Tensor]) -> None:
     """Adds a note with what the whole numbers of a call are, if the error is of an index."""
     if not any(text in str(error) for text in ("out of range", "out of bounds")):
         return
+    groups, (_, state, x, y) = call.groups(tensors), call.specs
+    if call.probes:  # x is (x, probes)
+        x = tree_flatten(tree_unflatten([0] * x.num_leaves, x)[0])[1]
     ranges = [
-        f"those of {name} are {int(leaf.min())} to {int(leaf.max())}"
-        for name in ("x", "y", "state")
-        for leaf in groups[name]
+        f"those of {path} are {int(leaf.min())} to {int(leaf.max())}"
+        for name, spec in (("x", x), ("y", y), ("state", state))
+        if spec is not None
+        for path, leaf in zip(leaf_names(name, spec), groups[name], strict=False)
         # After such an error no GPU can be asked.
-        if not (leaf.is_floating_point() or leaf.is_complex()) and leaf.is_cpu and leaf.numel()
+        if _is_whole(leaf) and leaf.is_cpu and leaf.numel()
     ]
     if ranges:
         error.add_note(
             f"ftbptt: an index is out of range, such as a token or class: {', '.join(ranges)}."
         )
+
+
+def _is_whole(leaf: Tensor) -> bool:
+    return not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, tap
 
 
 class Reader(nn.Module):
@@ -42,6 +42,26 @@ def test_what_is_out_of_range(highest: tuple[int, int], ranges: str, backend: st
     assert caught.value.__notes__ == [
         f"ftbptt: an index is out of range, such as a token or class: {ranges}"
     ]
+
+
+def test_which_leaf_is_out_of_range() -> None:
+    """Flags are not named, nor other numbers; what a segment with taps adds is not counted."""
+
+    class OfDicts(Reader):
+        def forward(self, x: Any, state: Any) -> Any:
+            token = tap("token", self.embedding(x["rule"])) * x["scale"] * ~x["skip"].unsqueeze(-1)
+            h = self.cell(token, state[0])
+            return h, (h, state[1] + 1)
+
+    reader, x = OfDicts(), torch.arange(12).view(4, 3)
+    data = {"rule": x, "skip": x < 2, "scale": torch.ones(4, 3, 1)}
+    state, params = (torch.zeros(3, 2), torch.ones(3).long()), dict(reader.named_parameters())
+    for options in ({}, {"taps": ["token"]}):
+        segment = make_train_segment(reader, cross_entropy, backend="eager", **options)
+        with pytest.raises(IndexError, match=r"out of range") as caught:
+            segment(params, state, data, x)
+        ranges = "x['rule'] are 0 to 11, those of y are 0 to 11, those of state[1] are 1 to 1."
+        assert caught.value.__notes__[-1].endswith(f"such as a token or class: those of {ranges}")
 
 
 def test_other_errors_have_no_such_note(monkeypatch: pytest.MonkeyPatch) -> None:
