@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._trees import keystr, tree_flatten_with_path
+from ._warnings import warn
 
 
 def check_int(name: str, value: Any, least: int | None) -> int:
@@ -88,6 +89,23 @@ def check_initial_state(initial_state: Any) -> None:
                 f"initial_state{keystr(path)}: requires a gradient, but a state given as tensors "
                 "gets none. To learn it, give a function of the parameters, such as "
                 "initial_state=lambda params: params['h0'], with 'h0' among params; else detach it."
+            )
+
+
+def warn_of_lost_training(state: Any) -> None:
+    """Warns of a tensor in a state that is to be trained, which a segment detaches.
+
+    Not of one that was computed, and is carried on with its history: cutting that is TBPTT.
+    """
+    for path, leaf in tree_flatten_with_path(state)[0]:
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf:
+            warn(
+                f"ftbptt: state{keystr(path)} requires a gradient, but a segment detaches the "
+                "state that it is given, so that it would not be trained. To learn where sequences "
+                "start, pass it among params and give a function of these, such as "
+                "make_train_segment(..., initial_state=lambda params: params['h0']), with "
+                "state=None or a reset at the first step; else detach it.",
+                RuntimeWarning,
             )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .._checks import warn_of_lost_training
 from .._compat.modules import has_hooks
 from .._trees import Tree, keystr, tree_flatten, tree_flatten_with_path
 from .._warnings import warn
@@ -73,10 +74,11 @@ _GRADIENT_OF_X = (
 )
 
 
-def check_no_gradient_is_lost(params: Tree, x: Tree, y: Tree) -> None:
+def check_no_gradient_is_lost(params: Tree, state: Tree, x: Tree, y: Tree) -> None:
     """Raises ValueError for data that waits for a gradient; warns of hooks on parameters.
 
-    ``x`` may wait for one in a segment with taps, which has it.
+    Warns also of a state that is to be trained; one that was computed may have a history, which is
+    cut. ``x`` may wait for a gradient in a segment with taps, which has it.
     """
     for name, data, remedy in (("x", x, _GRADIENT_OF_X), ("y", y, "Detach it.")):
         for path, leaf in tree_flatten_with_path(data)[0]:
@@ -85,6 +87,7 @@ def check_no_gradient_is_lost(params: Tree, x: Tree, y: Tree) -> None:
                     f"{name}{keystr(path)}: requires a gradient, but a segment returns none for "
                     f"it, so that what computed it would not be trained. {remedy}"
                 )
+    warn_of_lost_training(state)
     for path, leaf in tree_flatten_with_path(params)[0]:
         if isinstance(leaf, Tensor) and has_hooks(leaf):
             warn(

@@ -264,12 +264,15 @@ class TrainSegment:
         if arguments is not None:
             key = (arguments.key, with_grad, *self.surroundings(arguments.device_type))
             checked = self._call_cache.find(key)
-            x_and_y = arguments.leaves[2:4]
-            is_refused = with_grad and any(t.requires_grad for leaves in x_and_y for t in leaves)
-            if checked is not None and not is_refused:
+            _, states, *x_and_y = arguments.leaves[:4]
+            loses_gradient = with_grad and (
+                any(t.requires_grad for leaves in x_and_y for t in leaves)
+                or any(t.requires_grad and t.is_leaf for t in states)
+            )
+            if checked is not None and not loses_gradient:
                 return self.run_checked(checked, arguments.leaves, params, state, info)
         if with_grad:
-            check_no_gradient_is_lost(params, () if self.tapped else x, y)
+            check_no_gradient_is_lost(params, state, () if self.tapped else x, y)
         call, tensors, layout = self._laid_out(given)
         if mapped:
             if inside_derivative():

@@ -15,7 +15,14 @@ from torch.amp import GradScaler
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
-from .._checks import check_bool, check_device, check_int, check_tensors, check_time_dim
+from .._checks import (
+    check_bool,
+    check_device,
+    check_int,
+    check_tensors,
+    check_time_dim,
+    warn_of_lost_training,
+)
 from .._trees import Tree, tree_map
 from ..contract.output import SegmentOutput
 from ..distributed.ranks import Ranks
@@ -234,6 +241,7 @@ def train_stream(
         store = store_at(Path(checkpoint), ranks, segments.row_axis, resume)
     if state is not None:
         check_tensors("state", state, "None is the state that the step starts from.")
+        warn_of_lost_training(state)
         state = tree_map(Tensor.detach, state)
     all_rows = state
     if ranks is not None:

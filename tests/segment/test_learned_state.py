@@ -1,0 +1,78 @@
+"""A state that a caller means to train: a segment detaches it, and says so."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftbptt import make_train_segment
+from ftbptt.segment.consecutive_calls import ConsecutiveCalls
+from ftbptt.training import train_stream
+
+from ..cells.problems import B, H, per_row
+from .spoiled_calls import arguments, dict_step
+
+WORDS = (
+    r"ftbptt: state\['h'\] requires a gradient, but a segment detaches the state that it is given, "
+    r"so that it would not be trained\. .*, initial_state=lambda params: params\['h0'\]\), with st"
+)
+
+
+def segment(**options: Any) -> Any:
+    return make_train_segment(dict_step, per_row, backend="eager", **options)
+
+
+@pytest.mark.parametrize("learned", [nn.Parameter, Tensor.requires_grad_])
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_a_state_to_be_trained(learned: Any, consecutive: bool) -> None:
+    """Also where such a call was checked before, as with the state that came back."""
+    own = segment()
+    call = ConsecutiveCalls(own) if consecutive else own
+    given = arguments()
+    for _ in range(3):
+        given["state"] = call(*given.values()).state
+    given["state"] = {"h": learned(torch.zeros(B, H))}
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match=WORDS) as caught:
+            call(*given.values())
+        assert caught[0].filename == __file__
+    data, params = (given["x"], given["y"]), given["params"]
+    optimizer = torch.optim.SGD([*params.values()])
+    with pytest.warns(RuntimeWarning, match=WORDS):
+        train_stream(own, params, given["state"], data, optimizer, k1=5)
+
+
+@pytest.fixture
+def _silent() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.usefixtures("_silent")
+def test_what_is_no_state_to_be_trained() -> None:
+    given, h = arguments(), nn.Parameter(torch.zeros(B, H))
+    own = segment()
+    for state in (h + 0, h.detach()):  # of code before, which is cut; not to be trained
+        for _ in range(2):
+            own(*(given | {"state": {"h": state}}).values())
+    own.evaluate(*(given | {"state": {"h": h}}).values())
+    states = torch.stack([h, h])
+    torch.func.vmap(own, in_dims=(None, 0, None, None))(
+        given["params"], {"h": states}, given["x"], given["y"]
+    )
+
+
+@pytest.mark.usefixtures("_silent")
+def test_the_remedy() -> None:
+    given = arguments()
+    h = nn.Parameter(torch.zeros(B, H))
+    given["params"] |= {"h0": h}
+    own = segment(initial_state=lambda params: {"h": params["h0"]})
+    assert own(*(given | {"state": None}).values()).grads["h0"].any()
+    reset = torch.arange(5) == 0
+    assert own(*given.values(), reset=reset).grads["h0"].any()
