@@ -202,3 +202,37 @@ def test_a_single_step_has_the_graphs_of_more_where_they_are_the_same(name: str)
     )
     plan, _ = segment.plan(*made.data(3))
     assert plan.loss.graphs_for(1).key is None
+
+
+MEANS = {
+    "mse": F.mse_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "l1": F.l1_loss,
+    "binary": lambda out, y: F.binary_cross_entropy(out.sigmoid(), y.sigmoid()),
+    "logits": lambda out, y: F.binary_cross_entropy_with_logits(out, y.sigmoid()),
+    "divergence": lambda out, y: F.kl_div(out, y.exp(), reduction="batchmean"),
+    "classes": lambda out, y: F.cross_entropy(torch.stack([out, -out], 1), (y > 0).long()),
+    "soft margin": lambda out, y: F.soft_margin_loss(out, y.sign()),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "eager") for name in MEANS), ("huber", "auto")]
+)
+def test_a_mean_over_nothing(name: str, backend: str) -> None:
+    """A segment in which nothing has a target: NaN, as in the loop, and no division by zero."""
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        targets = y[..., 0].flatten()
+        at = (~targets.isnan()).nonzero().squeeze(1)
+        return MEANS[name](out[..., 0].flatten().index_select(0, at), targets.index_select(0, at))
+
+    given = problem("elman", dtype=torch.float32)
+    segment = make_train_segment(given.step, loss, backend=backend)
+    params, state, x, y = given.data(5)
+    for targets in (y, torch.where(y > 0, y, torch.nan), y * torch.nan):
+        found = segment(params, state, x, targets)
+        expected = reference_segment(given.step, loss, params, state, x, targets)
+        torch.testing.assert_close(tuple(found), tuple(expected), equal_nan=True)
+    assert found.loss.isnan()

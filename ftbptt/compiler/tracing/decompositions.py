@@ -119,6 +119,26 @@ def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
     return grad * torch.where(x < 0, 1 - share, share)
 
 
+_MEAN, _SUM = 1, 2  # what losses call their reductions (torch/nn/_reduction.py)
+
+
+def _of_any_number(backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The gradient of a mean by that of a sum; torch's is ``1.0 / numel``, an error for no element.
+
+    In the dtype in which torch computes it.
+    """
+
+    def run(grad: Tensor, x: Tensor, target: Tensor, reduction: int, *options: Any) -> Tensor:
+        if reduction != _MEAN:
+            return backward(grad, x, target, reduction, *options)
+        dtype = torch.promote_types(x.dtype, target.dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        share = grad.to(wide) / x.numel()
+        return backward(share, x.to(wide), target.to(wide), _SUM, *options).to(dtype)
+
+    return run
+
+
 def _atanh(x: Tensor) -> Tensor:
     """Inductor's (2.13) is 0 for small numbers in float32, as hyperbolic networks have them."""
     if x.is_complex():
@@ -256,6 +276,8 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
     table[aten.constant_pad_nd.default] = _pad
     table[aten.diagonal_scatter.default] = _diagonal_scatter
     table[aten.log_sigmoid_backward.default] = _log_sigmoid_backward
+    for op in (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward):
+        table[op.default] = _of_any_number(table[op.default])
     table[aten.atanh.default] = _atanh
     table[aten.acosh.default] = _acosh
     table[aten.pow.Tensor_Scalar] = _pow
