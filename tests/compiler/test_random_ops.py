@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Normal
+from torch.distributions import Binomial, Normal
 from torch.func import vmap
 from torch.nn.functional import gumbel_softmax
 
@@ -40,6 +40,8 @@ NOISE: dict[str, Callable[[Tensor], Tensor]] = {
     "one of many": lambda h: torch.multinomial(torch.ones(B, 1000), 1).to(h.dtype),
     "some of many": lambda h: torch.multinomial(torch.ones(B, 1000), 4).to(h.dtype),
     "some, repeated": lambda h: torch.multinomial(torch.ones(B, 1000), 4, True).to(h.dtype),
+    "binomial": lambda h: torch.binomial(torch.full_like(h, 4e5), h.detach().cos() ** 2 / 4) / 1e5,
+    "trials": lambda h: torch.empty(B, 200).bernoulli_(torch.full((200,), 0.25)),
     "rand": lambda h: torch.rand(B, H),
     "randn": lambda h: torch.randn(B, H),
 }
@@ -121,10 +123,32 @@ def test_moments() -> None:
     for name, mean, deviation in [
         ("in place", 0, 1), ("in place, of a value", 2, 0.5), ("of a size", 2, 0.5),
         ("means", 0, 0.5), ("deviations", 1, 1), ("both", 0, 1), ("uniform", 2.5, 12**-0.5),
-        ("exponential", 0.5, 0.5), ("log normal", 1.032, 0.262),
+        ("exponential", 0.5, 0.5), ("log normal", 1.032, 0.262), ("binomial", 1, 0),
+        ("trials", 0.25, 0.433),
     ]:  # fmt: skip
         assert abs(out[name].mean() - mean) < 0.05, name
         assert abs(out[name].std() - deviation) < 0.05, name
+
+
+def test_trials_of_a_number_each(capfd: Any) -> None:
+    """Where p changes from step to step and the count does not, torch resizes, and warns."""
+
+    def draw(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tree, Tensor]:
+        p = torch.sigmoid(x_t).detach()
+        few = torch.binomial(torch.full((B, H), 20.0), p), Binomial(20, p).sample()
+        return (*few, torch.empty_like(x_t).bernoulli_(p), x_t * params["w"]), h
+
+    segment = make_train_segment(draw, lambda out, y: out[3].mean(), backend="eager")
+    x = torch.zeros(2000, B, H)
+    x[1000:] = 1
+    *drawn, _ = segment({"w": torch.ones(1)}, torch.zeros(()), x, None).out
+    for noise, count in zip(drawn, (20, 20, 1), strict=True):
+        for half, p in ((noise[:1000], 0.5), (noise[1000:], 0.731)):
+            assert abs(half.mean() / count - p) < 0.02
+            assert abs(half.var() - count * p * (1 - p)) < 0.05 * count
+            assert half.min() >= 0
+            assert half.max() <= count
+    assert "resized" not in capfd.readouterr().err
 
 
 DTYPES = [

@@ -132,7 +132,13 @@ def _product_over_time(steps: Any, dims: Any, a: Tensor, b: Tensor) -> tuple[Ten
     return matrix_product(a, b), 0
 
 
+def _binomial(count: Tensor, p: Tensor, generator: Any = None) -> Tensor:
+    """Its ``count`` has K if ``p`` has: torch takes the shape of the result from it (2.13)."""
+    return torch.binomial(torch.where(p >= 0, count, count), p, generator)
+
+
 _BATCHABLE = {
+    aten.binomial.default: _binomial,
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.slice_scatter.default: _along(aten.slice_scatter.default, 2),

@@ -91,6 +91,12 @@ def _geometric(x: Tensor, p: float, *, generator: Any = None) -> Tensor:
     return trials.clamp(min=1).to(x.dtype)
 
 
+def _bernoulli(x: Tensor, p: Tensor, *, generator: Any = None) -> Tensor:
+    """``x.bernoulli_(p)`` with probabilities ``p`` in a dtype of their own."""
+    noise = _drawn(torch.rand, p.expand(x.shape), generator)
+    return (noise < p).to(x.dtype)
+
+
 def _multinomial(
     p: Tensor, samples: int, replacement: bool = False, *, generator: Any = None
 ) -> Tensor:
@@ -113,6 +119,7 @@ RANDOM_OPS: dict[Any, Callable[..., Any]] = {
     aten.log_normal.default: _log_normal,
     aten.cauchy.default: _cauchy,
     aten.geometric.default: _geometric,
+    aten.bernoulli.Tensor: _bernoulli,
     aten.multinomial.default: _multinomial,
     aten.random.default: _random,
     aten.random.to: _random,
