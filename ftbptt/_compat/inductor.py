@@ -110,6 +110,8 @@ def inductor_compile(
             warnings.filterwarnings("ignore", message=".*code generation for complex")
             # The precision of products is the user's to choose.
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+            # Of its own use of what torch is about to remove, as for a diagonal (2.13).
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
             return compile_fx_inner(graph, list(examples), cpp_wrapper=in_cpp)
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import currentframe
@@ -166,3 +167,10 @@ def test_without_the_program_that_hashes_headers(monkeypatch: pytest.MonkeyPatch
 
 def _refuse_to_hash(*_: object, **__: object) -> str:
     raise FileNotFoundError("openssl")
+
+
+def test_what_inductor_says_of_itself_is_not_for_the_user() -> None:
+    """torch is about to remove what it lowers a diagonal with (2.13)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        check_compiled(lambda x: [x.new_ones(3, 4, 4).cumsum(0).diagonal(dim1=-2, dim2=-1) * 2])
