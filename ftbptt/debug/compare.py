@@ -131,6 +131,10 @@ def compare_to_reference(
     leaf agrees if its error is at most 3 times the eager loop's plus one rounding of the leaf's
     root mean square (float64: plus 1e-10 of it).
 
+    Step and loss must run in float64, too. With one that fixes float32 inside, as surrogates of
+    snnTorch do, the loop's error is raised: compare that segment with ``reference_segment``, in
+    the dtype of the data.
+
     Arguments are those of the segment; ``y`` may be None. Raises what the segment raises, and
     ValueError for a segment that the eager loop does not define: made with ``taps=`` or
     ``window=``, or drawing random numbers.
@@ -249,7 +253,9 @@ def _in_float64(loop: _EagerLoop, params: Tree, state: Tree, x: Tree, y: Tree) -
     except Exception as error:
         error.add_note(
             "while the eager loop ran in float64. A tensor that the step or the loss makes or "
-            "closes over must follow the dtype of its inputs: .to(x.dtype)."
+            "closes over must follow the dtype of its inputs: .to(x.dtype). A step that cannot, "
+            "since a layer of a library fixes float32 inside, cannot be compared in float64: "
+            "compare it with reference_segment(step, loss, ...) in the dtype of the data."
         )
         raise
 

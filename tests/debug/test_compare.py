@@ -182,7 +182,25 @@ def test_a_loss_with_a_fixed_dtype() -> None:
     segment = make_train_segment(recurrence, lambda out, y: mse(out @ weight, y), backend="eager")
     with pytest.raises(RuntimeError) as caught:
         compare_to_reference(segment, *arguments())
-    assert "must follow the dtype of its inputs: .to(x.dtype)" in caught.value.__notes__[-1]
+    note = caught.value.__notes__[-1]
+    assert "must follow the dtype of its inputs: .to(x.dtype)" in note
+    assert note.endswith("with reference_segment(step, loss, ...) in the dtype of the data.")
+
+
+def test_a_step_that_fixes_float32() -> None:
+    """As a surrogate of snnTorch, whose spikes are ``(x > 0).float()``."""
+
+    def spiking(params: Any, x_t: Any, h: Any) -> Any:
+        spikes = (h > 0).float()
+        return spikes @ params["w"], torch.tanh(h + x_t @ params["w"])
+
+    segment = make_train_segment(spiking, mse, backend="eager")
+    data = {"w": torch.ones(4, 4)}, torch.zeros(3, 4), torch.randn(5, 3, 4), torch.randn(5, 3, 4)
+    with pytest.raises(RuntimeError) as caught:
+        compare_to_reference(segment, *data)
+    assert "a layer of a library fixes float32 inside" in caught.value.__notes__[-1]
+    expected = reference_segment(spiking, mse, *data)
+    torch.testing.assert_close(tuple(segment(*data)), tuple(expected))
 
 
 def test_no_train_segment() -> None:
