@@ -36,14 +36,20 @@ _READ_VALUES = {
     aten.nonzero.default, aten.index.Tensor, aten.masked_select.default,
 }  # fmt: skip
 
+# All steps have the same shapes; what a loss selects of them may be of any number.
+_SELECTION_IN_LOSS = (
+    "without vmap and in_dims, a loss may index with torch.nonzero(mask, as_tuple=True); "
+)
+
 _MOST_SHAPES = 12  # in a note
 
 
 class _Cause(NamedTuple):
     """A known cause of a failed trace.
 
-    ``message`` has the fields ``{function}`` ("step LSTM"), ``{line}`` (the user's) and
-    ``{operation}`` (the ATen operation that failed, if torch names it).
+    ``message`` has the fields ``{function}`` ("step LSTM"), ``{line}`` (the user's),
+    ``{operation}`` (the ATen operation that failed, if torch names it) and ``{selection}`` (how a
+    loss selects elements).
     """
 
     matches: Callable[[Exception], bool]
@@ -144,7 +150,7 @@ _CAUSES = [
         "{function} cannot be compiled: it needs the value of a tensor in Python (an `if` or "
         "`while` on a tensor, `.item()`, int(tensor), a boolean index)\n  {line}\n"
         "Only one branch could be traced, so none is. Write it with torch.where, or multiply by "
-        "the condition; for restarts and padding use reset= and mask=.",
+        "the condition; {selection}for restarts and padding use reset= and mask=.",
     ),
 ]
 
@@ -164,8 +170,9 @@ def explain_trace_errors(argument: str, function: Any, **given: Any) -> Iterator
         for cause in _CAUSES:
             if cause.matches(error):
                 message = cause.message.format(
-                    function=f"{argument} {name}", line=line, operation=_operation(error)
-                )
+                    function=f"{argument} {name}", line=line, operation=_operation(error),
+                    selection=_SELECTION_IN_LOSS if argument == "loss" else "",
+                )  # fmt: skip
                 raise RuntimeError(message) from error
         if at or not str(error).startswith(f"{argument}: "):
             error.add_note(f"while {argument} {name} was traced" + (f"\n  {at}" if at else ""))
