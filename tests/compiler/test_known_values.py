@@ -221,3 +221,35 @@ def test_what_a_first_attempt_leaves_is_undone() -> None:
     with pytest.raises(RuntimeError, match="changes the attribute 'kept' of ReadsALastOne"):
         make_train_segment(module, mse, backend="eager")(*given(module))
     assert module.kept is None
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_mask_of_constants(axis: int) -> None:
+    """Of what is not known itself, along either axis."""
+    kept = torch.tensor([True, False, True, True])
+
+    def step(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x + h * params["w"])
+        chosen = h[:, kept].sum(1) if axis else h.T[kept].prod(0)
+        return h * chosen.unsqueeze(1), h
+
+    _, *leaves = given(nn.Linear(H, H))
+    arguments = ({"w": torch.ones(H, dtype=torch.float64)}, *leaves)
+    segment = make_train_segment(step, mse, backend="eager")
+    assert_close(segment(*arguments), reference_segment(step, mse, *arguments))
+
+
+def test_a_negation_that_is_pending() -> None:
+    """Is no write: the imaginary part of a conjugate."""
+    times, part = torch.ones(2), torch.full((H,), 2j, dtype=torch.complex128).conj().imag
+    assert part.is_neg()
+
+    def step(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        assert (times > 0).all()
+        h = torch.tanh(x + h * params["w"] * part)
+        return h, h
+
+    _, *leaves = given(nn.Linear(H, H))
+    arguments = ({"w": torch.ones(H, dtype=torch.float64)}, *leaves)
+    segment = make_train_segment(step, mse, backend="eager")
+    assert_close(segment(*arguments), reference_segment(step, mse, *arguments))

@@ -7,7 +7,7 @@ edges. A trace knows such values only if it fails without: they become parts of 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class KnownTensors(TorchFunctionMode):
     def forbid_writes(self) -> None:
         """Raises RuntimeError if the step has written to one of them by a view."""
         for tensor, lifted in self._lifted.values():
-            before = torch.ops.aten.lift_fresh_copy(tensor)
+            before = _lifted(tensor)
             try:
                 is_written = not bool(((lifted == before) | (before != before)).all())
             except UNTRACEABLE:  # with a value that is not known
@@ -61,11 +61,18 @@ class KnownTensors(TorchFunctionMode):
     def _known(self, value: Any) -> Any:
         if type(value) is not Tensor or not is_from_outside(value) or value.requires_grad:
             return value
-        if value.layout is not torch.strided or value.numel() > LARGEST_KNOWN:
+        if value.layout is not torch.strided or value.numel() > LARGEST_KNOWN or value.is_meta:
             return value
         if id(value) not in self._lifted:
-            self._lifted[id(value)] = value, torch.ops.aten.lift_fresh_copy(value)
+            self._lifted[id(value)] = value, _lifted(value)
         return self._lifted[id(value)][1]
+
+
+def _lifted(value: Tensor) -> Tensor:
+    """A tensor of the trace with this value, which a trace does not know if it is pending."""
+    with not_traced():
+        value = value.resolve_conj().resolve_neg()
+    return torch.ops.aten.lift_fresh_copy(value)
 
 
 def _known(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,6 +113,26 @@ def _of_known(operation: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
+    """With masks of known values as positions, where ``x`` is not known."""
+    result = _of_known(aten.index.Tensor)(x, indices)
+    if result is not NotImplemented:
+        return result
+    positions: list[Tensor | None] = []
+    for index in indices:
+        mask = None
+        if index is not None and index.dtype is torch.bool:
+            mask = known_value(index)
+        if mask is None:
+            positions.append(index)
+        else:
+            with not_traced():
+                axes = mask.nonzero(as_tuple=True)
+            positions += map(torch.ops.aten.lift_fresh_copy, axes)
+    is_same = all(map(operator.is_, positions, indices))
+    return NotImplemented if is_same else aten.index.Tensor(x, positions)
+
+
 # Decompositions that make what is known of operations.
 KNOWN: dict[Any, Callable[..., Any]] = {
     **{
@@ -121,8 +148,9 @@ KNOWN: dict[Any, Callable[..., Any]] = {
     aten.new_full.default: _new(torch.full),
     **{
         operation: _of_known(operation)
-        for operation in (aten.nonzero.default, aten.masked_select.default, aten.index.Tensor)
+        for operation in (aten.nonzero.default, aten.masked_select.default)
     },
+    aten.index.Tensor: _index,
 }  # fmt: skip
 
 
