@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.modules import COMPILED_PREFIX, is_persistent, own_parameters
+from .._compat.modules import COMPILED_PREFIX, is_persistent, own_buffers, own_parameters
 from .._reach import attributes_set_by
 from .._trees import Tree
 from .held_tensors import aliases_in, call_with, tied_places, watching_buffers
@@ -24,6 +24,7 @@ from .taps import Collector, collecting, owners
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 StateCall = Callable[[Tree, Tree], tuple[Tree, Tree]]  # (x_t, state) -> (out_t, state)
 ModuleCall = Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]]
+_Owned = tuple[str, nn.Module, str]  # a tensor's name, the module that has it, its name there
 
 
 def _call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
@@ -110,29 +111,12 @@ class Step:
         return [name for name, _ in self.module.named_parameters()]
 
     @cached_property
-    def _buffer_owners(self) -> list[tuple[str, nn.Module, str]]:
-        """The name of each buffer, the module that has it, and its name there.
-
-        Of each of its names, if it has several: they may get tensors of their own.
-        """
-        if self.module is None:
-            return []
-        return [
-            (f"{path}.{key}" if path else key, owner, key)
-            for path, owner in self.module.named_modules()
-            for key, _ in owner.named_buffers(recurse=False, remove_duplicate=False)
-        ]
+    def _buffer_owners(self) -> list[_Owned]:
+        return [] if self.module is None else _owned(self.module, own_buffers)
 
     @cached_property
-    def _parameter_owners(self) -> list[tuple[str, nn.Module, str]]:
-        """As :attr:`_buffer_owners`."""
-        if self.module is None:
-            return []
-        return [
-            (f"{path}.{key}" if path else key, owner, key)
-            for path, owner in self.module.named_modules()
-            for key, _ in owner.named_parameters(recurse=False, remove_duplicate=False)
-        ]
+    def _parameter_owners(self) -> list[_Owned]:
+        return [] if self.module is None else _owned(self.module, own_parameters)
 
     @cached_property
     def _assigning(self) -> list[nn.Module]:
@@ -294,6 +278,16 @@ class Step:
         values = {**buffers, **params}  # a buffer may be among the parameters
         tied = tied_places(self.module)
         return values | {name: values[first] for name, first in tied if name not in params}
+
+
+def _owned(module: nn.Module, tensors_of: Callable[[nn.Module], dict[str, Any]]) -> list[_Owned]:
+    """The module's parameters or buffers. Of several names for one: they may get other tensors."""
+    return [
+        (f"{path}.{key}" if path else key, owner, key)
+        for path, owner in module.named_modules()
+        for key, tensor in tensors_of(owner).items()
+        if tensor is not None
+    ]
 
 
 def own_names(params: dict[str, Tensor]) -> dict[str, Tensor]:
