@@ -185,10 +185,18 @@ def test_a_position_in_a_buffer() -> None:
     assert_close(mapped, looped(case, calls))
 
 
-def test_rows_that_a_mask_chooses() -> None:
+@pytest.mark.parametrize("selection", ["rows", "columns", "elements"])
+def test_what_a_mask_chooses(selection: str) -> None:
+    """Gets a value that is the same for all that is chosen along the axes of the mask."""
+
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         h = linear(params, x_t, h).clone()
-        h[h[:, 0] > 0] = params["w"][0]
+        if selection == "rows":
+            h[h[:, 0] > 0] = params["w"][0]
+        elif selection == "columns":
+            h[:, params["w"][0] > 0] = h.sum(1, keepdim=True)
+        else:
+            h.view(1, B, H)[:, h > 0] = params["w"][:1, :1]
         return h, h
 
     checked(problem(step))

@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -223,6 +224,14 @@ def test_what_a_first_attempt_leaves_is_undone() -> None:
     assert module.kept is None
 
 
+def check(step: Any) -> None:
+    """Compares a step with a parameter ``w`` with the loop."""
+    _, *leaves = given(nn.Linear(H, H))
+    arguments = ({"w": torch.ones(H, dtype=torch.float64)}, *leaves)
+    segment = make_train_segment(step, mse, backend="eager")
+    assert_close(segment(*arguments), reference_segment(step, mse, *arguments))
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_mask_of_constants(axis: int) -> None:
     """Of what is not known itself, along either axis."""
@@ -233,10 +242,36 @@ def test_a_mask_of_constants(axis: int) -> None:
         chosen = h[:, kept].sum(1) if axis else h.T[kept].prod(0)
         return h * chosen.unsqueeze(1), h
 
-    _, *leaves = given(nn.Linear(H, H))
-    arguments = ({"w": torch.ones(H, dtype=torch.float64)}, *leaves)
-    segment = make_train_segment(step, mse, backend="eager")
-    assert_close(segment(*arguments), reference_segment(step, mse, *arguments))
+    check(step)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_values_at_a_mask_of_constants(axis: int) -> None:
+    """One for each position that it selects."""
+    kept = torch.tensor([True, False, True, True])
+
+    def step(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x + h * params["w"])
+        padded = torch.zeros_like(h)
+        if axis:
+            padded[:, kept] = h[:, :3]
+        else:
+            padded.T[kept] += h.T[:3]
+        return padded + h, padded
+
+    check(step)
+
+
+def test_an_array_that_a_step_converts() -> None:
+    """torch looks at its tensor outside of the transforms, which is no use of it by the step."""
+    times, mixing = torch.ones(2), numpy.eye(H)[::-1].copy()
+
+    def step(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        assert (times > 0).all()
+        h = torch.tanh(x + h * params["w"] @ torch.from_numpy(mixing))
+        return h, h
+
+    check(step)
 
 
 def test_a_negation_that_is_pending() -> None:
@@ -249,7 +284,4 @@ def test_a_negation_that_is_pending() -> None:
         h = torch.tanh(x + h * params["w"] * part)
         return h, h
 
-    _, *leaves = given(nn.Linear(H, H))
-    arguments = ({"w": torch.ones(H, dtype=torch.float64)}, *leaves)
-    segment = make_train_segment(step, mse, backend="eager")
-    assert_close(segment(*arguments), reference_segment(step, mse, *arguments))
+    check(step)

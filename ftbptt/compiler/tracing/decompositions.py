@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._compat.inductor import inductor_decompositions, torch_decompositions
+from ..._compat.tracing import DynamicOutputShapeException
 from ..graphs import aten
 
 
@@ -73,22 +74,26 @@ def _slice_scatter(
     return torch.view_as_complex(torch.slice_scatter(x, part, dim, start, end, step))
 
 
-def _index_put(
+def index_put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Any:
-    """``x[mask] = value`` with a value that broadcasts over the selected positions, as a where.
+    """``x[:, mask] = value`` with a value that broadcasts over the selected positions, as a where.
 
-    (How many positions are selected depends on the values of the mask.)
+    Raises DynamicOutputShapeException for other values at a mask: how many positions it selects
+    is not known.
     """
-    mask = indices[0]
-    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool:
+    *before, last = indices
+    if all(index is None or index.dtype is not torch.bool for index in indices):
         return NotImplemented
-    rest = x.dim() - mask.dim()
-    if values.dim() > rest and all(size == 1 for size in values.shape[: values.dim() - rest]):
-        values = values.reshape(values.shape[values.dim() - rest :])
+    rest = x.dim() - len(before) - (0 if last is None else last.dim())
+    selected = values.shape[-rest - 1] if values.dim() > rest else 1
+    if last is None or any(index is not None for index in before) or selected != 1:
+        raise DynamicOutputShapeException(aten.index_put.default)
     if values.dim() > rest:
-        return NotImplemented
-    mask = mask.reshape(*mask.shape, *(1,) * rest)
+        values = values.unflatten(-rest - 1, (1,) * last.dim())
+    while values.dim() > x.dim():
+        values = values.squeeze(0)
+    mask = last.reshape(*last.shape, *(1,) * rest)
     return torch.where(mask, x + values if accumulate else values, x)
 
 
@@ -226,7 +231,7 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten._efficientzerotensor.default: _zeros,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
-    aten.index_put.default: _index_put,
+    aten.index_put.default: index_put,
     aten._neg_view.default: torch.neg,
     **torch_decompositions(_RESIZES),
 }

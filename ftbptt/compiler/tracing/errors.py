@@ -33,7 +33,8 @@ _GENERATED_CODE = ("<eval_with_key>", "<string>", "<frozen ")
 # What an `if`, `.item()` and a boolean index come to.
 _READ_VALUES = {
     aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default,
-    aten.nonzero.default, aten.index.Tensor, aten.masked_select.default,
+    aten.nonzero.default, aten.index.Tensor, aten.index_put.default,
+    aten.masked_select.default,
 }  # fmt: skip
 
 # All steps have the same shapes; what a loss selects of them may be of any number.

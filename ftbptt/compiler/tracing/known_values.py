@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from ..._compat.running import is_from_outside
+from ..._compat.running import inside_functorch, is_from_outside
 from ..._compat.tracing import (
     LARGEST_KNOWN,
     UNTRACEABLE,
+    DynamicOutputShapeException,
     is_operation,
     known_value,
     not_traced,
 )
 from ..._trees import tree_flatten, tree_map, tree_unflatten
 from ..graphs import Node, aten, inputs_of, is_random
+from .decompositions import index_put
 from .detached_writes import written_outside
 
 
@@ -55,8 +57,9 @@ class KnownTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map(self._known, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if inside_functorch():  # else what torch asks of the tensor of an operation
+            args, kwargs = tree_map(self._known, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def _known(self, value: Any) -> Any:
         if type(value) is not Tensor or not is_from_outside(value) or value.requires_grad:
@@ -118,6 +121,24 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     result = _of_known(aten.index.Tensor)(x, indices)
     if result is not NotImplemented:
         return result
+    positions = _positions(indices)
+    return NotImplemented if positions is None else aten.index.Tensor(x, positions)
+
+
+def _index_put(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Any:
+    try:
+        return index_put(x, indices, values, accumulate)
+    except DynamicOutputShapeException:
+        positions = _positions(indices)
+        if positions is None:
+            raise
+        return aten.index_put.default(x, positions, values, accumulate)
+
+
+def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    """Indices with the positions in place of each mask of known values; None without such."""
     positions: list[Tensor | None] = []
     for index in indices:
         mask = None
@@ -129,8 +150,7 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
             with not_traced():
                 axes = mask.nonzero(as_tuple=True)
             positions += map(torch.ops.aten.lift_fresh_copy, axes)
-    is_same = all(map(operator.is_, positions, indices))
-    return NotImplemented if is_same else aten.index.Tensor(x, positions)
+    return None if all(map(operator.is_, positions, indices)) else positions
 
 
 # Decompositions that make what is known of operations.
@@ -151,6 +171,7 @@ KNOWN: dict[Any, Callable[..., Any]] = {
         for operation in (aten.nonzero.default, aten.masked_select.default)
     },
     aten.index.Tensor: _index,
+    aten.index_put.default: _index_put,
 }  # fmt: skip
 
 
