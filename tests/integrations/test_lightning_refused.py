@@ -279,6 +279,18 @@ def test_a_forward_that_returns_no_pair(result: Any, found: str) -> None:
         fit(own, [stream(8)])
 
 
+def test_a_forward_that_returns_no_tensors_for_the_state() -> None:
+    class Returning(Tagger):
+        def forward(self, x: Any, state: Any) -> Any:
+            out, (h, _) = super().forward(x, state)
+            return out, {"h": h, "c": None}
+
+    own = model(Returning)
+    words = r"forward: expected tensors in the state that it returns, found a NoneType at state\['c'\]"
+    with pytest.raises(TypeError, match=words):
+        fit(own, [stream(8)])
+
+
 def test_data_in_another_dtype_than_the_module() -> None:
     x, y = stream(8)
     words = r"forward\(x, None\) failed \(.* there is no state to start from\. x is torch.{}, but "

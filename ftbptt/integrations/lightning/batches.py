@@ -54,6 +54,13 @@ def _pair(result: Any) -> tuple[Tree, Tree]:
             "the state after the last step as a pair."
         )
     out, state = result
+    for path, leaf in tree_flatten_with_path(state)[0]:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"forward: expected tensors in the state that it returns, found "
+                f"{describe_type(leaf)} at state{keystr(path)}. Return the state after the last "
+                "step, also where it was given None."
+            )
     return out, state
 
 
