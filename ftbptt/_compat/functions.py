@@ -26,7 +26,17 @@ __all__ = [
     "applying_functions_by",
     "as_custom_operator",
     "functions_at_one_level",
+    "is_left_to_python",
 ]
+
+
+def is_left_to_python(function: Any) -> bool:
+    """Whether ``torch.compiler.disable`` was called for a function, or for a module's forward.
+
+    torch marks it, and has no name for that (2.11 to 2.15).
+    """
+    called = (function, getattr(function, "forward", None))
+    return any(getattr(own, "_torchdynamo_disable", False) for own in called)
 
 
 class CustomOperator(NamedTuple):

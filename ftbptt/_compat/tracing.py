@@ -54,9 +54,9 @@ from .trees import tree_map
 __all__ = [
     "LARGEST_KNOWN",
     "UNTRACEABLE",
-    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "ShapeEnv",
     "TorchDispatchMode",
     "calling_compiled_as_written",
     "constant_gradients_in_no_grad",

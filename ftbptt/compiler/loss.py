@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .._compat.tracing import FakeTensorMode, holds_for, is_pinned, symbolic_steps
-from .._trees import TreeSpec, differentiable, leaf_names, tree_unflatten
+from .._compat.tracing import FakeTensorMode, ShapeEnv, holds_for, is_pinned, symbolic_steps
+from .._trees import differentiable, leaf_names
 from .._warnings import warn
-from ..contract.layout import Layout
-from ..contract.loss import MaskMismatch, segment_loss
+from ..contract.loss import MaskMismatch
+from .flat_loss import PARAMETERS_IN_LOSS, FlatLoss
 from .graphs import Node, aten, has_same_code, is_same_graph, reachable_from, vjp_by
-from .signature import Leaf, Level, Recipe, Signature, vmapped, with_autocast
+from .signature import Level, vmapped
 from .time_axis.batching import for_any_length
 from .tracing.attempts import Tried, unless_it_fails
 from .tracing.captures import materialized, with_tensors_as_inputs
@@ -39,7 +39,7 @@ from .tracing.trace import TRACING, trace_function
 # The key of the graphs that hold for any K; others have their K as the key.
 ANY_STEPS = None
 # What the symbol stands for while tracing, where torch needs a number in its place.
-_EXAMPLE_STEPS = 64
+EXAMPLE_STEPS = 64
 # With a number that is not the caller's the loss is traced for what it tells, not to be run.
 _MOST_CALLS = 1000
 # A loss with separate graphs for so many K is worth a warning: a stream and its end have fewer.
@@ -49,7 +49,7 @@ _MANY_LENGTHS = 5
 class LossProgram(NamedTuple):
     """``graph(*outs, *ys, *mask, *captured) -> [loss]``, or ``-> [loss, *d_out]``."""
 
-    graph: fx.GraphModule
+    graph: Callable[..., list[Tensor]]
     captured: list[Tensor]  # what the loss closes over
     key: int | None  # the K that it is for, or ANY_STEPS
 
@@ -109,34 +109,18 @@ class _TracedLoss:
 
 
 class SegmentLoss:
-    """The loss of outputs like ``outs`` (fake, of one step, without the axes of vmap), traced.
+    """A loss, traced.
 
     ``steps`` is the K of the call that it is traced for. ``with_grad`` says which outputs the loss
     has a gradient by.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        signature: Signature,
-        out_spec: TreeSpec,
-        outs: Sequence[Tensor],
-        steps: int,
-        constants: Constants,
-    ) -> None:
-        self.recipe, self.signature, self.out_spec = recipe, signature, out_spec
-        self.constants = constants
-        self.levels = signature.levels
-        self.example_steps = recipe.context + _EXAMPLE_STEPS
-        mask = [] if signature.mask is None else [signature.mask]
-        batched = (True,) * len(self.levels)
-        has_mean_axis = signature.mean_axis is not None
-        shapes = [o.shape[1:] if has_mean_axis else o.shape for o in outs]
-        self.outs = [
-            Leaf(tuple(shape), o.dtype, o.device, batched, has_mean_axis)
-            for shape, o in zip(shapes, outs, strict=True)
-        ]
-        self.leaves = [*self.outs, *signature.y, *mask]
+    is_traced = True
+
+    def __init__(self, loss: FlatLoss, steps: int, constants: Constants) -> None:
+        self.loss, self.constants = loss, constants
+        self.recipe, self.signature, self.outs = loss.recipe, loss.signature, loss.outs
+        self.example_steps = self.recipe.context + EXAMPLE_STEPS
         self._graphs: dict[int, LossGraphs] = {}  # by the K that was asked for
         self.copied: list[tuple[Tensor, Tensor]] = []  # see LossGraphs
         # With a symbol for K; else with a number that no loss expects; else with the caller's.
@@ -164,8 +148,10 @@ class SegmentLoss:
         # The loss has a gradient with respect to none of the outputs.
         self.is_constant = bool(self.outs) and not any(self.with_grad)
 
-    def computes_as(self, other: SegmentLoss) -> bool:
+    def computes_as(self, other: object) -> bool:
         """Whether it is the same for all K. What was traced for one K is not compared."""
+        if not isinstance(other, SegmentLoss):
+            return False
         keys = {graphs.key for graphs in (*self._graphs.values(), *other._graphs.values())}
         graph, other_graph = self.traced.graph, other.traced.graph
         if not keys <= {ANY_STEPS} or not has_same_code(graph, other_graph):
@@ -212,7 +198,7 @@ class SegmentLoss:
         flags = zip(self._outs_with_grad(traced.graph), self.with_grad, strict=True)
         new = [now and not before for now, before in flags]
         if any(new):
-            names = ", ".join(compress(leaf_names("out", self.out_spec), new))
+            names = ", ".join(compress(leaf_names("out", self.loss.out_spec), new))
             raise ValueError(
                 f"loss: of {traced.steps} steps it depends on {names}, of {self.example_steps} it "
                 "does not. Let it use the same outputs whatever the number of steps, some of them "
@@ -231,7 +217,7 @@ class SegmentLoss:
 
     def _is_same(self, for_one: LossGraphs, for_any: LossGraphs, mode: FakeTensorMode) -> bool:
         """Whether the loss does with a single step what it does with more."""
-        examples = self._examples(mode, 1, self._axes())
+        examples = self._examples(mode, 1, self.loss.axes())
         modules = unless_it_fails(  # it may have shapes that only more steps have
             lambda: [
                 trace_function(graphs.joint, examples, mode, functional=True)
@@ -242,40 +228,21 @@ class SegmentLoss:
 
     def _trace_loss(self, steps: int | None, most_calls: float = math.inf) -> _TracedLoss:
         """The loss of one sequence or batch, for K ``steps`` (None: a symbol)."""
-        mode, length = FakeTensorMode(allow_non_fake_inputs=True), steps
+        # Symbols also for a known K: a loss may select as many elements as a mask says.
+        mode, length = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), steps
         if steps is None:
             mode, length = symbolic_steps(self.example_steps)
-        s, n_out, n_y = self.signature, len(self.outs), len(self.signature.y)
-        time_back = Layout(s.time_dim).time_back
-        y_spec = s.specs.y
-
-        def value(*args: Tensor) -> list[Tensor]:
-            out = tree_unflatten(list(args[:n_out]), self.out_spec)
-            y_leaves = list(args[n_out : n_out + n_y])
-            y = None if y_spec is None else time_back(tree_unflatten(y_leaves, y_spec))
-            mask = args[n_out + n_y] if s.mask is not None else None
-            if mask is not None and mask.dim() >= 2:
-                mask = time_back(mask)
-            recipe = self.recipe
-            with with_autocast(s.autocast):
-                loss = segment_loss(
-                    recipe.loss, time_back(out), y, mask, s.time_dim, recipe.context
-                )
-            return [loss]
 
         def traced() -> fx.GraphModule:
             examples = self._examples(mode, length, [])
-            given = {"out": time_back(tree_unflatten(examples[:n_out], self.out_spec))}
-            if y_spec is not None:
-                y_leaves = examples[n_out : n_out + n_y]
-                given["y"] = time_back(tree_unflatten(y_leaves, y_spec))
+            given = dict(zip(("out", "y"), self.loss.trees(examples), strict=True))
             with (
                 explain_trace_errors("loss", self.recipe.loss, **given),
                 FunctionOverrides("loss"),
                 Tried(length, most_calls),
             ):
                 return trace_function(
-                    value, examples, mode, before_autograd=True, constants=self.constants
+                    self.loss, examples, mode, before_autograd=True, constants=self.constants
                 )
 
         graph = without_effects(
@@ -287,19 +254,14 @@ class SegmentLoss:
         )
         forbid_reading_places("loss", self.recipe.loss, traced, graph, self.constants)
         forbid_mutation("loss", graph)
-        forbid_trained_captures(
-            "loss",
-            graph,
-            "A loss has no parameters: compute with it in the step, whose out the loss gets, or "
-            "detach it.",
-        )
+        forbid_trained_captures("loss", graph, PARAMETERS_IN_LOSS)
         return _TracedLoss(graph, mode, length)
 
     def _examples(
         self, mode: FakeTensorMode, steps: Any, axes: Sequence[tuple[Level, list[bool]]]
     ) -> list[Tensor]:
         """Fake outs, ys and mask of K ``steps``, with these axes (see :meth:`_axes`)."""
-        shapes = [leaf.shape for leaf in self.leaves]
+        shapes = [leaf.shape for leaf in self.loss.leaves]
         for level, flags in axes:
             shapes = [
                 (level.size, *shape) if flag else shape
@@ -308,7 +270,7 @@ class SegmentLoss:
         with mode:
             return [
                 torch.empty((steps, *shape), dtype=leaf.dtype, device=leaf.device)
-                for leaf, shape in zip(self.leaves, shapes, strict=True)
+                for leaf, shape in zip(self.loss.leaves, shapes, strict=True)
             ]
 
     def _outs_with_grad(self, graph: fx.GraphModule) -> list[bool]:
@@ -350,24 +312,18 @@ class SegmentLoss:
         mode, steps = traced.mode, traced.steps
         examples = self._examples(mode, steps, [])
         graph = trace_function(function, examples, mode, differentiated=traced.graph)
-        axes, out_dims = self._axes(), [0] + [1] * grads
+        axes, out_dims = self.loss.axes(), [0] + [1] * grads
         if not axes:
             return graph
         batched: Callable[..., list[Tensor]] = for_any_length(graph)
         if self.signature.mean_axis is not None:
             (level, flags), *axes = axes
             batched = _mean(vmapped(batched, [level], [flags], 1, out_dims), level.size)
-        over_levels = vmapped(batched, self.levels, [flags for _, flags in axes], 1, out_dims)
-        examples = self._examples(mode, steps, self._axes())
+        over_levels = vmapped(
+            batched, self.signature.levels, [flags for _, flags in axes], 1, out_dims
+        )
+        examples = self._examples(mode, steps, self.loss.axes())
         return trace_function(over_levels, examples, mode, functional=True)
-
-    def _axes(self) -> list[tuple[Level, list[bool]]]:
-        """The axes besides time, the innermost first, and which leaves have each."""
-        s, leaves = self.signature, self.leaves
-        axes = list(zip(s.levels, s.flags(leaves), strict=True))
-        if s.mean_axis is not None:
-            axes.insert(0, (s.mean_axis, [leaf.has_mean_axis for leaf in leaves]))
-        return axes
 
 
 def _mean(function: Callable[..., list[Tensor]], size: int) -> Callable[..., list[Tensor]]:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from .._compat.tracing import FakeTensorMode
 from .._trees import TreeSpec, differentiable
 from .adjoint import LoopPair, StepRoles, make_loops
+from .flat_loss import FlatLoss
 from .graphs import has_same_code, reachable_from
 from .loss import SegmentLoss
 from .rewrites.hoist_parameters import Preparation, make_preparation, split_invariants
@@ -24,6 +25,7 @@ from .signature import Recipe, Signature
 from .sliding_window import Sliding
 from .traced_step import TracedStep, trace_segment_step
 from .tracing.constants import Constants
+from .written_loss import WrittenLoss
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Plan:
     packings: list[Packing]
     preparation: Preparation | None
     loops: LoopPair
-    loss: SegmentLoss
+    loss: SegmentLoss | WrittenLoss
     recompute: bool
     sliding: Sliding | None
 
@@ -107,7 +109,7 @@ def make_plan(
     """
     s = signature
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    constants = Constants(recipe.functions(), given=recipe.step.module)
+    constants = Constants(recipe.traced_functions(), given=recipe.step.module)
     traced = trace_segment_step(recipe, s, buffer_names, mode, constants)
     prepare, graph = split_invariants(traced.graph, len(traced.invariants))
     trained = [i for i in range(len(s.params)) if differentiable(traced.examples[i])]
@@ -116,7 +118,12 @@ def make_plan(
         flags = s.flags(traced.invariants)
         preparation = make_preparation(prepare, s.levels, flags, traced.examples, trained, mode)
     outs = [node.meta["val"] for node in graph.graph.output_node().args[0]][: traced.outs]
-    loss = SegmentLoss(recipe, s, traced.out_spec, outs, steps, constants)
+    loss: SegmentLoss | WrittenLoss
+    flat_loss = FlatLoss(recipe, s, traced.out_spec, outs)
+    if recipe.traces_loss:
+        loss = SegmentLoss(flat_loss, steps, constants)
+    else:
+        loss = WrittenLoss(flat_loss)
     loops = _make_loops(recipe, s, traced, graph, preparation, trained, loss.with_grad, mode)
     return Plan(
         signature=s,

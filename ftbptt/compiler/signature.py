@@ -114,6 +114,7 @@ class Recipe:
     probes: int = 0  # how many of the last leaves of x get a gradient at every step
     time_dim: int | None = None
     in_dims: InDims | None = None
+    traces_loss: bool = True  # else it runs as it is written
 
     def layout(self, x: Tree) -> Layout:
         """Where time, rows and the axis of ``in_dims`` lie in a call with such an ``x``."""
@@ -131,9 +132,13 @@ class Recipe:
         self.__dict__.pop("_modules", None)
 
     def functions(self) -> list[Any]:
-        """The caller's, which are traced."""
+        """The caller's."""
         start = [self.initial_state] if callable(self.initial_state) else []
         return [self.step.root, self.loss, *start]
+
+    def traced_functions(self) -> list[Any]:
+        """Those of them that are traced."""
+        return [f for f in self.functions() if f is not self.loss or self.traces_loss]
 
     def modes(self) -> tuple[bool, ...]:
         """Which modules that the functions read are in train mode: it changes what they do."""

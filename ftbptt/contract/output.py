@@ -68,15 +68,3 @@ class EarlyGradients(NamedTuple):
 
     parts: list[list[int]]
     ready: Callable[[Tensor, list[Tensor]], None]
-
-    def noting(self, errors: list[BaseException]) -> EarlyGradients:
-        """The same; an error that ``ready`` raises is noted: it is none of the segment's."""
-
-        def ready(loss: Tensor, grads: list[Tensor]) -> None:
-            try:
-                self.ready(loss, grads)
-            except BaseException as error:
-                errors.append(error)
-                raise
-
-        return self._replace(ready=ready)

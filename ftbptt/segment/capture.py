@@ -42,7 +42,7 @@ def make_executable(
     plan: Plan, backend: Backend, compiled: Count, *, reuse_output: bool
 ) -> Executable:
     """make_executable : Plan, Backend -> Executable, which captures graphs where it can"""
-    if backend.captured and plan.signature.x[0].device.type in _CAPTURED_ON:
+    if backend.captured and plan.loss.is_traced and plan.signature.x[0].device.type in _CAPTURED_ON:
         return CapturedExecutable(plan, backend, compiled, reuse_output)
     return Executable(plan, backend, compiled)
 

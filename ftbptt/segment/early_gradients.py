@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .._callers_code import callers_code
 from ..compiler.distribute import distribute
 from ..compiler.plan import Plan
 from ..compiler.run_loop import ChunkInputs
@@ -26,7 +27,12 @@ def can_hand_over(plan: Plan) -> bool:
 def hand_over(early: EarlyGradients, loss: Tensor, grads: list[Tensor]) -> None:
     """Of a segment that was run whole."""
     for part in early.parts:
-        early.ready(loss, [grads[i] for i in part])
+        _hand_over(early, loss, [grads[i] for i in part])
+
+
+def _hand_over(early: EarlyGradients, loss: Tensor, part: list[Tensor]) -> None:
+    with callers_code():
+        early.ready(loss, part)
 
 
 def reverse_in_parts(
@@ -67,7 +73,7 @@ def reverse_in_parts(
             sums[index_of[leaf]] if leaf in index_of else torch.zeros_like(invariants[leaf])
             for leaf in leaves
         ]
-        early.ready(loss, grads)
+        _hand_over(early, loss, grads)
     rest = tuple(i for i in range(len(trained)) if i not in sums)
     if rest:
         add(rest)

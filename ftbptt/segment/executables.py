@@ -17,6 +17,7 @@ from ..backends.cache_folder import use_a_folder_that_works
 from ..compiler.plan import Plan, make_plan
 from ..compiler.signature import Recipe, without_autocast
 from ..compiler.tracing.constants import Change
+from ..compiler.tracing.errors import needs_values
 from ..compiler.tracing.trace import TRACING
 from .call import Call, CallInfo, without_inference_mode
 from .capture import make_executable
@@ -89,13 +90,11 @@ class Executables:
                 self._warn_of_zero_gradients(executable.plan)
             if self._backend != "auto" or executable.backend.name == "eager":
                 return executable.run(groups, with_grad=with_grad, early=early)
-            callers: list[BaseException] = []
-            noted = None if early is None else early.noting(callers)
             first = executable
 
             def run(backend: Backend) -> list[Tensor]:
                 if backend is first.backend:
-                    return first.run(groups, with_grad=with_grad, early=noted)
+                    return first.run(groups, with_grad=with_grad, early=early)
                 other = self._on(first.plan, backend)
                 # What was handed over was sent: another backend does not send it once more.
                 result = other.run(groups, with_grad=with_grad)
@@ -103,9 +102,7 @@ class Executables:
                 return result
 
             device_type = tensors[0].device.type
-            return on_first_that_works(
-                run, first.backend, self._recipe.step.name, device_type, callers
-            )
+            return on_first_that_works(run, first.backend, self._recipe.step.name, device_type)
 
     def of(self, call: Call, tensors: Sequence[Tensor]) -> Executable:
         """The executable for a call, made if it is the first of its kind."""
@@ -121,11 +118,28 @@ class Executables:
             if key not in self._by_key:  # another thread may have been first
                 self.trace_count += 1
                 use_a_folder_that_works()
-                recipe = replace(self._recipe, probes=call.probes)
-                steps = call.groups(tensors)["x"][0].shape[0]
-                plan = make_plan(recipe, call.signature(tensors), call.buffer_names, steps)
+                plan = self._planned(call, tensors)
                 self._by_key[key] = self._made(plan, tensors[0].device.type)
         return self._by_key[key]
+
+    def _planned(self, call: Call, tensors: Sequence[Tensor]) -> Plan:
+        """The plan of a call. A loss that cannot be traced runs as it is written from now on."""
+        recipe, signature = replace(self._recipe, probes=call.probes), call.signature(tensors)
+        steps = call.groups(tensors)["x"][0].shape[0]
+        try:
+            return make_plan(recipe, signature, call.buffer_names, steps)
+        except RuntimeError as error:
+            if not needs_values("loss", error):
+                raise
+            reason, _, _ = str(error).rpartition("\n")  # without the remedy
+        self._recipe.traces_loss = recipe.traces_loss = False
+        plan = make_plan(recipe, signature, call.buffer_names, steps)
+        warn(
+            f"ftbptt: {reason}\nIt runs as it is written instead, between the compiled loops; "
+            "torch.compiler.disable(loss) says that this is meant.",
+            RuntimeWarning,
+        )
+        return plan
 
     def _made(self, plan: Plan, device_type: str) -> Executable:
         backend = choose(self._backend)

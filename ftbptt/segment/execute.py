@@ -58,7 +58,9 @@ class Executable(Programs):
         self.chunk = max(1, most // bytes_per_step)
         if plan.sliding is not None:
             self.windows = max(1, self.chunk // plan.sliding.length)  # that run at once
-        self.uncut = bytes_per_step <= _UNCUT_BYTES and plan.sliding is None
+        # In one piece, and one program.
+        is_small = bytes_per_step <= _UNCUT_BYTES
+        self.uncut = is_small and plan.sliding is None and plan.loss.is_traced
         self.hands_over = not self.uncut and can_hand_over(plan)  # gradients in parts
 
     def run(

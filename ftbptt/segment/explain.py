@@ -39,7 +39,7 @@ class Explanation:
     ``flops`` are those of the GEMMs in all steps. ``chunk`` is the number of steps that run at
     once, None if the segment is never cut. ``saved`` names what the forward loop keeps for the
     reverse loop, in all steps ``saved_bytes``; ``without_gradient`` the parameters that the loss
-    does not depend on.
+    does not depend on. ``compiles_loss``: else it runs as it is written.
 
     >>> import torch, ftbptt
     >>> cell, x = torch.nn.RNNCell(3, 5), torch.randn(7, 2, 3)
@@ -59,6 +59,7 @@ class Explanation:
     saved: list[str]
     saved_bytes: int
     without_gradient: list[str]
+    compiles_loss: bool
 
     @property
     def flops(self) -> int:
@@ -87,6 +88,8 @@ class Explanation:
         lines.append(f"saved: {', '.join(self.saved) or 'nothing'}")
         if self.without_gradient:
             lines.append(f"without a gradient: {', '.join(self.without_gradient)}")
+        if not self.compiles_loss:
+            lines.append("loss: as it is written, in eager torch")
         return "\n".join(lines)
 
 
@@ -120,6 +123,7 @@ def explain(executable: Executable, step_name: str, steps: int) -> Explanation:
         saved=[names.get(node, node.name) for node in saved],
         saved_bytes=steps * sum(map(nbytes, saved)),
         without_gradient=[params[i] for i in plan.params_without_gradient],
+        compiles_loss=plan.loss.is_traced,
     )
 
 

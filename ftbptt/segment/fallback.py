@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
+from .._callers_code import is_callers
 from .._messages import first_line
 from .._warnings import warn
 from ..backends import Backend, fallback
@@ -19,13 +20,11 @@ def on_first_that_works(
     backend: Backend,
     step_name: str,
     device_type: str,
-    callers: Sequence[BaseException] = (),
 ) -> T:
     """on_first_that_works : what to do on a backend, the one to begin with -> its result
 
-    If it fails, it is done on the next slower one, with a warning once that works.
-    ``callers``: errors of the caller's own code. If all fail, as where the data are at fault, the
-    last error is raised.
+    If it fails, it is done on the next slower one, with a warning once that works; errors of the
+    caller's own code are raised. If all fail, as where the data are at fault, so is the last error.
     """
     messages: list[str] = []
     while True:
@@ -35,7 +34,7 @@ def on_first_that_works(
         except torch.OutOfMemoryError:
             raise  # another backend needs more memory
         except Exception as error:
-            if error in callers or backend.name == "eager":
+            if is_callers(error) or backend.name == "eager":
                 raise
             other = fallback(backend, device_type)
             messages.append(

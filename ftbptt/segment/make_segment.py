@@ -15,6 +15,7 @@ from .._checks import (
     check_one_of,
     check_time_dim,
 )
+from .._compat.functions import is_left_to_python
 from .._trees import Tree
 from ..backends import NAMES
 from ..compiler.signature import Recipe
@@ -126,7 +127,7 @@ def make_train_segment(
     check_bool("reuse_output", reuse_output)
     context = check_int("context", context, 0)
     window, stride = _window(window, stride)
-    step, tapped = as_step(step), taps is not False
+    step, tapped, traces_loss = as_step(step), taps is not False, not is_left_to_python(loss)
     if tapped and window is not None:
         raise ValueError(
             "taps, window: a tensor has a gradient in each of the windows that hold it. Ask for "
@@ -136,7 +137,7 @@ def make_train_segment(
         step, loss = step.with_taps(_names(taps)), of_first(loss)
     recipe = Recipe(
         step, loss, initial_state, recompute, context, window, stride, time_dim=time_dim,
-        in_dims=in_dims,
+        in_dims=in_dims, traces_loss=traces_loss,
     )  # fmt: skip
     return TrainSegment(recipe, backend, tapped=tapped, reuse_output=reuse_output)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from ..backends import Backend
 from ..compiler.blocks import DistributedLoop
@@ -75,7 +75,11 @@ class Phases:
         return [*finals, *stacked, *sums]
 
     def call(
-        self, name: Any, graph: fx.GraphModule, args: Sequence[Tensor], n_symbolic: int = 0
+        self,
+        name: Any,
+        graph: Callable[..., list[Tensor]],
+        args: Sequence[Tensor],
+        n_symbolic: int = 0,
     ) -> list[Tensor]:
         """Axis 0 of the first ``n_symbolic`` arguments is that of the steps, for any K."""
         return graph(*args)

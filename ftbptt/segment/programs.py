@@ -44,6 +44,7 @@ from ..compiler.run_loop import ChunkInputs
 from ..compiler.sliding_window import check_is_linear
 from ..compiler.split_recurrences import SplitLoop, split_recurrences
 from ..compiler.tracing.trace import TRACING
+from ..compiler.written_loss import WrittenGraph
 from .phases import Phases
 
 
@@ -101,8 +102,14 @@ class Programs(Phases):
         self.build_once(name, function, inputs.flat(), first, first + n_sequences)
 
     def call(
-        self, name: Any, graph: fx.GraphModule, args: Sequence[Tensor], n_symbolic: int = 0
+        self,
+        name: Any,
+        graph: Callable[..., list[Tensor]],
+        args: Sequence[Tensor],
+        n_symbolic: int = 0,
     ) -> list[Tensor]:
+        if isinstance(graph, WrittenGraph):
+            return graph(*args)
         if name not in self.functions:
             self.build_once(name, graph, args, 0, n_symbolic)
         return self.functions[name](*args)
@@ -206,8 +213,15 @@ class Builder(Phases):
         return [*inputs.carries, *_without_data([*loop.stacked, *loop.summed], [*stacked, *summed])]
 
     def call(
-        self, name: Any, graph: fx.GraphModule, args: Sequence[Tensor], n_symbolic: int = 0
+        self,
+        name: Any,
+        graph: Callable[..., list[Tensor]],
+        args: Sequence[Tensor],
+        n_symbolic: int = 0,
     ) -> list[Tensor]:
+        if isinstance(graph, WrittenGraph):
+            return graph.without_data(args)
+        assert isinstance(graph, fx.GraphModule)
         self.programs.build_once(name, graph, args, 0, n_symbolic)
         results, steps = graph.graph.output_node().args[0], args[0].shape[0]
         shapes = [

@@ -286,7 +286,9 @@ def test_a_forward_that_returns_no_tensors_for_the_state() -> None:
             return out, {"h": h, "c": None}
 
     own = model(Returning)
-    words = r"forward: expected tensors in the state that it returns, found a NoneType at state\['c'\]"
+    words = (
+        r"forward: expected tensors in the state that it returns, found a NoneType at state\['c'\]"
+    )
     with pytest.raises(TypeError, match=words):
         fit(own, [stream(8)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..._compat.inductor import inductor_decompositions, torch_decompositions
-from ..._compat.tracing import DynamicOutputShapeException
 from ..graphs import aten
 
 
@@ -74,27 +74,52 @@ def _slice_scatter(
     return torch.view_as_complex(torch.slice_scatter(x, part, dim, start, end, step))
 
 
-def index_put(
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
+    positions = _positions(indices)
+    return NotImplemented if positions is None else aten.index.Tensor(x, positions)
+
+
+def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    x, mask = torch.broadcast_tensors(x, mask)
+    return x[mask.nonzero(as_tuple=True)]
+
+
+def _index_put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Any:
     """``x[:, mask] = value`` with a value that broadcasts over the selected positions, as a where.
 
-    Raises DynamicOutputShapeException for other values at a mask: how many positions it selects
-    is not known.
+    (How many positions are selected depends on the values of the mask.)
     """
-    *before, last = indices
-    if all(index is None or index.dtype is not torch.bool for index in indices):
+    *ahead, mask = indices
+    if mask is not None and mask.dtype is torch.bool and all(index is None for index in ahead):
+        rest = x.dim() - len(ahead) - mask.dim()
+        selected = values.shape[-rest - 1] if values.dim() > rest else None
+        if selected is None or (isinstance(selected, int) and selected == 1):
+            if selected is not None:
+                values = values.unflatten(-rest - 1, (1,) * mask.dim())
+            while values.dim() > x.dim():
+                values = values.squeeze(0)
+            mask = mask.reshape(*mask.shape, *(1,) * rest)
+            return torch.where(mask, x + values if accumulate else values, x)
+    positions = _positions(indices)
+    if positions is None:
         return NotImplemented
-    rest = x.dim() - len(before) - (0 if last is None else last.dim())
-    selected = values.shape[-rest - 1] if values.dim() > rest else 1
-    if last is None or any(index is not None for index in before) or selected != 1:
-        raise DynamicOutputShapeException(aten.index_put.default)
-    if values.dim() > rest:
-        values = values.unflatten(-rest - 1, (1,) * last.dim())
-    while values.dim() > x.dim():
-        values = values.squeeze(0)
-    mask = last.reshape(*last.shape, *(1,) * rest)
-    return torch.where(mask, x + values if accumulate else values, x)
+    return aten.index_put.default(x, positions, values, accumulate)
+
+
+def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    """Indices with the positions that masks select in their place; None if there are no masks.
+
+    Raises DynamicOutputShapeException in a trace that takes no number of positions for a symbol.
+    """
+    positions: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype is not torch.bool:
+            positions.append(index)
+        else:
+            positions += index.nonzero(as_tuple=True)
+    return None if all(map(operator.is_, positions, indices)) else positions
 
 
 def _select_scatter(x: Tensor, part: Tensor, dim: int, index: Any) -> Tensor:
@@ -231,7 +256,9 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten._efficientzerotensor.default: _zeros,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
-    aten.index_put.default: index_put,
+    aten.index.Tensor: _index,
+    aten.index_put.default: _index_put,
+    aten.masked_select.default: _masked_select,
     aten._neg_view.default: torch.neg,
     **torch_decompositions(_RESIZES),
 }

@@ -37,20 +37,14 @@ _READ_VALUES = {
     aten.masked_select.default,
 }  # fmt: skip
 
-# All steps have the same shapes; what a loss selects of them may be of any number.
-_SELECTION_IN_LOSS = (
-    "without vmap and in_dims, a loss may index with torch.nonzero(mask, as_tuple=True); "
-)
-
 _MOST_SHAPES = 12  # in a note
 
 
 class _Cause(NamedTuple):
     """A known cause of a failed trace.
 
-    ``message`` has the fields ``{function}`` ("step LSTM"), ``{line}`` (the user's),
-    ``{operation}`` (the ATen operation that failed, if torch names it) and ``{selection}`` (how a
-    loss selects elements).
+    ``message`` has the fields ``{function}`` ("step LSTM"), ``{line}`` (the user's) and
+    ``{operation}`` (the ATen operation that failed, if torch names it). Its last line is a remedy.
     """
 
     matches: Callable[[Exception], bool]
@@ -151,7 +145,8 @@ _CAUSES = [
         "{function} cannot be compiled: it needs the value of a tensor in Python (an `if` or "
         "`while` on a tensor, `.item()`, int(tensor), a boolean index)\n  {line}\n"
         "Only one branch could be traced, so none is. Write it with torch.where, or multiply by "
-        "the condition; {selection}for restarts and padding use reset= and mask=.",
+        "the condition, and a loop until something has converged as one of a fixed number of "
+        "iterations; for restarts and padding use reset= and mask=.",
     ),
 ]
 
@@ -171,15 +166,21 @@ def explain_trace_errors(argument: str, function: Any, **given: Any) -> Iterator
         for cause in _CAUSES:
             if cause.matches(error):
                 message = cause.message.format(
-                    function=f"{argument} {name}", line=line, operation=_operation(error),
-                    selection=_SELECTION_IN_LOSS if argument == "loss" else "",
-                )  # fmt: skip
+                    function=f"{argument} {name}", line=line, operation=_operation(error)
+                )
                 raise RuntimeError(message) from error
         if at or not str(error).startswith(f"{argument}: "):
             error.add_note(f"while {argument} {name} was traced" + (f"\n  {at}" if at else ""))
             if given:
                 error.add_note(f"It was given {_shapes(given)}.")
         raise
+
+
+def needs_values(argument: str, error: RuntimeError) -> bool:
+    """Whether it tells, as :func:`explain_trace_errors` does, that a function needs values."""
+    cause = error.__cause__
+    is_of = str(error).startswith(f"{argument} ")
+    return is_of and isinstance(cause, Exception) and _reads_values(cause)
 
 
 def _shapes(trees: dict[str, Any]) -> str:

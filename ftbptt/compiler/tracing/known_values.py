@@ -7,7 +7,7 @@ edges. A trace knows such values only if it fails without: they become parts of 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +18,12 @@ from ..._compat.running import inside_functorch, is_from_outside
 from ..._compat.tracing import (
     LARGEST_KNOWN,
     UNTRACEABLE,
-    DynamicOutputShapeException,
     is_operation,
     known_value,
     not_traced,
 )
 from ..._trees import tree_flatten, tree_map, tree_unflatten
 from ..graphs import Node, aten, inputs_of, is_random
-from .decompositions import index_put
 from .detached_writes import written_outside
 
 
@@ -116,43 +114,6 @@ def _of_known(operation: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
-def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
-    """With masks of known values as positions, where ``x`` is not known."""
-    result = _of_known(aten.index.Tensor)(x, indices)
-    if result is not NotImplemented:
-        return result
-    positions = _positions(indices)
-    return NotImplemented if positions is None else aten.index.Tensor(x, positions)
-
-
-def _index_put(
-    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
-) -> Any:
-    try:
-        return index_put(x, indices, values, accumulate)
-    except DynamicOutputShapeException:
-        positions = _positions(indices)
-        if positions is None:
-            raise
-        return aten.index_put.default(x, positions, values, accumulate)
-
-
-def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-    """Indices with the positions in place of each mask of known values; None without such."""
-    positions: list[Tensor | None] = []
-    for index in indices:
-        mask = None
-        if index is not None and index.dtype is torch.bool:
-            mask = known_value(index)
-        if mask is None:
-            positions.append(index)
-        else:
-            with not_traced():
-                axes = mask.nonzero(as_tuple=True)
-            positions += map(torch.ops.aten.lift_fresh_copy, axes)
-    return None if all(map(operator.is_, positions, indices)) else positions
-
-
 # Decompositions that make what is known of operations.
 KNOWN: dict[Any, Callable[..., Any]] = {
     **{
@@ -166,12 +127,7 @@ KNOWN: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _new(torch.zeros),
     aten.new_ones.default: _new(torch.ones),
     aten.new_full.default: _new(torch.full),
-    **{
-        operation: _of_known(operation)
-        for operation in (aten.nonzero.default, aten.masked_select.default)
-    },
-    aten.index.Tensor: _index,
-    aten.index_put.default: _index_put,
+    aten.nonzero.default: _of_known(aten.nonzero.default),
 }  # fmt: skip
 
 

@@ -190,11 +190,16 @@ def forbid_trained_captures(argument: str, module: fx.GraphModule, remedy: str) 
                 "in or close over it."
             )
         if value.requires_grad and node in with_gradient:
-            kind = "an nn.Parameter" if isinstance(value, nn.Parameter) else "a tensor"
-            raise ValueError(
-                f"{argument}: uses {kind} of shape {list(value.shape)} that requires grad but was "
-                f"not taken from params, so it would get no gradient. {remedy}"
-            )
+            raise untrained(argument, value, remedy)
+
+
+def untrained(argument: str, value: Tensor, remedy: str) -> ValueError:
+    """The error for a tensor outside that would get no gradient."""
+    kind = "an nn.Parameter" if isinstance(value, nn.Parameter) else "a tensor"
+    return ValueError(
+        f"{argument}: uses {kind} of shape {list(value.shape)} that requires grad but was not "
+        f"taken from params, so it would get no gradient. {remedy}"
+    )
 
 
 # Operations whose operands must have one dtype, which fake tensors do not check for all of them.

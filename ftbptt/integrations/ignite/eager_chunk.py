@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._autograd_graph import leaves_behind
 from ..._trees import Tree, tree_leaves, tree_map
 from ...contract.as_step import as_step
 from ...contract.layout import Layout, where_rows
 from ...contract.step import Step
 from ...training.data.chunk import Chunk, TimeAxes
-from ..autograd_graph import leaves_behind
 
 
 class Forward(NamedTuple):

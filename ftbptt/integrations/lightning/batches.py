@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._autograd_graph import leaves_behind
 from ..._messages import describe_type
 from ..._trees import Tree, keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ...contract.as_step import as_step
@@ -22,7 +23,6 @@ from ...training.data.source import Arrays
 from ...training.data.windows import Truncation, Window
 from ...training.segments import Segments
 from ...training.updates.window_stats import WindowStats
-from ..autograd_graph import leaves_behind
 
 
 class OneStep(nn.Module):
@@ -269,7 +269,8 @@ def zero_state(module: nn.Module, x: Tree) -> Tree:
     finally:
         for submodule in training:
             submodule.training = True
-    trained = leaves_behind(tree_leaves(from_none)) - leaves_behind(tree_leaves(from_zeros))
+    from_start, from_zero = (leaves_behind(tree_leaves(r)) for r in (from_none, from_zeros))
+    trained = from_start.keys() - from_zero.keys()
     if names := [name for name, p in module.named_parameters() if id(p) in trained]:
         raise ValueError(
             f"initial_state: forward(x, None) computes the state to start from with {names[0]}, "
