@@ -30,6 +30,7 @@ _NOT_OF_STEPS = {
     "__repr__", "__str__", "__format__", "__dir__", "__sizeof__", "__copy__", "__deepcopy__",
     "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
 }  # fmt: skip
+_CALLED_BY_TORCH = {"forward", "backward", "setup_context"}
 _CACHE = type(cache(lambda: None))
 _OF_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
 _BY_NAME = {"getattr", "hasattr", "setattr", "attrgetter", "vars", "__dict__"}  # given as strings
@@ -58,7 +59,7 @@ def reached_by(root: Any) -> Iterator[Any]:
     own = _Own()
     classes: dict[type, None] = {}  # in order
     python_modules: dict[ModuleType, None] = {}
-    names = {"forward", "backward", "setup_context"}  # that torch calls; then those in code
+    names = {*_CALLED_BY_TORCH}  # then those in code as well
     waiting = [root]
 
     def wait_for(values: Iterable[Any]) -> None:
@@ -233,6 +234,14 @@ def attributes_set_by(root: Any) -> set[str]:
     """The attributes that a function or module, and what it calls, may assign."""
     functions = (value for value in reached_by(root) if isinstance(value, FunctionType))
     return {name for function in functions for name in attributes_set_in(function.__code__)}
+
+
+def methods_called_unnamed(kind: type) -> set[str]:
+    """Those of a class of the caller's that torch and Python call."""
+    members = (member for base in own_classes(kind) for member in vars(base).items())
+    methods = {name for name, value in members if isinstance(value, FunctionType)}
+    dunder = {name for name in methods if name.startswith("__") and name not in _NOT_OF_STEPS}
+    return methods & _CALLED_BY_TORCH | dunder
 
 
 def is_bound(cell: CellType) -> bool:

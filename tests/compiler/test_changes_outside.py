@@ -345,6 +345,63 @@ def test_the_default_of_an_argument() -> None:
     )
 
 
+class Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Triples(Doubles):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x
+
+
+class Scales:
+    def __call__(self, x: Tensor, *, by: float = 2.0) -> Tensor:
+        return x * by
+
+
+def halves(self: Any, x: Tensor) -> Tensor:
+    return x / 2
+
+
+def test_code_that_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook: by another method of a class, another class, or in the same function."""
+    module, scale = Doubles(), Scales()
+    check_change(
+        made_with(module),
+        lambda: monkeypatch.setattr(Doubles, "forward", halves),
+        lambda: setattr(module, "__class__", Triples),
+        lambda: monkeypatch.setattr(Triples.forward, "__code__", halves.__code__),
+    )
+    call = Scales.__call__
+    check_change(
+        made_with(lambda x: scale(x)),
+        lambda: monkeypatch.setattr(call, "__kwdefaults__", {"by": 3.0}),
+        lambda: monkeypatch.setattr(Scales, "__call__", halves),
+    )
+
+    def of(x: Tensor, by: float = 2.0) -> Tensor:
+        return x * by
+
+    given = partial(of, by=2.0)
+    check_change(made_with(of), lambda: setattr(of, "__defaults__", (3.0,)))
+    check_change(made_with(given), lambda: given.keywords.update(by=4.0))
+
+
+def test_code_that_is_the_same_again() -> None:
+    """It is no other code, and costs no trace."""
+
+    def of(x: Tensor) -> Tensor:
+        return 2 * x
+
+    made = made_with(of)
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    segment(*made.data(4))
+    of.__code__ = of.__code__.replace()
+    segment(*made.data(4))
+    assert segment.trace_count == 1
+
+
 def test_a_step_that_remembers_in_the_default_of_an_argument() -> None:
     def of(x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
         seen.append(1)

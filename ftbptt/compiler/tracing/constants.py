@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from numbers import Number
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -29,13 +29,19 @@ from ..._compat.modules import (
 )
 from ..._compat.running import version_of
 from ..._compat.tracing import FakeTensor
-from ..._reach import names_asked_by, names_read_by, own_classes, reached_by
+from ..._reach import (
+    methods_called_unnamed,
+    names_asked_by,
+    names_read_by,
+    own_classes,
+    reached_by,
+)
 from ...contract.held_tensors import names_of_shared
 from ..graphs import aten, has_equal_values
 from .variables import Place, Scope, scopes_of
 
 _VALUES = (Number, bool, str, bytes, type(None), torch.dtype, torch.device)
-_SETS_AND_RANGES = (frozenset, range, slice)
+_COMPARED = (frozenset, range, slice, CodeType)
 _CONTAINERS = (dict, list, set, deque)
 _MOST_ITEMS = 64  # of a container: what is longer holds data
 
@@ -48,11 +54,14 @@ class Constants:
         self._watched: list[_Watched] = []
         self._variables: dict[int, list[_Watched]] = {}  # the watched ones by the root's id
         modules: dict[nn.Module, None] = {}  # in order
+        all_reached: dict[int, Any] = {}
         for root in roots:
             reached = list(reached_by(root))
+            all_reached |= {id(value): value for value in reached}
             modules |= dict.fromkeys(v for v in reached if isinstance(v, nn.Module))
             self._variables[id(root)] = list(_watched_in(root, reached))
             self._watched += self._variables[id(root)]
+        self._watched.append(_code_of(all_reached.values()))
         self._children = _Parts("submodule", [(own_modules(m), m) for m in modules])
         passed = set() if given is None else set(given.modules())
         outside = [(held, m) for m in modules if m not in passed for held in _tensors_of(m)]
@@ -188,7 +197,7 @@ def _is_same(value: Any, other: Any) -> bool:
         return False
     if isinstance(value, tuple):
         return len(value) == len(other) and all(map(_is_same, value, other))
-    if isinstance(value, _SETS_AND_RANGES):
+    if isinstance(value, _COMPARED):
         return bool(value == other)
     return isinstance(value, _VALUES) and repr(value) == repr(other)  # tells 0.0 from -0.0
 
@@ -239,6 +248,23 @@ def _watched_in(root: Any, reached: list[Any]) -> Iterator[_Watched]:
             yield from _items(scope.get(name), scope.describe(name))
 
 
+def _code_of(reached: Iterable[Any]) -> _Watched:
+    """What reloading a file, as in a notebook, replaces in objects that stay the same."""
+    functions = [value for value in reached if isinstance(value, FunctionType)]
+    kinds = (FunctionType, ModuleType, type)
+    others = [value for value in reached if not isinstance(value, kinds)]
+    objects = [value for value in others if own_classes(type(value))]
+    parts = {"code": "__code__", "defaults": "__defaults__", "keyword defaults": "__kwdefaults__"}
+    parts_of = operator.attrgetter(*parts.values())
+    names = [f"the {part} of {function.__qualname__}" for function in functions for part in parts]
+    names += [f"the class of a {type(value).__name__}" for value in objects]
+
+    def read() -> Iterator[Any]:
+        return chain(*map(parts_of, functions), map(type, objects))
+
+    return _Watched(names, read, str)
+
+
 def _read_in(scope: Scope, named: set[str], asked: set[str]) -> Iterable[str]:
     """The variables of a scope that code names, or asks for.
 
@@ -251,7 +277,7 @@ def _read_in(scope: Scope, named: set[str], asked: set[str]) -> Iterable[str]:
     of_classes = {name for base in own_classes(kind) for name in vars(base)}
     read = (names | {name for name in of_classes if not name.startswith("__")}) & named
     if owner is kind:
-        return read
+        return read | methods_called_unnamed(owner)
     read |= asked
     if isinstance(owner, nn.Module):
         read.add("forward")  # which torch calls; the code of torch's own modules is not known

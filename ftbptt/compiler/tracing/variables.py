@@ -155,8 +155,17 @@ def _defaults(function: FunctionType) -> Scope:
 
 
 def _of_partial(function: partial[Any]) -> Scope:
-    arguments = {str(i): value for i, value in enumerate(function.args)} | function.keywords
-    return _fixed(arguments, lambda name: f"the argument {name} of a partial")
+    fixed = {str(i): value for i, value in enumerate(function.args)}
+
+    def get(name: str) -> Any:
+        return fixed[name] if name in fixed else function.keywords.get(name)
+
+    return Scope(
+        lambda: [*fixed, *function.keywords],
+        get,
+        lambda *_: None,
+        lambda name: f"the argument {name} of a partial",
+    )
 
 
 def _fixed(variables: dict[str, Any], describe: Callable[[str], str]) -> Scope:
