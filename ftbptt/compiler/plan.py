@@ -10,6 +10,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 from torch import Tensor, fx
 
@@ -68,6 +69,16 @@ class Plan:
             inputs = len(self.preparation.prepare.graph.find_nodes(op="placeholder"))
             reached |= self.preparation.reached_from({i - inputs for i in reached})
         return [i for i in self._trained_params if i not in reached]
+
+    @cached_property
+    def kept_state(self) -> list[int]:
+        """The leaves of the state that steps return as they are."""
+        loop, kept = self.loops.forward, []
+        is_kept = map(operator.is_, loop.next_carries, loop.carries)
+        for i, packing in enumerate(self.packings):
+            if all(list(islice(is_kept, packing.count))):
+                kept.append(i)
+        return kept
 
     @cached_property
     def is_detached(self) -> bool:

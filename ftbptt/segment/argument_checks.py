@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._checks import warn_of_lost_training
 from .._compat.modules import has_hooks
-from .._trees import Tree, keystr, tree_flatten, tree_flatten_with_path
+from .._trees import Tree, keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 from .._warnings import warn
 from ..compiler.signature import Level, Recipe
 from ..contract.step import own_names
@@ -94,6 +94,28 @@ def check_no_gradient_is_lost(params: Tree, state: Tree, x: Tree, y: Tree) -> No
                 f"ftbptt: params{keystr(path)} has a hook on its gradient, which is not called: "
                 "gradients are returned, not accumulated by autograd. Apply it to what is returned "
                 "(in train_stream by Events(before_update=...)), and remove it.",
+                RuntimeWarning,
+            )
+
+
+def has_history(state: Tree) -> bool:
+    """Whether the caller computed it with a gradient."""
+    return any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in tree_leaves(state))
+
+
+def warn_of_lost_memory(state: Tree, kept: Sequence[int]) -> None:
+    """Warns of a leaf with a history, of those that the step keeps as they are.
+
+    That is no state that is carried on, whose history TBPTT cuts.
+    """
+    for i, (path, leaf) in enumerate(tree_flatten_with_path(state)[0]):
+        if i in kept and not leaf.is_leaf:
+            warn(
+                f"ftbptt: state{keystr(path)} requires a gradient, and the step returns it as it "
+                "is, as the output of an encoder that all steps read; but a segment detaches the "
+                "state that it is given, so that what computed it would not be trained. Mark it "
+                "in the step, memory = ftbptt.tap('memory', memory), and call "
+                "memory.backward(result.taps['memory'].grad[0]); else detach it.",
                 RuntimeWarning,
             )
 

@@ -18,7 +18,7 @@ from ..compiler.tracing.constants import Constants
 from ..contract.layout import InDimsLayout, Layout
 from ..contract.loss import Loss, of_first
 from ..contract.output import EarlyGradients, SegmentOutput, TappedOutput
-from .argument_checks import check_no_gradient_is_lost
+from .argument_checks import check_no_gradient_is_lost, has_history, warn_of_lost_memory
 from .arguments import lay_out
 from .call import Arguments, Call, CallInfo, Results, settings_of
 from .call_cache import CallCache, CheckedCall, FlatArguments, like
@@ -289,7 +289,9 @@ class TrainSegment:
                 self._steps_checked = check_steps_are_alone(
                     self.recipe.step, params, start, layout.time_first(x)
                 )
-            if key is not None and layout.time_dim == 0:
+            if with_grad and not self.tapped and has_history(state):
+                warn_of_lost_memory(state, self._executables.of(call, tensors).plan.kept_state)
+            if key is not None and layout.time_dim == 0 and self._steps_checked:
                 executable = self._executables.of(call, tensors)
                 self._call_cache.keep(key, CheckedCall(call, executable))
         results = call.results(flat, with_grad)

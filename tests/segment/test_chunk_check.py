@@ -69,6 +69,32 @@ def test_layers_that_mix_steps(mix: Any) -> None:
         segment(*arguments)
 
 
+@pytest.mark.parametrize("mix", MIXING)
+def test_in_silence(mix: Any) -> None:
+    """Where all steps are the same, a layer that mixes them may change nothing."""
+    params, state, x, y = given(Chunks(mix))
+    with pytest.raises(ValueError, match=WORDS):
+        make(Chunks(mix))(params, state, torch.zeros_like(x), y)
+
+
+def test_in_tokens_that_are_all_the_same() -> None:
+    """They cannot be varied; the first that differ show it."""
+
+    class Words(Chunks):
+        def forward(self, x: Tensor, state: Any) -> Any:
+            return super().forward(F.one_hot(x, D).to(self.lstm.weight_hh_l0.dtype), state)
+
+    module = Words(MIXING[2])
+    params, state, _, y = given(module)
+    segment = make(module)
+    with torch.no_grad():
+        module.lstm.weight_ih_l0[:, 0] = 0  # as of padding
+    for _ in range(2):
+        segment(params, state, torch.zeros(6, B, dtype=torch.long), y)
+    with pytest.raises(ValueError, match="gives other numbers for 6 steps at once"):
+        segment(params, state, torch.arange(6 * B).view(6, B) % D, y)
+
+
 def test_a_layer_with_time_on_another_axis() -> None:
     """Each step is taken for a sequence of its rows; only steps at once show that."""
     module = Chunks(lambda x: x)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, tap
 from ftbptt.segment.consecutive_calls import ConsecutiveCalls
 from ftbptt.training import train_stream
 
@@ -76,3 +76,40 @@ def test_the_remedy() -> None:
     assert own(*(given | {"state": None}).values()).grads["h0"].any()
     reset = torch.arange(5) == 0
     assert own(*given.values(), reset=reset).grads["h0"].any()
+
+
+def attend(params: Any, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """Attention over a memory ``[B, slots, H]`` that the state keeps."""
+    memory, h = (tap(name, leaf) for name, leaf in zip(("memory", "h"), state, strict=True))
+    weights = (memory @ h.unsqueeze(2)).softmax(1)
+    h = torch.tanh(x_t * params["w"] + (weights * memory).sum(1))
+    return h, (memory, h)
+
+
+def test_a_memory_that_an_encoder_made() -> None:
+    """And the state to start from: what was computed is told of the first, and trained by taps."""
+    torch.manual_seed(0)
+    encoder = nn.Linear(3, H).double()
+    features, x = torch.randn(B, 6, 3).double(), torch.randn(5, B, H).double()
+    params, y = {"w": torch.ones(H).double()}, torch.zeros(5, B, H).double()
+
+    def start() -> tuple[Tensor, Tensor]:
+        memory = encoder(features)
+        return memory, memory.mean(1)
+
+    plain = make_train_segment(attend, per_row, backend="eager")
+    with pytest.warns(RuntimeWarning, match=r"state\[0\] requires a gradient, and the step ret"):
+        plain(params, start(), x, y)
+    tapped = make_train_segment(attend, per_row, taps=["memory", "h"], backend="eager")
+    state = start()
+    taps = tapped(params, state, x, y).taps
+    torch.autograd.backward(state, [taps["memory"].grad[0], taps["h"].grad[0]])
+    found = encoder.weight.grad.clone()
+
+    encoder.zero_grad()
+    state, outs = start(), []
+    for x_t in x:
+        out, state = attend(params, x_t, state)
+        outs.append(out)
+    per_row(torch.stack(outs), y).mean().backward()
+    torch.testing.assert_close(found, encoder.weight.grad)
