@@ -234,7 +234,7 @@ def _without_random_numbers(loop: _EagerLoop, *arguments: Tree) -> SegmentOutput
     if not same_random_state(before, random_state()):
         raise ValueError(
             "step: draws random numbers, so that no two runs are alike. For dropout call "
-            "module.eval(); pass other noise in x."
+            "module.eval(), or set p=0 where it is always on; pass other noise in x."
         )
     return result
 

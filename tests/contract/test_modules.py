@@ -55,8 +55,28 @@ def test_spectral_norm_in_train_mode_changes_a_buffer() -> None:
     draw = Draw(0)
     made = problem_of(draw.module(lambda: Plain(parametrizations.spectral_norm)), draw)
     segment = make_train_segment(made.step, made.loss, backend="eager")
-    with pytest.raises(RuntimeError, match=r"changes its buffer .*recur\.parametrizations.*_[uv]"):
+    words = r"changes its buffer .*recur\.parametrizations.*_[uv]"
+    with pytest.raises(RuntimeError, match=words) as caught:
         segment(*made.data(K))
+    assert "module.train(); module.recur.weight; module.eval()" in str(caught.value)
+
+
+def test_spectral_norm_that_iterates_between_segments() -> None:
+    """As the error says; the buffers it writes are read by the program that is there."""
+    draw = Draw(0)
+    module = draw.module(lambda: Plain(parametrizations.spectral_norm))
+    made = problem_of(module, draw)
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    losses = []
+    for _ in range(2):
+        module.train()
+        _ = module.recur.weight
+        module.eval()
+        found = segment(*made.data(K))
+        assert_close(found, reference(made, K))
+        losses.append(found.loss)
+    assert losses[0] != losses[1]
+    assert segment.trace_count == 1
 
 
 class WithBuffer(nn.Module):

@@ -115,15 +115,26 @@ def forbid_input_mutation(step: Step, module: fx.GraphModule, names: list[str]) 
             name = names[placeholders.index(node.args[0])]
             if name.startswith("buffers["):
                 buffer = name[len("buffers") :].strip("[]")
+                remedy = "call module.eval(), or carry the value in the state and return it."
+                if (weight := _spectral_norm_of(name)) is not None:
+                    remedy = (
+                        "let spectral_norm iterate before each segment (of some steps, so more "
+                        f"than once): module.train(); module.{weight}; module.eval()."
+                    )
                 raise RuntimeError(
                     f"step {step.name} changes its buffer {buffer} in place (BatchNorm in train "
-                    "mode does). Buffers are constants of a segment: call module.eval(), or carry "
-                    "the value in the state and return it."
+                    f"mode does). Buffers are constants of a segment: {remedy}"
                 )
             raise RuntimeError(
                 f"step {step.name} changes {name} in place. A step is a pure function: work on a "
                 "clone, or return the new value."
             )
+
+
+def _spectral_norm_of(buffer: str) -> str | None:
+    """The weight whose spectral norm torch's parametrization estimates in a buffer."""
+    found = re.fullmatch(r"buffers\['(.*\.)?parametrizations\.(\w+)\.\d+\._[uv]'\]", buffer)
+    return None if found is None else f"{found[1] or ''}{found[2]}"
 
 
 def forbid_mutation(argument: str, module: fx.GraphModule) -> None:
