@@ -61,7 +61,9 @@ def make_train_segment(
         :func:`as_step` makes of a module that takes whole chunks.
     ``loss``
         ``loss(out, y)`` sees the whole segment, ``[K, ...]``, and returns a scalar or one value
-        per step and row, ``[K]`` or ``[K, B]``, which is averaged over the valid ones.
+        per step and row, ``[K]`` or ``[K, B]``, which is averaged over the valid ones. One that
+        cannot be traced, such as ``ctc_loss``, runs as it is written between the compiled loops,
+        with a warning; without one after ``torch.compiler.disable(loss)``.
     ``backend``
         "fused" (generated kernels for the loops, C++ on a CPU and Triton on a GPU, Inductor around
         them), "compile" (Inductor alone), "cudagraph" (each loop's step compiled once; a segment
