@@ -166,7 +166,7 @@ class Stream(Iterator[Update]):
         if self._store is not None and self._store.replaces:
             # Otherwise a restart would resume the old run.
             with self._trainer.uninterrupted():
-                if not self._trainer.ends_on_a_rank():
+                if not self._trainer.ends_on_a_rank(when_due=True):
                     self._store.offer(self.index, self.state_dict, last=False)
 
     def _return(self) -> None:
@@ -183,7 +183,7 @@ class Stream(Iterator[Update]):
         if is_due and self._store is not None:
             self._trainer.publish(self._monitor.read())
             with self._trainer.uninterrupted():
-                if not self._trainer.ends_on_a_rank():
+                if not self._trainer.ends_on_a_rank(when_due=True):
                     self._save_if_new(last=False)
 
     def _leave(self, error: BaseException) -> None:
@@ -232,8 +232,8 @@ class Stream(Iterator[Update]):
         if not self._has_begun and self._trainer.resume_point is None:
             self._begin()
         with self._trainer.uninterrupted():
-            rank_sync = self._rank_sync
-            if rank_sync is not None and not rank_sync.has_left and self._trainer.ends_on_a_rank():
+            meets_others = self._rank_sync is not None and not self._rank_sync.has_left
+            if meets_others and self._trainer.ends_on_a_rank(when_due=False):
                 return  # all ranks save when it ends
             if self._store.offer(self._unless_spoiled(), self.state_dict, last=True):
                 self._saved = self.index

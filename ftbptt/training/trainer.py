@@ -103,10 +103,13 @@ class Trainer:
         """Defers Ctrl-C, where it would leave something half done that can be saved or shared."""
         return uninterrupted() if self.keeps_resume_point else _NO_CONTEXT
 
-    def ends_on_a_rank(self) -> bool:
-        """Whether the run has ended on any rank. With ranks a collective, called before saving."""
+    def ends_on_a_rank(self, *, when_due: bool) -> bool:
+        """Whether the run has ended on any rank. With ranks a collective, called before saving.
+
+        ``when_due``: the run saves itself.
+        """
         if self.rank_sync is not None:
-            self.ended |= self.rank_sync.check(self.index, self.ended)
+            self.ended |= self.rank_sync.check(self.index, self.ended, when_due=when_due)
         return self.ended
 
     def total_updates(self) -> int | None:

@@ -276,8 +276,8 @@ def test_a_run_that_was_left_is_finished_by_one(two: Ranks, tmp_path: Path) -> N
     assert two.call(_finished_again, str(tmp_path / "run")) == [["update-000000005"]] * 2
 
 
-def _saved_by_one(mesh: DeviceMesh, folder: str) -> tuple[int, str]:
-    run = new_run(mesh, checkpoint=folder)
+def _saved_by_one(mesh: DeviceMesh, folder: str, every: int) -> tuple[int, str]:
+    run = new_run(mesh, checkpoint=folder, checkpoint_every=every)
     try:
         for update in run:
             if update.index == 2 and mesh.get_rank() == 0:
@@ -287,9 +287,13 @@ def _saved_by_one(mesh: DeviceMesh, folder: str) -> tuple[int, str]:
     return run.index, "no error"
 
 
-def test_one_rank_alone_saves(two: Ranks, tmp_path: Path) -> None:
-    """The others would make an update without it, and then wait for it until the time-out."""
-    for index, said in two.call(_saved_by_one, str(tmp_path / "run")):
+@pytest.mark.parametrize("every", [1000, 3])
+def test_one_rank_alone_saves(every: int, two: Ranks, tmp_path: Path) -> None:
+    """The others would make an update without it, and then wait for it until the time-out.
+
+    So they would if they save just then because that is due.
+    """
+    for index, said in two.call(_saved_by_one, str(tmp_path / "run"), every):
         assert index == 3
         assert said.startswith("save: rank 0 saves the run, but not all ranks do: each writes its")
 

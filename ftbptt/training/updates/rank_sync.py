@@ -21,7 +21,8 @@ from ...distributed.reduction import Reduction
 from .learner import Learner
 from .window_stats import WindowStats
 
-_STOPPING, _FAILED, _SAVING = 1, 2, 3  # a rank's status; 0 while it goes on
+# A rank's status; 0 while it goes on. It saves because its caller says so, or because that is due.
+_STOPPING, _FAILED, _SAVING, _SAVING_WHEN_DUE = 1, 2, 3, 4
 _BASE = 4096  # the steps of all ranks are summed as two digits, each exact in float32
 
 
@@ -109,8 +110,10 @@ class JointUpdate(NamedTuple):
         whether losses are to be read
     ``seconds``
         how long the run took, by the first rank's clock
-    ``stopping``, ``failed``, ``saving``
-        the ranks that stop the run, those that left it, and those that are about to save it
+    ``stopping``, ``failed``
+        the ranks that stop the run, and those that left it
+    ``saving``, ``saving_when_due``
+        those that are about to save it because their caller says so, and because that is due
     """
 
     stats: WindowStats | None
@@ -121,6 +124,7 @@ class JointUpdate(NamedTuple):
     stopping: list[int]
     failed: list[int]
     saving: list[int]
+    saving_when_due: list[int]
 
 
 class RankSync:
@@ -171,14 +175,15 @@ class RankSync:
         more: bool = False,
         due: bool = False,
         stops: bool = False,
-        saves: bool = False,
+        saves: int = 0,
         seconds: float = 0.0,
     ) -> JointUpdate:
         """Joins the windows of all ranks for an update; the learner then has the gradients of all.
 
         ``stats`` is None if this rank has no window that counts, ``more`` false if it has none at
-        all. ``saves``: this is no update, but the rank is about to save. Raises :class:`RankFailed`
-        if another rank has left the run, RuntimeError if some ranks save and others go on.
+        all. ``saves``: this is no update, but the rank is about to save; its status. Raises
+        :class:`RankFailed` if another rank has left the run, RuntimeError if some ranks save and
+        others do not, or only because that is due.
         """
         learner, grads = self.learner, None
         if stats is not None and learner.gathered is not None:
@@ -188,19 +193,21 @@ class RankSync:
         )
         joint = self._join(
             grads, numbers, _weighted_loss(stats), 0 if stats is None else stats.steps,
-            _STOPPING if stops else _SAVING if saves else 0,
+            _STOPPING if stops else saves,
         )  # fmt: skip
         if joint.failed:
             self.has_left = True
             first = joint.failed[0]
             reasons = self.ranks.gather(None)
             raise RankFailed(f"rank {first} has left the run: {reasons[first]}")
-        if joint.saving and len(joint.saving) + len(joint.stopping) < self.ranks.size:
-            self.has_left = True  # as on all ranks
-            raise RuntimeError(
-                f"save: rank {joint.saving[0]} saves the run, but not all ranks do: each writes "
-                "its own part. Call it on all of them, not on the first one alone."
-            )
+        # What a caller saves is waited for, what is due is not: the two make no common save.
+        for saving in (joint.saving, joint.saving_when_due):
+            if saving and len(saving) + len(joint.stopping) < self.ranks.size:
+                self.has_left = True  # as on all ranks
+                raise RuntimeError(
+                    f"save: rank {saving[0]} saves the run, but not all ranks do: each writes "
+                    "its own part. Call it on all of them, not on the first one alone."
+                )
         if joint.stopping and not stops:
             warn(
                 f"ftbptt: rank {joint.stopping[0]} stops the run before update {index}.",
@@ -211,12 +218,14 @@ class RankSync:
             learner.gathered = joint.grads, joint.stats.weight
         return joint
 
-    def check(self, index: int, stops: bool) -> bool:
+    def check(self, index: int, stops: bool, *, when_due: bool) -> bool:
         """Whether a rank stops the run before update ``index``; ``stops``: this one does.
 
-        All ranks call it before they save. Raises as :meth:`update`.
+        All ranks call it before they save, because that is due or because their callers say so.
+        Raises as :meth:`update`.
         """
-        return bool(self.update(index, stops=stops, saves=True).stopping)
+        saves = _SAVING_WHEN_DUE if when_due else _SAVING
+        return bool(self.update(index, stops=stops, saves=saves).stopping)
 
     def close(self, index: int) -> None:
         """Waits until all ranks end the run, before update ``index``.
@@ -265,6 +274,10 @@ class RankSync:
         self._begun = None  # only now: after an error, leave() has to complete the reduction
         self.bytes_reduced += reduction.nbytes
         total, all_statuses = _Numbers(*sums[: len(numbers)]), sums[len(numbers) :]
+
+        def ranks_that(status: int) -> list[int]:
+            return [rank for rank, found in enumerate(all_statuses) if found == status]
+
         dtype = torch.promote_types(self.learner.trained[0].dtype.to_real(), torch.float32)
         return JointUpdate(
             total.stats(loss_sum, dtype, steps),
@@ -272,9 +285,10 @@ class RankSync:
             grads=reduction.mean(total.divisor),
             due=bool(total.due),
             seconds=total.seconds,
-            stopping=[rank for rank, status in enumerate(all_statuses) if status == _STOPPING],
-            failed=[rank for rank, status in enumerate(all_statuses) if status == _FAILED],
-            saving=[rank for rank, status in enumerate(all_statuses) if status == _SAVING],
+            stopping=ranks_that(_STOPPING),
+            failed=ranks_that(_FAILED),
+            saving=ranks_that(_SAVING),
+            saving_when_due=ranks_that(_SAVING_WHEN_DUE),
         )
 
 
