@@ -87,6 +87,22 @@ def forward_hooks(module: nn.Module) -> dict[int, Any]:
     return module._forward_hooks
 
 
+def attributes_set_by_hooks_of_torch(module: nn.Module) -> set[str]:
+    """The weights that hooks of ``torch.nn.utils`` compute before each call of the module.
+
+    Those of ``prune``, and of ``weight_norm`` and ``spectral_norm`` of the old style; each hook has
+    the name of its weight, which torch has no public way to ask for.
+    """
+    hooks = [
+        hook
+        for hook in forward_pre_hooks(module).values()
+        # its class, or that which a pruning method of the user is derived from
+        if any(kind.__module__.startswith("torch.nn.utils.") for kind in type(hook).__mro__)
+    ]
+    names = [getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")]
+    return {name for name in names if name is not None}
+
+
 @contextmanager
 def parametrizations_kept_apart() -> Iterator[None]:
     """Within ``parametrize.cached()``, a cache of its own; torch has one, whatever the parameters.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from ftbptt import make_train_segment, reference_segment
 
@@ -248,6 +249,35 @@ def test_a_weight_that_is_put_into_an_attribute() -> None:
     with pytest.warns(RuntimeWarning, match="assigns the attribute 'weight' of WeightDrop"):
         found = segment(*given)
     assert_close(found, reference_segment(deepcopy(module), mse, *given))
+
+
+class OwnPruning(prune.BasePruningMethod):
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        return default_mask * (t > 0)
+
+
+def pruned_twice(layer: nn.Module, name: str) -> None:
+    prune.l1_unstructured(layer, name, 0.3)
+    prune.random_unstructured(layer, name, 0.3)
+
+
+@pytest.mark.parametrize(
+    "wrap", [OwnPruning.apply, pruned_twice, nn.utils.weight_norm, nn.utils.spectral_norm]
+)
+def test_a_weight_that_a_hook_of_torch_computes(wrap: Callable[..., Any]) -> None:
+    """The user has assigned nothing, and is not told to return it."""
+    module = Cell(in_attribute)
+    wrap(module.recur, "weight")
+    given = arguments_of(module.eval())
+    segment = make_train_segment(module, mse, backend="eager")
+    with pytest.warns(RuntimeWarning, match="assigns the attribute 'kept' of Cell, which"):
+        found = segment(*given)
+    assert_close(found, reference_segment(module, mse, *given))
+    unkept = Cell(lambda module, h: h)
+    wrap(unkept.recur, "weight")
+    make_train_segment(unkept.eval(), mse, backend="eager")(*arguments_of(unkept))
 
 
 class Spiking(nn.Module):

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from ..._compat.modules import attributes_set_by_hooks_of_torch
 from ..._random_state import random_state_outside_torch, same_random_state
 from ..._reach import is_cache, reached_by
 from ..._trees import tree_map
@@ -83,15 +84,22 @@ def without_effects(
         if effect.description not in names:
             effect.redo()
     if places:
-        assigned = sorted(place.description for place in places)
         constants.leave_out(root, places)
         constants.assigned += places
+    if assigned := sorted(p.description for p in places or () if not _is_of_torch(p)):
         warn(
             f"ftbptt: {name} assigns {_some(assigned)}, which has its old value again after a "
             "segment. Return what you want to see of it in out.",
             RuntimeWarning,
         )
     return result
+
+
+def _is_of_torch(place: Place) -> bool:
+    """Whether no code of the user assigns it, but a hook of torch.nn.utils before each call."""
+    holder = place.holder
+    is_module = isinstance(holder, nn.Module)
+    return is_module and place.name in attributes_set_by_hooks_of_torch(holder)
 
 
 def _some(descriptions: Sequence[str]) -> str:
