@@ -132,8 +132,18 @@ class Step:
         return [] if self.module is None else layers_of(self.module)
 
     def buffers(self) -> dict[str, Tensor]:
-        """The module's buffers: constants of a segment, read anew at each call."""
-        buffers = {name: getattr(owner, key) for name, owner, key in self._buffer_owners}
+        """The module's buffers: constants of a segment, read anew at each call.
+
+        Raises RuntimeError for one that is no longer there.
+        """
+        try:
+            buffers = {name: getattr(owner, key) for name, owner, key in self._buffer_owners}
+        except AttributeError as error:
+            gone = [name for name, owner, key in self._buffer_owners if not hasattr(owner, key)]
+            raise RuntimeError(
+                f"step {self.name}: its buffer {gone[0]!r} was removed since the segment was made. "
+                "Make a new segment, by make_train_segment."
+            ) from error
         return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
     def saved_buffers(self) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from ftbptt import make_train_segment
 
@@ -210,6 +212,22 @@ def test_submodules_that_come_or_go(kind: str) -> None:
         module.table["a"] = nn.Tanh()
     with pytest.raises(RuntimeError, match=r"submodule.* was replaced, added or removed since"):
         segment(*made.data(4))
+
+
+def test_a_buffer_that_is_removed() -> None:
+    """As where a model that is pruned becomes an ordinary one again."""
+    module, made = model()
+    prune.l1_unstructured(module.linear, "weight", 0.5)
+    given = named(module), *made.data(4)[1:]
+    segment = make_train_segment(module, made.loss, backend="eager")
+    segment(*given)
+    prune.remove(module.linear, "weight")
+    said = (
+        "step Model: its buffer 'linear.weight_mask' was removed since the segment was made. Make "
+        "a new segment, by make_train_segment."
+    )
+    with pytest.raises(RuntimeError, match=re.escape(said)):
+        segment(named(module), *given[1:])
 
 
 # -- modules beside the step ----------------------------------------------------------------------
