@@ -412,12 +412,13 @@ def test_inside_an_inner_gradient() -> None:
     assert "soft + (hard - soft).detach()" in found
 
 
-def test_full_backward_hooks() -> None:
+@pytest.mark.parametrize("kind", ["hook", "pre_hook"])
+def test_full_backward_hooks(kind: str) -> None:
     class Hooked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(H, H).double()
-            self.inner.register_full_backward_hook(lambda *args: None)
+            getattr(self.inner, f"register_full_backward_{kind}")(lambda *args: None)
 
         def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
             h = torch.tanh(self.inner(h) + x)
@@ -427,8 +428,14 @@ def test_full_backward_hooks() -> None:
     given = problem_with(lambda w, x, h: h)
     params = dict(module.named_parameters())
     found = refusal(Problem(module, params, given.state, given.x, given.y, mse))
-    assert "full backward hook" in found
-    assert "soft + (hard - soft).detach()" in found
+    assert found.startswith(
+        "step Hooked calls a module that has a full backward hook, which cannot be compiled\n"
+    )
+    assert "h = torch.tanh(self.inner(h) + x)" in found
+    assert found.endswith(
+        "Remove it, by remove() of what register_full_backward_hook returned. For the gradient of "
+        "the loss at a tensor inside the step use make_train_segment(..., taps=) and ftbptt.tap."
+    )
 
 
 # -- a gradient that changes ---------------------------------------------------------------------

@@ -79,10 +79,18 @@ _CAUSES = [
         "Give padded data with reset= and mask= instead.",
     ),
     _Cause(
+        # not torch's: applying_functions_by
+        _says("autograd.Function of a full backward hook"),
+        "{function} calls a module that has a full backward hook, which cannot be compiled\n"
+        "  {line}\n"
+        "Remove it, by remove() of what register_full_backward_hook returned. For the gradient of "
+        "the loss at a tensor inside the step use make_train_segment(..., taps=) and ftbptt.tap.",
+    ),
+    _Cause(
         # torch/_functorch/autograd_function.py
         _says("autograd.Function", "custom_function_call"),
-        "{function} uses a torch.autograd.Function inside another gradient or vmap, or a full "
-        "backward hook, which cannot be traced\n  {line}\n"
+        "{function} uses a torch.autograd.Function inside another gradient or vmap (a full "
+        "backward hook is one too), which cannot be traced\n  {line}\n"
         "To choose the gradient yourself write soft + (hard - soft).detach(): the value of `hard` "
         "with the gradient of `soft`.",
     ),
