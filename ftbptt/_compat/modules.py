@@ -28,10 +28,12 @@ def any_global_module_hook() -> bool:
     return bool(torch.nn.modules.module._has_any_global_hook())
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def has_module_hooks(module: nn.Module) -> bool:
     """Whether a hook is registered on this module itself; torch has no public way to ask."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for name in names)
+    return any(hooks_of(module))
 
 
 def has_hooks(tensor: Tensor) -> bool:
@@ -82,9 +84,9 @@ def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
     return module._forward_pre_hooks
 
 
-def forward_hooks(module: nn.Module) -> dict[int, Any]:
-    """The hooks that a call of the module runs after it."""
-    return module._forward_hooks
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """All hooks that a call of the module runs, by kind."""
+    return [getattr(module, name) for name in _HOOKS]
 
 
 def attributes_set_by_hooks_of_torch(module: nn.Module) -> set[str]:

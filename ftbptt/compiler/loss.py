@@ -31,7 +31,7 @@ from .tracing.captures import materialized, with_tensors_as_inputs
 from .tracing.constants import Constants
 from .tracing.custom_gradient import CustomGradient
 from .tracing.effects import forbid_reading_places, without_effects
-from .tracing.errors import explain_trace_errors
+from .tracing.errors import explain_trace_errors, needs_values
 from .tracing.function_overrides import FunctionOverrides
 from .tracing.step_checks import forbid_mutation, forbid_trained_captures
 from .tracing.trace import TRACING, trace_function
@@ -135,6 +135,7 @@ class SegmentLoss:
                 mismatch = error
             except Exception:
                 pass  # see unless_it_fails
+        is_of_one_k = traced is None
         if traced is None:
             traced = self._trace_loss(steps)
             if mismatch is not None and any(steps in out.shape for out in self.outs):
@@ -147,6 +148,8 @@ class SegmentLoss:
         self.with_grad = self._outs_with_grad(traced.graph)
         # The loss has a gradient with respect to none of the outputs.
         self.is_constant = bool(self.outs) and not any(self.with_grad)
+        if is_of_one_k:  # with more steps it may depend on more of them
+            self.with_grad = [leaf.is_differentiable for leaf in self.outs]
 
     def computes_as(self, other: object) -> bool:
         """Whether it is the same for all K. What was traced for one K is not compared."""
@@ -228,11 +231,20 @@ class SegmentLoss:
 
     def _trace_loss(self, steps: int | None, most_calls: float = math.inf) -> _TracedLoss:
         """The loss of one sequence or batch, for K ``steps`` (None: a symbol)."""
-        # Symbols also for a known K: a loss may select as many elements as a mask says.
-        mode, length = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), steps
         if steps is None:
-            mode, length = symbolic_steps(self.example_steps)
+            return self._trace_loss_in(*symbolic_steps(self.example_steps), most_calls)
+        try:
+            return self._trace_loss_in(
+                FakeTensorMode(allow_non_fake_inputs=True), steps, most_calls
+            )
+        except RuntimeError as error:
+            if not needs_values("loss", error):
+                raise
+        # It may select as many elements as a mask says, which is a symbol then.
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        return self._trace_loss_in(mode, steps, most_calls)
 
+    def _trace_loss_in(self, mode: FakeTensorMode, length: Any, most_calls: float) -> _TracedLoss:
         def traced() -> fx.GraphModule:
             examples = self._examples(mode, length, [])
             given = dict(zip(("out", "y"), self.loss.trees(examples), strict=True))

@@ -26,6 +26,7 @@ from .signature import Recipe, Signature
 from .sliding_window import Sliding
 from .traced_step import TracedStep, trace_segment_step
 from .tracing.constants import Constants
+from .tracing.effects import FROM_LOSS_TO_STEP, FROM_STEP_TO_LOSS, forbid_naming_places
 from .written_loss import WrittenLoss
 
 
@@ -131,10 +132,14 @@ def make_plan(
     outs = [node.meta["val"] for node in graph.graph.output_node().args[0]][: traced.outs]
     loss: SegmentLoss | WrittenLoss
     flat_loss = FlatLoss(recipe, s, traced.out_spec, outs)
+    by_step = [*constants.assigned]
     if recipe.traces_loss:
         loss = SegmentLoss(flat_loss, steps, constants)
+        by_loss = constants.assigned[len(by_step) :]
+        forbid_naming_places("step", recipe.step.root, by_loss, "loss", FROM_LOSS_TO_STEP)
     else:
         loss = WrittenLoss(flat_loss)
+        forbid_naming_places("loss", recipe.loss, by_step, "step", FROM_STEP_TO_LOSS)
     loops = _make_loops(recipe, s, traced, graph, preparation, trained, loss.with_grad, mode)
     return Plan(
         signature=s,

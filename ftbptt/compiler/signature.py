@@ -53,6 +53,10 @@ class Leaf:
     batched: tuple[bool, ...]
     has_mean_axis: bool = False
 
+    @property
+    def is_differentiable(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
     def example(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 

@@ -30,7 +30,7 @@ class WrittenLoss:
     is_constant = False  # as far as is known without running it
 
     def __init__(self, loss: FlatLoss) -> None:
-        self.with_grad = [o.dtype.is_floating_point or o.dtype.is_complex for o in loss.outs]
+        self.with_grad = [leaf.is_differentiable for leaf in loss.outs]
         self.example_steps = loss.recipe.context + EXAMPLE_STEPS
         self.copied: list[tuple[Tensor, Tensor]] = []
         self.value, self.joint = WrittenGraph(loss, None), WrittenGraph(loss, self.with_grad)

@@ -170,9 +170,12 @@ class WatchedBuffers(dict[str, Any]):
             self._note(key)
         return super().values()
 
+    def has_assigned(self, key: str) -> bool:
+        return super().get(key) is not self._given.get(key)
+
     def carries_over(self, key: str) -> bool:
         """Whether a buffer was read and has been assigned: its next reader would see another."""
-        return key in self._read and super().get(key) is not self._given.get(key)
+        return key in self._read and self.has_assigned(key)
 
 
 @contextmanager

@@ -115,6 +115,11 @@ class Step:
         return [] if self.module is None else _owned(self.module, own_buffers)
 
     @cached_property
+    def assigned_buffers(self) -> dict[str, tuple[nn.Module, str]]:
+        """Those that it has assigned so far: the module, and what it calls them."""
+        return {}
+
+    @cached_property
     def _parameter_owners(self) -> list[_Owned]:
         return [] if self.module is None else _owned(self.module, own_parameters)
 
@@ -160,7 +165,7 @@ class Step:
                 try:
                     with torch.no_grad():
                         buffer.copy_(values[name])
-                except RuntimeError:  # expanded, or of inference mode
+                except (RuntimeError, AttributeError):  # expanded, of inference mode, or None
                     setattr(owner, key, values[name].to(buffer.device))
 
     def with_states(self, tapped: bool = False) -> Step:
@@ -257,6 +262,8 @@ class Step:
                 is_carried = getattr(owner, key) is not given.get(name)
                 if owner in watched:
                     is_carried = watched[owner].carries_over(key)
+                    if watched[owner].has_assigned(key):
+                        self.assigned_buffers[name] = owner, key
                 if is_carried:
                     raise RuntimeError(
                         f"step {self.name} assigns to its buffer {name!r}. Buffers are constants "
@@ -295,8 +302,7 @@ def _owned(module: nn.Module, tensors_of: Callable[[nn.Module], dict[str, Any]])
     return [
         (f"{path}.{key}" if path else key, owner, key)
         for path, owner in module.named_modules()
-        for key, tensor in tensors_of(owner).items()
-        if tensor is not None
+        for key in tensors_of(owner)
     ]
 
 

@@ -19,7 +19,8 @@ def note_whole_numbers(error: Exception, call: Call, tensors: Sequence[Tensor]) 
     if call.probes:  # x is (x, probes)
         x = tree_flatten(tree_unflatten([0] * x.num_leaves, x)[0])[1]
     ranges = [
-        f"those of {path} are {int(leaf.min())} to {int(leaf.max())}"
+        # torch has no minimum of unsigned numbers of 16 bits and more
+        f"those of {path} are {int(leaf.long().min())} to {int(leaf.long().max())}"
         for name, spec in (("x", x), ("y", y), ("state", state))
         if spec is not None
         for path, leaf in zip(leaf_names(name, spec), groups[name], strict=False)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -193,6 +194,67 @@ def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
         hook.remove,
         lambda: module.linear.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],)),
     )
+
+
+def test_a_hook_in_the_place_of_another() -> None:
+    module, made = model()
+    hook = module.linear.register_forward_hook(lambda _, inputs, out: 2 * out)
+
+    def exchange() -> None:
+        hook.remove()
+        module.linear.register_forward_hook(lambda _, inputs, out: out / 2)
+
+    check_change(made, exchange)
+
+
+def test_a_backward_hook_that_is_added() -> None:
+    module, made = model()
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    segment(*made.data(4))
+    module.linear.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="calls a module that has a full backward hook"):
+        segment(*made.data(4))
+
+
+def test_the_mode_of_a_module_in_the_place_of_another() -> None:
+    act: nn.Module = Act().eval()
+    made = made_with(lambda x: act(x))
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    check(segment, made, 4)
+    act = Act()
+    with pytest.warns(RuntimeWarning, match=AGAIN):
+        check(segment, made, 4)
+    act.eval()
+    with pytest.warns(RuntimeWarning, match=AGAIN):
+        check(segment, made, 4)
+
+
+class MayScale(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("gain", None)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model(x, h if self.gain is None else h * self.gain)
+
+
+def test_a_buffer_that_is_filled() -> None:
+    """One that was None."""
+    inner, made = model()
+    module = MayScale(inner)
+    made = replace(made, step=module, params=named(module))
+    segment = make_train_segment(module, made.loss, backend="eager")
+    for gain in (None, torch.arange(H).double(), None):
+        module.gain = gain
+        check(segment, made, 4)
+
+
+def test_a_buffer_of_the_step_that_the_loss_reads() -> None:
+    module, made = model()
+    module.register_buffer("weights", torch.ones(H, dtype=torch.float64))
+    made = replace(made, loss=lambda out, y: ((out - y).square() * module.weights).mean())
+    check_change(made, lambda: setattr(module, "weights", torch.arange(H).double()))
 
 
 @pytest.mark.parametrize("kind", ["appended", "deleted", "none", "filled"])

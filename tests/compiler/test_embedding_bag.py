@@ -47,6 +47,26 @@ def test_bags_of_equal_lengths(mode: str, padding: int | None) -> None:
     checked(lambda x_t, w, h: F.embedding_bag(x_t, w, mode=mode, padding_idx=padding), x)
 
 
+def test_the_largest_of_equal_ones() -> None:
+    """One of them gets the gradient."""
+
+    def bag(x_t: Tensor, table: Tensor, h: Tensor) -> Tensor:
+        rounded = table + (table.round() - table).detach()
+        return F.embedding_bag(x_t, rounded, mode="max")
+
+    checked(bag, tokens(B, 3))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_padding_without_a_value(mode: str) -> None:
+    def bag(x_t: Tensor, table: Tensor, h: Tensor) -> Tensor:
+        is_padding = (torch.arange(5) == 2).unsqueeze(1)
+        table = table.masked_fill(is_padding, torch.nan)
+        return F.embedding_bag(x_t, table, mode=mode, padding_idx=2)
+
+    checked(bag, tokens(B, 3))
+
+
 @pytest.mark.parametrize("has_end", [False, True])
 @pytest.mark.parametrize("padding", [None, 2])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

@@ -289,6 +289,21 @@ def test_a_loss_that_loops_over_pairs_of_steps(monkeypatch: pytest.MonkeyPatch) 
     check(segment, case, K)
 
 
+def test_a_loss_over_pairs_of_steps_that_begins_with_one() -> None:
+    """Of a single step it depends on no output; it is too long to be tried with another K."""
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        value = y.mean()
+        for i in range(1, len(out)):
+            for row in range(B * 20):
+                value = value + (out[i, row % B] - out[i - 1, row % B]).square().mean()
+        return value
+
+    segment, case = make_train_segment(tanh_step, loss, backend="eager"), problem(tanh_step, loss)
+    for steps in (1, 3, 2):
+        check(segment, case, steps)
+
+
 @pytest.mark.parametrize("symbolic", [True, False])
 def test_a_loss_that_depends_on_more_outputs_for_another_length(symbolic: bool) -> None:
     """There are no gradients by an output that was not used when the reverse loop was made."""

@@ -339,34 +339,52 @@ def test_another_place_of_that_name_is_watched() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*which has its old value again")
-def test_what_a_loss_assigns_and_the_step_reads_is_watched() -> None:
+def test_what_a_loss_assigns_and_the_step_reads_is_refused() -> None:
     module = Cell(lambda module, h: h * module.kept, kept=1.0)
-    given = arguments_of(module)
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         module.kept = mse(out, y)
         return module.kept
 
     segment = make_train_segment(module, loss, backend="eager")
-    segment(*given)
-    module.kept = 3.0
-    with pytest.warns(RuntimeWarning, match="compiled again: the attribute 'kept' of Cell"):
-        found = segment(*given)
-    assert_close(found, reference_segment(module, mse, *given))
+    words = r"step names the attribute 'kept' of Cell, which the loss assigns, .* in its state"
+    with pytest.raises(RuntimeError, match=words):
+        segment(*arguments_of(module))
+    assert module.kept == 1.0
+
+
+def in_buffer(module: Any, h: Tensor) -> Tensor:
+    module.kept_buffer = h
+    return 2 * module.kept_buffer
 
 
 @pytest.mark.filterwarnings("ignore:.*which has its old value again")
-def test_a_loss_that_reads_what_the_step_assigns_is_refused() -> None:
-    module = Cell(in_attribute, kept=torch.zeros(B, H))
-    before = {**vars(module)}
+@pytest.mark.parametrize("is_buffer", [False, True])
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_loss_that_reads_what_the_step_assigns_is_refused(
+    is_buffer: bool, is_traced: bool
+) -> None:
+    module = Cell(in_buffer if is_buffer else in_attribute, kept=torch.zeros(B, H))
+    module.register_buffer("kept_buffer", torch.zeros(B, H))
+    given = arguments_of(module)
+    before, buffer = {**vars(module)}, module.kept_buffer
 
-    def loss(out: Tensor, y: Tensor) -> Tensor:
+    def of_attribute(out: Tensor, y: Tensor) -> Tensor:
         return mse(out, y) + module.kept.square().mean()
 
-    segment = make_train_segment(module, loss, backend="eager")
-    with pytest.raises(RuntimeError, match=r"loss reads the attribute 'kept' of Cell, which the"):
-        segment(*arguments_of(module))
+    def of_buffer(out: Tensor, y: Tensor) -> Tensor:
+        return mse(out, y) + module.kept_buffer.square().mean()
+
+    loss = of_buffer if is_buffer else of_attribute
+    segment = make_train_segment(
+        module, loss if is_traced else torch.compiler.disable(loss), backend="eager"
+    )
+    name = "the buffer 'kept_buffer'" if is_buffer else "the attribute 'kept' of Cell"
+    verb = "reads" if is_traced else "names"
+    with pytest.raises(RuntimeError, match=f"loss {verb} {name}, which the step assigns"):
+        segment(*given)
     assert vars(module) == before
+    assert module.kept_buffer is buffer
 
 
 @pytest.mark.filterwarnings("ignore:.*which has its old value again")

@@ -97,6 +97,27 @@ def test_a_value_in_python(step: Any) -> None:
     assert "torch.where, or multiply by the condition, and a loop until something has" in message
 
 
+@pytest.mark.parametrize("kind", ["a list", "a hook", "a generator"])
+def test_a_refusal_that_the_step_catches(kind: str) -> None:
+    """What it does then is not what the loop does."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = h + x_t * params["w"]
+        try:
+            if kind == "a list":
+                h = h * max(h.flatten().tolist())
+            elif kind == "a hook":
+                h.register_hook(lambda grad: 2 * grad)
+            else:
+                h = h + torch.randn(H, generator=torch.Generator())
+        except (RuntimeError, TypeError):
+            h = -h
+        return h, h
+
+    with pytest.raises((RuntimeError, TypeError), match="step"):
+        call(step)
+
+
 def test_auto_and_compile_refuse_it_too() -> None:
     """It never falls back to a silently chosen branch."""
     for backend in ("auto", "compile"):

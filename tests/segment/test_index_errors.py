@@ -44,6 +44,20 @@ def test_what_is_out_of_range(highest: tuple[int, int], ranges: str, backend: st
     ]
 
 
+def test_of_unsigned_numbers() -> None:
+    """As in a file of tokens, of which torch has no minimum."""
+
+    def step(params: Any, token: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(params["table"][token.long()] + h)
+        return h, h
+
+    segment = make_train_segment(step, lambda out, y: out.mean(), backend="eager")
+    tokens = torch.arange(12).view(4, 3).to(torch.uint16)
+    with pytest.raises(IndexError) as caught:
+        segment({"table": torch.ones(6, 2)}, torch.zeros(3, 2), tokens, None)
+    assert caught.value.__notes__[0].endswith("those of x are 0 to 11.")
+
+
 def test_which_leaf_is_out_of_range() -> None:
     """Flags are not named, nor other numbers; what a segment with taps adds is not counted."""
 

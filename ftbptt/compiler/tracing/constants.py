@@ -11,7 +11,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from numbers import Number
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.modules import (
-    forward_hooks,
-    forward_pre_hooks,
+    hooks_of,
     own_buffers,
     own_modules,
     own_parameters,
@@ -50,27 +49,32 @@ class Constants:
     """The constants of all traces of these functions and modules, as they are now."""
 
     def __init__(self, roots: Iterable[Any], given: nn.Module | None) -> None:
-        """``given``: the module whose parameters and buffers a call is given."""
+        """``given``: the module whose parameters and buffers the first of them, the step, gets."""
         self._watched: list[_Watched] = []
         self._variables: dict[int, list[_Watched]] = {}  # the watched ones by the root's id
         modules: dict[nn.Module, None] = {}  # in order
+        with_tensors: dict[nn.Module, None] = {}  # those that it reads itself
         all_reached: dict[int, Any] = {}
+        passed = set() if given is None else set(given.modules())
         for root in roots:
             reached = list(reached_by(root))
             all_reached |= {id(value): value for value in reached}
-            modules |= dict.fromkeys(v for v in reached if isinstance(v, nn.Module))
+            own = dict.fromkeys(v for v in reached if isinstance(v, nn.Module))
+            modules |= own
+            with_tensors |= dict.fromkeys(module for module in own if module not in passed)
+            passed = set()
             self._variables[id(root)] = list(_watched_in(root, reached))
             self._watched += self._variables[id(root)]
         self._watched.append(_code_of(all_reached.values()))
         self._children = _Parts("submodule", [(own_modules(m), m) for m in modules])
-        passed = set() if given is None else set(given.modules())
-        outside = [(held, m) for m in modules if m not in passed for held in _tensors_of(m)]
-        hooks = [of(m) for m in modules for of in (forward_pre_hooks, forward_hooks)]
-        # Hooks have numbers for names, and are seldom exchanged: how many there are says enough.
-        numbers = range(len(hooks))
-        self._watched.append(
-            _Watched(numbers, partial(map, len, hooks), lambda _: "a module's hook")
-        )
+        outside = [(held, m) for m in with_tensors for held in _tensors_of(m)]
+        hooks = [held for m in modules for held in hooks_of(m)]
+        # They have numbers for names, which do not come again.
+        names_of_hooks = partial(chain.from_iterable, hooks)
+        self._watched.append(_Watched(repeat(""), names_of_hooks, lambda _: "a module's hook"))
+        # There is a trace for each mode of the modules that there were when it was made.
+        modes = partial(map, operator.attrgetter("training"), [*modules])
+        self._watched.append(_Watched(range(len(modules)), modes, lambda _: "a module's mode"))
         if outside:
             self._watched.append(_Parts("parameter or buffer", outside))
         if given is not None and (names := names_of_shared(given)):  # a trace has them once
@@ -134,7 +138,7 @@ class _Watched:
 
     def __init__(
         self,
-        names: Sequence[Any],
+        names: Iterable[Any],
         read: Callable[[], Iterable[Any]],
         describe: Callable[[Any], str],
         holder: Any = None,

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from ..._compat.modules import attributes_set_by_hooks_of_torch
 from ..._random_state import random_state_outside_torch, same_random_state
-from ..._reach import is_cache, reached_by
+from ..._reach import is_cache, names_read_by, reached_by
 from ..._trees import tree_map
 from ..._warnings import warn
 from ..graphs import has_same_code
@@ -28,6 +28,10 @@ from .random_draws import draws_of_this_thread
 from .variables import ABSENT, Place, scopes_of
 
 T = TypeVar("T")
+
+
+FROM_STEP_TO_LOSS = "Return it in the step's out, which the loss gets."
+FROM_LOSS_TO_STEP = "Compute it from the result of the call, and pass it to the next in its state."
 
 
 @dataclass(frozen=True)
@@ -178,9 +182,28 @@ def forbid_reading_places(
         assigned = _some(sorted(place.description for place in places))
         raise RuntimeError(
             f"{name} reads {assigned}, which the step assigns, and would find there what was "
-            "before the call. Return it in the step's out, which the loss gets."
+            f"before the call. {FROM_STEP_TO_LOSS}"
         )
     constants.leave_out(root, places)
+
+
+def forbid_naming_places(
+    name: str, root: Any, places: Sequence[Place], other: str, remedy: str
+) -> None:
+    """Raises RuntimeError if code of ``root`` names one of these places, which ``other`` assigns.
+
+    Where no trace can tell whether it reads them.
+    """
+    if not places:
+        return
+    reached = list(reached_by(root))
+    holders, names = {id(value) for value in reached}, names_read_by(reached)
+    for place in places:
+        if id(place.holder) in holders and place.name in names:
+            raise RuntimeError(
+                f"{name} names {place.description}, which the {other} assigns, and would find "
+                f"there what was before the call. {remedy}"
+            )
 
 
 class _Unread(Tensor):

@@ -45,7 +45,7 @@ def embedding_bag(
     bags = None if is_of_rows else _Bags(offsets, input.shape[0], include_last_offset)
     if mode == "max":
         return _largest(embedded, is_counted.bool(), bags)
-    counted = embedded * is_counted.unsqueeze(-1)
+    counted = torch.where(is_counted.unsqueeze(-1).bool(), embedded, 0.0)  # 0 * NaN is NaN
     total = counted.sum(1) if bags is None else bags.sum(counted)
     if mode == "sum":
         return total
@@ -78,5 +78,5 @@ def _largest(embedded: Tensor, is_counted: Tensor, bags: _Bags | None) -> Tensor
     """Of each bag, by feature; 0 of an empty one."""
     if bags is not None:
         embedded, is_counted = embedded.unsqueeze(0), bags.members() & is_counted
-    largest = torch.where(is_counted.unsqueeze(-1), embedded, -math.inf).amax(1)
+    largest = torch.where(is_counted.unsqueeze(-1), embedded, -math.inf).max(1).values
     return torch.where(is_counted.any(1, keepdim=True), largest, 0.0)

@@ -248,24 +248,26 @@ class FunctionOverrides(TorchFunctionMode):
     def __init__(self, argument: str) -> None:
         super().__init__()
         self.argument, self.hidden = argument, HiddenAliases(argument)
-        self._untraceable: Exception | None = None
+        self._refused: Exception | None = None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        if error is None and self._untraceable is not None:  # caught: only that branch was traced
-            raise self._untraceable
+        if error is None and self._refused is not None:  # caught: only that branch was traced
+            raise self._refused
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _LEAVES_TORCH:
-            raise RuntimeError(f"{func.__name__}() of a tracing tensor")
+            raise self._refusal(RuntimeError(f"{func.__name__}() of a tracing tensor"))
         if func is Tensor.register_hook:
-            raise RuntimeError(
-                f"{self.argument}: Tensor.register_hook cannot be compiled, and would be ignored. "
-                "Scale the gradient in the forward (x * s + x.detach() * (1 - s)), or change the "
-                "gradients that the segment returns."
+            raise self._refusal(
+                RuntimeError(
+                    f"{self.argument}: Tensor.register_hook cannot be compiled, and would be "
+                    "ignored. Scale the gradient in the forward (x * s + x.detach() * (1 - s)), or "
+                    "change the gradients that the segment returns."
+                )
             )
         if func == _REQUIRES_GRAD:  # False for fake tensors, but not in the loop they stand for
             # torch.func.vjp asks for its own under no_grad as well.
@@ -279,13 +281,13 @@ class FunctionOverrides(TorchFunctionMode):
         target = written_tensor(func, args, kwargs)
         if target is not None:
             if is_from_outside(target):  # it would be written to now
-                raise written_outside(self.argument)
+                raise self._refusal(written_outside(self.argument))
             return self.hidden.write(self._run, func, target, args, kwargs)
         self._forbid_sparse(args, kwargs)
         try:
             result = self._run(func, args, kwargs)
         except UNTRACEABLE as error:
-            self._untraceable = self._untraceable or error
+            self._refusal(error)
             raise
         self._forbid_sparse(result)
         # What the step hides from autograd must be constant when its graph is differentiated.
@@ -293,6 +295,11 @@ class FunctionOverrides(TorchFunctionMode):
             result = tree_map(lambda v: self._detached(v) if isinstance(v, Tensor) else v, result)
         self.hidden.note(self._run, func, args, kwargs, result)
         return result
+
+    def _refusal(self, error: Exception) -> Exception:
+        """The error, which is raised again if the caller's code catches it."""
+        self._refused = self._refused or error
+        return error
 
     def _detached(self, value: Tensor) -> Tensor:
         if may_have_tangent(value):  # which no_grad leaves, but detach drops
@@ -306,17 +313,21 @@ class FunctionOverrides(TorchFunctionMode):
     def _forbid_sparse(self, *values: Any) -> None:
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-                raise RuntimeError(
-                    f"{self.argument}: computes with a tensor of layout {leaf.layout}, which "
-                    "cannot be compiled. Take a dense one (value.to_dense(), before the first "
-                    "call); a weight keeps its zeros as weight * mask."
+                raise self._refusal(
+                    RuntimeError(
+                        f"{self.argument}: computes with a tensor of layout {leaf.layout}, which "
+                        "cannot be compiled. Take a dense one (value.to_dense(), before the first "
+                        "call); a weight keeps its zeros as weight * mask."
+                    )
                 )
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(kwargs.get("generator"), torch.Generator):
-            raise TypeError(
-                f"{self.argument}: draws from a torch.Generator, which a graph cannot hold. Draw "
-                "from torch's default generator, which torch.manual_seed sets."
+            raise self._refusal(
+                TypeError(
+                    f"{self.argument}: draws from a torch.Generator, which a graph cannot hold. "
+                    "Draw from torch's default generator, which torch.manual_seed sets."
+                )
             )
         result, composed = NotImplemented, _COMPOSED.get(func)
         if composed is not None:

@@ -64,6 +64,7 @@ from .step_checks import (
     forbid_mutation,
     forbid_strided_memory,
 )
+from .variables import places_of_buffers
 
 # torch traces by patching itself, for all threads: one at a time.
 TRACING = threading.RLock()
@@ -303,6 +304,7 @@ def trace_step(
             constants.add_buffers(step.module)
     failures_as_nan(module)
     _check_step(step, module, s, buffer_names)
+    constants.assigned += places_of_buffers(step.assigned_buffers)
     captures = lift_captures(
         "step",
         module,

@@ -11,8 +11,10 @@ from functools import partial
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..._compat.modules import own_buffers
 from ..._reach import globals_in, is_bound, names_read_by, own_classes
 
 ABSENT: Any = object()  # the value of a variable that is not bound
@@ -56,6 +58,18 @@ class Place:
     bind: Callable[[Any], None]
     before: Any
     after: Any
+
+
+def places_of_buffers(assigned: dict[str, tuple[nn.Module, str]]) -> list[Place]:
+    """Of buffers, by their names in the step's module: the module that has each, and its name."""
+    places = []
+    for name, (owner, key) in assigned.items():
+        held = own_buffers(owner)
+        bind = partial(held.__setitem__, key)
+        # What is assigned is a tensor.
+        place = Place(owner, key, f"the buffer {name!r}", bind, held[key], torch.empty(0))
+        places.append(place)
+    return places
 
 
 def scopes_of(root: Any, reached: Collection[Any]) -> Iterator[Scope]:
