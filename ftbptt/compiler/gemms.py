@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .graphs import Node, aten, value_of
 from .time_axis.convolution import input_gradient, weight_gradient
 
@@ -32,4 +34,5 @@ def gemm_flops(node: Node) -> int:
     transposed = node.args[6]
     # One filter for each output, or for each input if transposed.
     positions = x if transposed else grad
-    return 2 * value_of(positions).numel() * value_of(weight)[0].numel()
+    # Of the shape: weight[0] is an operation, which a trace that is under way would hold.
+    return 2 * value_of(positions).numel() * math.prod(value_of(weight).shape[1:])

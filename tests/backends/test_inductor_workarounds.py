@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor import codecache, compile_fx, config, cpu_vec_isa, sizevars
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.exc import CppCompileError, InductorError
@@ -174,3 +174,25 @@ def test_what_inductor_says_of_itself_is_not_for_the_user() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         check_compiled(lambda x: [x.new_ones(3, 4, 4).cumsum(0).diagonal(dim1=-2, dim2=-1) * 2])
+
+
+def test_a_convolution_leaves_no_tensor_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake one was left, for which torch warned of a bug in the user's code."""
+    programs: list[fx.GraphModule] = []
+
+    def compiled(program: fx.GraphModule, *_: Any) -> Any:
+        programs.append(program)
+        raise KeyboardInterrupt
+
+    def step(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x + nn.functional.conv1d(h, params["w"], padding=1))
+        return h, h
+
+    monkeypatch.setattr(compile_backend, "inductor_compile", compiled)
+    segment = make_train_segment(step, lambda out, y: out.square().mean(), backend="compile")
+    with pytest.raises(KeyboardInterrupt):
+        segment({"w": torch.randn(3, 3, 3)}, torch.zeros(2, 3, 5), torch.randn(4, 2, 3, 5), None)
+    (program,) = programs
+    held = [getattr(program, node.target) for node in program.graph.find_nodes(op="get_attr")]
+    assert held  # the graphs of loops
+    assert all(isinstance(value, nn.Module) for value in held)
