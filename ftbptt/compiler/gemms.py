@@ -10,6 +10,10 @@ from .time_axis.convolution import input_gradient, weight_gradient
 GEMMS = {aten.mm.default, aten.bmm.default, aten.convolution.default}
 _GRADIENTS = {input_gradient, weight_gradient}  # of (grad, x, weight, ...)
 
+# What a product of two matrices of a row can have at most of rows, of columns or of terms: kernels
+# compute it without the blocking of a GEMM.
+MOST_VECTORS = 16
+
 
 def is_gemm(node: Node) -> bool:
     return node.target in GEMMS or node.target in _GRADIENTS

@@ -15,6 +15,7 @@ from .graphs import VIEWS, Node, aten
 from .rewrites.columns import carry_rows
 from .rewrites.empty import without_empty_values
 from .rewrites.reset_mask import with_reset_and_mask
+from .rewrites.shared_matrix import multiply_matrix_of_each_row
 from .rewrites.split_products import split_products
 from .rewrites.split_state import Packing, split_stacked_state
 from .rewrites.weights_second import put_weights_second
@@ -114,6 +115,7 @@ def _on_parts(
     unsplit_axes = row_axes if by_row else [-1] * len(row_axes)
     first_state = n_fixed + len(s.x)
     module, packings = split_stacked_state(module, first_state, unsplit_axes)
+    multiply_matrix_of_each_row(module.graph, n_fixed, first_state)
     columns = put_weights_second(module.graph, n_fixed)
     packings = carry_rows(module.graph, first_state, packings, columns)
     return split_products(module, sum(packing.count for packing in packings)), packings

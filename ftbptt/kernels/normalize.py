@@ -20,14 +20,11 @@ from torch import fx
 
 from .._compat.running import is_view_of
 from ..compiler.blocks import ScanBlock
+from ..compiler.gemms import MOST_VECTORS
 from ..compiler.graphs import VIEWS, Node, aten, join_axis, value_of
 from .accesses import RowView
 from .expressions import Unsupported, is_constant, is_elementwise, refuse
 from .row_order import RowOrder, new_meta_node
-
-# What a product of two matrices of a row can have at most of rows, of columns or of terms: kernels
-# compute it without the blocking of a GEMM.
-_MOST_VECTORS = 16
 
 
 class NormalForm(NamedTuple):
@@ -187,7 +184,7 @@ def is_small_product(node: Node) -> bool:
     if node.target not in _PRODUCTS or value_of(node).dtype.is_complex:
         return False
     (n, k), m = value_of(node.args[0]).shape[-2:], value_of(node).shape[-1]
-    return min(n, k, m) <= _MOST_VECTORS
+    return min(n, k, m) <= MOST_VECTORS
 
 
 def _put_rows_first(node: Node, rows: RowView) -> None:
