@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from .rewrites.weights_second import put_weights_second
 from .signature import Leaf, Recipe, Signature, vmapped, with_level_axes
 from .tracing.captures import lift_captures, materialized
 from .tracing.constants import Constants
+from .tracing.effects import without_effects
+from .tracing.errors import explain_trace_errors
 from .tracing.trace import StepGraph, trace_function, trace_step
 
 
@@ -81,7 +84,7 @@ def trace_segment_step(
             examples = with_level_axes(examples, [s.mean_axis], [flags])
     graph = module
     if step is not module or any(packing.dim is not None for packing in packings):
-        graph = trace_function(step, examples, mode, before_autograd=True, constants=constants)
+        graph = _trace_with_start(step, recipe.initial_state, examples, mode, constants)
     graph = without_empty_values(graph)
 
     late_captures = lift_captures(  # those of initial_state
@@ -103,6 +106,22 @@ def trace_segment_step(
         packings=packings,
         out_spec=base.out_spec,
         outs=base.outs,
+    )
+
+
+def _trace_with_start(
+    step: Any, start: Any, examples: Sequence[Tensor], mode: FakeTensorMode, constants: Constants
+) -> fx.GraphModule:
+    """The graph of a step that restarts from ``start``, the caller's initial state."""
+
+    def traced() -> fx.GraphModule:
+        with explain_trace_errors("initial_state", start) if callable(start) else nullcontext():
+            return trace_function(step, examples, mode, before_autograd=True, constants=constants)
+
+    if not callable(start):
+        return traced()
+    return without_effects(
+        "initial_state", start, traced, "compute such a value before, and close over it.", constants
     )
 
 

@@ -282,3 +282,40 @@ def test_a_trained_tensor_that_no_gradient_reaches(place: str, use: Callable[...
     use = lambda teacher, x: teacher(x)  # noqa: E731
     with pytest.raises(ValueError, match=rf"{place}: uses an nn.Parameter of shape \[\d+, \d+\]"):
         make_train_segment(step, loss, backend="eager")(params, h, x, x)
+
+
+def restart_from(start: Callable[[Any], Tensor]) -> Any:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h, h + x_t * params["w"]
+
+    segment = make_train_segment(step, mse, initial_state=start, backend="eager")
+    x = torch.ones(K, B, H)
+    return segment({"w": torch.ones(H)}, torch.zeros(B, H), x, x, reset=torch.arange(K) == 2)
+
+
+class Start:
+    """An initial state that remembers."""
+
+    table: Any = None
+
+    def __call__(self, params: Any) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, H)
+        return self.table.expand(B, H) * params["w"]
+
+
+def test_an_initial_state_that_remembers() -> None:
+    start = Start()
+    words = "initial_state changes the attribute 'table' of Start. An initial_state is a pure"
+    with pytest.raises(RuntimeError, match=words):
+        restart_from(start)
+    assert start.table is None
+
+
+def test_an_initial_state_that_needs_a_value() -> None:
+    def start(params: Any) -> Tensor:
+        return params["w"].expand(B, H) if params["w"].sum() > 0 else torch.zeros(B, H)
+
+    words = r"initial_state start cannot be compiled: it needs the value(.|\n)*test_outside_state"
+    with pytest.raises(RuntimeError, match=words):
+        restart_from(start)

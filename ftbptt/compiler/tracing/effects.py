@@ -77,7 +77,7 @@ def without_effects(
                 "torch.func.functional_call on the inner module."
             )
         raise RuntimeError(
-            f"{name} changes {description}. A {name.split()[0]} is a pure function: {remedy}"
+            f"{name} changes {description}. {_a(name.split()[0])} is a pure function: {remedy}"
         )
     if drawn:
         raise RuntimeError(
@@ -97,6 +97,10 @@ def without_effects(
             RuntimeWarning,
         )
     return result
+
+
+def _a(noun: str) -> str:
+    return f"{'An' if noun[0] in 'aeiou' else 'A'} {noun}"
 
 
 def _is_of_torch(place: Place) -> bool:
