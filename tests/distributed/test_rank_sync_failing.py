@@ -213,8 +213,8 @@ def _interrupted(mesh: DeviceMesh, where: str, folder: str) -> tuple[str, Any]:
     owner, name, when = PLACES[where]
     before, calls = getattr(owner, name), []
 
-    def call(*args: Any) -> Any:
-        result = before(*args)
+    def call(*args: Any, **options: Any) -> Any:
+        result = before(*args, **options)
         calls.append(0)
         if mesh.get_rank() == 0 and len(calls) == when:
             signal.raise_signal(signal.SIGINT)
