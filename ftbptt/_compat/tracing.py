@@ -54,6 +54,7 @@ from .trees import tree_map
 __all__ = [
     "LARGEST_KNOWN",
     "UNTRACEABLE",
+    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "ShapeEnv",

@@ -51,6 +51,12 @@ def numpy_scale(out: Tensor, y: Tensor) -> Tensor:
     return out[y[..., 0] > 2].square().sum() + out.detach().numpy().max() * out[0].mean()
 
 
+def packed(out: Tensor, y: Tensor) -> Tensor:
+    lengths = torch.tensor([len(out), len(out) - 1, 1])
+    out, y = (nn.utils.rnn.pack_padded_sequence(v, lengths).data for v in (out, y[..., :1]))
+    return (out - y).square().mean()
+
+
 def data(steps: int = K, *axes: int) -> tuple[Any, ...]:
     torch.manual_seed(0)
     params = {name: p.detach() for name, p in MODEL.named_parameters()}
@@ -60,9 +66,7 @@ def data(steps: int = K, *axes: int) -> tuple[Any, ...]:
 
 
 MODEL = Speller().double()
-WARNING = (
-    r"loss .* cannot be compiled(.|\n)*test_written_loss(.|\n)*\nIt runs as it is written instead"
-)
+WARNING = r"loss .*(cannot be compiled|packs)(.|\n)*test_written_loss(.|\n)*\nIt runs as it is"
 
 
 def made(loss: Callable[..., Tensor], **options: Any) -> ftbptt.TrainSegment:
@@ -72,7 +76,7 @@ def made(loss: Callable[..., Tensor], **options: Any) -> ftbptt.TrainSegment:
     )
 
 
-@pytest.mark.parametrize("loss", [ctc, branch, numpy_scale])
+@pytest.mark.parametrize("loss", [ctc, branch, numpy_scale, packed])
 def test_it_is_told_once(loss: Any) -> None:
     segment = make_train_segment(MODEL, loss, backend="eager")
     with pytest.warns(RuntimeWarning, match=WARNING):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._compat.inductor import inductor_decompositions, torch_decompositions
+from ..._compat.tracing import DynamicOutputShapeException
 from ..graphs import aten
 
 
@@ -120,6 +121,11 @@ def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
         else:
             positions += index.nonzero(as_tuple=True)
     return None if all(map(operator.is_, positions, indices)) else positions
+
+
+def _pack_padded_sequence(*_: Any) -> Any:
+    """Its gradient cannot be traced, even where its number of rows may be a symbol."""
+    raise DynamicOutputShapeException(aten._pack_padded_sequence.default)
 
 
 def _select_scatter(x: Tensor, part: Tensor, dim: int, index: Any) -> Tensor:
@@ -260,6 +266,7 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.index_put.default: _index_put,
     aten.masked_select.default: _masked_select,
     aten._neg_view.default: torch.neg,
+    aten._pack_padded_sequence.default: _pack_padded_sequence,
     **torch_decompositions(_RESIZES),
 }
 
