@@ -291,7 +291,9 @@ class TrainSegment:
                 )
             if with_grad and not self.tapped and has_history(state):
                 warn_of_lost_memory(state, self._executables.of(call, tensors).plan.kept_state)
-            if key is not None and layout.time_dim == 0 and self._steps_checked:
+            # One step shows nothing of other lengths, which have keys of their own.
+            is_checked = self._steps_checked or call.groups(tensors)["x"][0].shape[0] == 1
+            if key is not None and layout.time_dim == 0 and is_checked:
                 executable = self._executables.of(call, tensors)
                 self._call_cache.keep(key, CheckedCall(call, executable))
         results = call.results(flat, with_grad)
