@@ -45,8 +45,12 @@ CHEAP = {
 
 
 def is_random(node: Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def has_dynamic_shape(node: Node) -> bool:
+    """Whether the shape of the result depends on values."""
+    return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
 
 
 def value_of(node: Node) -> Tensor:

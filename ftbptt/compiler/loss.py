@@ -23,7 +23,15 @@ from .._trees import differentiable, leaf_names
 from .._warnings import warn
 from ..contract.loss import MaskMismatch
 from .flat_loss import PARAMETERS_IN_LOSS, FlatLoss
-from .graphs import Node, aten, has_same_code, is_same_graph, reachable_from, vjp_by
+from .graphs import (
+    Node,
+    aten,
+    has_dynamic_shape,
+    has_same_code,
+    is_same_graph,
+    reachable_from,
+    vjp_by,
+)
 from .signature import Level, vmapped
 from .time_axis.batching import for_any_length
 from .tracing.attempts import Tried, unless_it_fails
@@ -123,6 +131,7 @@ class SegmentLoss:
         self.example_steps = self.recipe.context + EXAMPLE_STEPS
         self._graphs: dict[int, LossGraphs] = {}  # by the K that was asked for
         self.copied: list[tuple[Tensor, Tensor]] = []  # see LossGraphs
+        self.with_grad = [leaf.is_differentiable for leaf in self.outs]
         # With a symbol for K; else with a number that no loss expects; else with the caller's.
         self._symbolic = unless_it_fails(lambda: self._trace_loss(None))
         if self._symbolic is not None and is_pinned(self._symbolic.steps):
@@ -145,11 +154,14 @@ class SegmentLoss:
                 ) from mismatch
             self.example_steps = steps
         self.traced = traced.graph
-        self.with_grad = self._outs_with_grad(traced.graph)
+        with_grad = self._outs_with_grad(traced.graph)
         # The loss has a gradient with respect to none of the outputs.
-        self.is_constant = bool(self.outs) and not any(self.with_grad)
-        if is_of_one_k:  # with more steps it may depend on more of them
-            self.with_grad = [leaf.is_differentiable for leaf in self.outs]
+        self.is_constant = bool(self.outs) and not any(with_grad)
+        if not is_of_one_k:  # else: with more steps it may depend on more of them
+            self.with_grad = with_grad
+        if any(has_dynamic_shape(node) for node in self.traced.graph.nodes):
+            with explain_trace_errors("loss", self.recipe.loss):
+                self.graphs_for(steps)  # not all gradients can be traced, and none under vmap
 
     def computes_as(self, other: object) -> bool:
         """Whether it is the same for all K. What was traced for one K is not compared."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from ftbptt import make_train_segment, reference_segment
 
@@ -79,3 +81,36 @@ def test_in_a_compiled_program() -> None:
         given += [torch.randn(steps, B, H).double() for _ in range(2)]
         assert_close(segment(*given), reference_segment(step, by_steps_and_rows, *given))
     assert segment.compile_count == 1
+
+
+def spread(out: Tensor, y: Tensor) -> Tensor:
+    return out[y > -9].std()
+
+
+def added_up(out: Tensor, y: Tensor) -> Tensor:
+    return out[y > 0].cumsum(0).square().sum()
+
+
+@pytest.mark.parametrize("loss", [spread, added_up])
+def test_a_gradient_that_cannot_be_traced(loss: Any) -> None:
+    """It has a branch on the number of elements: the loss runs as it is written."""
+    torch.manual_seed(0)
+    given = [{"w": torch.randn(H).double()}, torch.randn(B, H).double()]
+    given += [torch.randn(K, B, H).double() for _ in range(2)]
+    segment = make_train_segment(step, loss, backend="eager")
+    with pytest.warns(RuntimeWarning, match=rf"loss {loss.__name__} cannot be compiled"):
+        found = segment(*given)
+    assert_close(found, reference_segment(step, loss, *given))
+
+
+def test_under_vmap() -> None:
+    """Each entry of vmap has a number of elements of its own."""
+    torch.manual_seed(0)
+    params, h = {"w": torch.randn(H).double()}, torch.randn(2, B, H).double()
+    x, y = torch.randn(2, K, B, H).double(), torch.randn(2, K, B, H).double()
+    segment = make_train_segment(step, by_elements, backend="eager")
+    with pytest.warns(RuntimeWarning, match="loss by_elements selects by a mask"):
+        found = torch.func.vmap(segment, in_dims=(None, 0, 0, 0))(params, h, x, y)
+    for i in range(2):
+        expected = reference_segment(step, by_elements, params, h[i], x[i], y[i])
+        assert_close(tree_map(itemgetter(i), found), expected)

@@ -37,6 +37,9 @@ _READ_VALUES = {
     aten.masked_select.default,
 }  # fmt: skip
 
+# What vmap says of a mask that selects elements.
+_DYNAMIC_SHAPE = "operators that can output dynamic shape"
+
 _MOST_SHAPES = 12  # in a note
 
 
@@ -56,9 +59,9 @@ def _says(*texts: str) -> Callable[[Exception], bool]:
 
 
 def _reads_values(error: Exception) -> bool:
-    # "tracing tensor": from torch/fx/experimental/proxy_tensor.py (2.13), where there is no type of
-    # exception for it, and from function_overrides.
-    return isinstance(error, UNTRACEABLE) or "tracing tensor" in str(error)
+    # Without a type of exception for it: "tracing tensor" of torch/fx/experimental/proxy_tensor.py
+    # (2.13) and of function_overrides, and vmap's (aten/src/ATen/functorch/BatchRulesDynamic.cpp).
+    return isinstance(error, UNTRACEABLE) or _says("tracing tensor", _DYNAMIC_SHAPE)(error)
 
 
 def _operation(error: Exception) -> Any:
@@ -141,6 +144,12 @@ _CAUSES = [
         _says("Expected target size"),
         "{function} has the classes on axis 1, where out [K, B, classes] has the rows\n  {line}\n"
         "Put time and rows on one axis: cross_entropy(out.flatten(0, 1), y.flatten()).",
+    ),
+    _Cause(
+        _says(_DYNAMIC_SHAPE),
+        "{function} selects by a mask, of which vmap would need one number of elements for all "
+        "its entries\n  {line}\n"
+        "Multiply by the mask instead, or use torch.where.",
     ),
     _Cause(
         _is_value_dependent_operation,
