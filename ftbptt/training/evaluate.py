@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,13 +37,13 @@ class Evaluation:
     >>> train_segment = ftbptt.make_train_segment(step, lambda out, y: out.mean(), backend="eager")
     >>> params, x = {"w": torch.tensor(2.0)}, torch.ones(4, 1)
     >>> evaluate_stream(train_segment, params, torch.zeros(1), (x, None))
-    Evaluation(loss=5.0, steps=4, metrics={}, state=tensor([4.]))
+    Evaluation(loss=5.0, steps=4, metrics={})
     """
 
     loss: float
     steps: int
     metrics: dict[str, Any]
-    state: Tree
+    state: Tree = field(repr=False)
 
 
 def evaluate_stream(
