@@ -14,9 +14,10 @@ from ..._autograd_graph import leaves_behind
 from ..._messages import describe_type
 from ..._trees import Tree, keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ...contract.as_step import as_step
+from ...contract.layout import Layout
 from ...contract.loss import Loss
 from ...segment.make_segment import make_train_segment
-from ...training.data.chunk import Chunk, TimeAxes, as_chunk, as_tensors, check_leaves, error_prefix
+from ...training.data.chunk import Chunk, TimeAxes, as_chunk, as_tensors, error_prefix
 from ...training.data.cursor import Cursor, Place, Span
 from ...training.data.prefetch import Mover
 from ...training.data.source import Arrays
@@ -64,12 +65,11 @@ def _pair(result: Any) -> tuple[Tree, Tree]:
     return out, state
 
 
-def _call_chunk(one_step: nn.Module, x: Tree, state: Tree) -> tuple[Tree, Tree]:
-    """The module's own ``forward``; here time is axis 0."""
-    module: Any = one_step.module
-    time_dim: Any = one_step.time_dim
-    out, state = _pair(module(_moved(x, 0, time_dim), state))
-    return _moved(out, time_dim, 0), state
+def _call_chunk(one_step: Any, x: Tree, state: Tree) -> tuple[Tree, Tree]:
+    """The own ``forward`` of the module in a :class:`OneStep`; here time is axis 0."""
+    layout = Layout(one_step.time_dim)
+    out, state = _pair(one_step.module(layout.time_back(x), state))
+    return layout.time_first(out), state
 
 
 class Batches:
@@ -87,11 +87,12 @@ class Batches:
         backend: str,
         recompute: bool,
     ) -> None:
-        self.time_dim = time_dim
+        self.layout = Layout(time_dim)
         # A subclass with the name of the caller's class, which error messages show.
         step_class = type(type(module).__name__, (OneStep,), {})
         self._step: nn.Module = step_class(module, time_dim)
-        self._flags_time_dim = 0 if time_dim == 0 else 1  # of reset, mask and losses per row
+        self._row_layout = Layout(0 if time_dim == 0 else 1)  # of reset, mask and losses per row
+        self._axes = replace(TimeAxes.of(self._row_layout), x=time_dim, y=time_dim)
         self.train_segment = make_train_segment(
             replace(as_step(self._step), call_chunk=_call_chunk), self._time_first_loss(loss),
             backend=backend, time_dim=0, recompute=recompute,
@@ -103,9 +104,9 @@ class Batches:
 
     def _time_first_loss(self, loss: Loss) -> Loss:
         def time_first_loss(out: Tree, y: Tree) -> Tensor:
-            value = loss(self.time_back(out), self.time_back(y))
+            value = loss(self.layout.time_back(out), self.layout.time_back(y))
             if isinstance(value, Tensor) and value.dim() == 2:
-                return value.movedim(self._flags_time_dim, 0)
+                return self._row_layout.time_first(value)
             return value
 
         return time_first_loss
@@ -131,29 +132,20 @@ class Batches:
 
         Raises TypeError for another structure, ValueError if the numbers of steps differ.
         """
-        if not isinstance(item, Chunk):
-            if not (isinstance(item, (tuple, list)) and 2 <= len(item) <= 4):
-                raise TypeError(
-                    "batch: expected (x, y) or (x, y, reset, mask), found "
-                    f"{describe_type(item)}. Return one of these from chunk(batch)."
-                )
-            with error_prefix("batch"):
-                item = as_chunk(item)
-        item = as_tensors(check_leaves(item))
-        TimeAxes(self.time_dim, self.time_dim).length(Chunk(item.x, item.y))
+        if not (isinstance(item, (tuple, list)) and 2 <= len(item) <= 4):
+            raise TypeError(
+                "batch: expected (x, y) or (x, y, reset, mask), found "
+                f"{describe_type(item)}. Return one of these from chunk(batch)."
+            )
+        with error_prefix("batch"):
+            item = as_chunk(item)
+        item = as_tensors(item)
+        self._axes.length(item)
         reset, mask = (
-            flags if flags is None or flags.dim() < 2 else flags.movedim(self._flags_time_dim, 0)
+            None if flags is None else self._row_layout.flags_first(flags)
             for flags in (item.reset, item.mask)
         )
-        chunk = Chunk(self.time_first(item.x), self.time_first(item.y), reset, mask)
-        TimeAxes().length(chunk)
-        return chunk
-
-    def time_first(self, tree: Tree) -> Tree:
-        return _moved(tree, self.time_dim, 0)
-
-    def time_back(self, tree: Tree) -> Tree:
-        return _moved(tree, 0, self.time_dim)
+        return Chunk(self.layout.time_first(item.x), self.layout.time_first(item.y), reset, mask)
 
     # -- without gradients ----------------------------------------------------------------------
 
@@ -165,7 +157,7 @@ class Batches:
         """``(out, state)`` of all steps, without a target or a loss."""
         parts = list(_evaluate(self._predicting, self.params(), state, chunk, k))
         out = tree_map(lambda *leaves: torch.cat(leaves), *(part.out for part in parts))
-        return self.time_back(out), parts[-1].state
+        return self.layout.time_back(out), parts[-1].state
 
 
 class EvaluatedPart(NamedTuple):
@@ -235,11 +227,6 @@ class Windows:
             rest = axes.cut(self._chunk, place.position, end)
             span = Span(Window(place.index, end, end, end), place.position, rest)
             self.state, _ = segments.warm_up(params, place.state, span, end)
-
-
-def _moved(tree: Tree, source: int, target: int) -> Tree:
-    """The tree with an axis of its leaves moved; None (no target) stays None."""
-    return None if tree is None else tree_map(lambda leaf: leaf.movedim(source, target), tree)
 
 
 def _no_loss(out: Tree, y: Tree) -> Tensor:

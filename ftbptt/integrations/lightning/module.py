@@ -271,7 +271,7 @@ class TBPTTModule(LightningModule):
 
     def _start(self, batches: Batches, chunk: Chunk) -> Tree:
         """``initial_state`` for a chunk, checked."""
-        state = self.initial_state(batches.time_back(chunk.x))
+        state = self.initial_state(batches.layout.time_back(chunk.x))
         for path, leaf in tree_flatten_with_path(state)[0]:
             name = f"initial_state{keystr(path)}"
             if not isinstance(leaf, Tensor):
@@ -308,4 +308,4 @@ class TBPTTModule(LightningModule):
         )  # fmt: skip
 
     def _call_on_chunk(self, batches: Batches, stage: str, out: Tree, y: Tree) -> None:
-        self.on_chunk(stage, batches.time_back(out), batches.time_back(y))
+        self.on_chunk(stage, batches.layout.time_back(out), batches.layout.time_back(y))
