@@ -112,11 +112,6 @@ class Segments(DataLayout):
 
     # -- steps with a gradient --------------------------------------------------------------------
 
-    def trained_part(self, span: Span) -> Chunk:
-        """The steps of a span that have a gradient."""
-        start, end = span.window.start - span.first, span.window.end - span.first
-        return span.chunk if not start else self.axes(span.chunk.x).cut(span.chunk, start, end)
-
     def train(
         self,
         params: Tree,
@@ -163,14 +158,18 @@ class Segments(DataLayout):
 
     # -- steps without a gradient -----------------------------------------------------------------
 
-    def warm_up(self, params: Tree, state: Tree, span: Span, next_start: int) -> tuple[Tree, Tree]:
+    def warm_up(
+        self, params: Tree, state: Tree, span: Span, next_start: int
+    ) -> tuple[Chunk, Tree, Tree]:
         """Runs the steps of a span before its gradient starts, from ``state`` before the first.
 
-        Returns the state after them, and the state before step ``next_start``, which is of use only
-        if that is not after them.
+        Returns the steps with a gradient, the state before them, and the state before step
+        ``next_start``, which is of use only if that is not after the gradient's start.
         """
-        axes, next_state, position = self.axes(span.chunk.x), state, span.first
-        start = span.window.start
+        start, position, next_state = span.window.start, span.first, state
+        if position == start:
+            return span.chunk, state, state
+        axes = self.axes(span.chunk.x)
         for stop in (min(next_start, start), start):
             if position < stop:
                 part = axes.cut(span.chunk, position - span.first, stop - span.first)
@@ -178,7 +177,8 @@ class Segments(DataLayout):
                 position = stop
             if position <= next_start:
                 next_state = state
-        return state, next_state
+        chunk = axes.cut(span.chunk, start - span.first, span.window.end - span.first)
+        return chunk, state, next_state
 
     def _advance(self, params: Tree, state: Tree, chunk: Chunk, axes: TimeAxes, steps: int) -> Tree:
         """The state after the ``steps`` steps of a chunk."""

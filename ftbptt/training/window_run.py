@@ -63,14 +63,12 @@ class WindowRunner:
 
     def run(self, span: Span, place: Place, update: int) -> Ran | None:
         """Runs a window for an update, from the state at ``place``; None if the run is to stop."""
-        segments, learner, window, chunk = self.segments, self.learner, span.window, span.chunk
+        segments, learner, window = self.segments, self.learner, span.window
         if self.events.sequence_end:
-            tell_sequence_ends(self.events, span, place.end, segments.layout(chunk.x))
+            tell_sequence_ends(self.events, span, place.end, segments.layout(span.chunk.x))
         next_start = self.truncation.next_start(window)
-        state = next_state = self.initial if self.truncation.fresh else place.state
-        if span.first < window.start:
-            state, next_state = segments.warm_up(learner.params, state, span, next_start)
-            chunk = segments.trained_part(span)
+        state = self.initial if self.truncation.fresh else place.state
+        chunk, state, next_state = segments.warm_up(learner.params, state, span, next_start)
         keep = self.truncation.kept_within(window)
         gathered_before = learner.gathered
         result = self._run_checked(_Job(window, chunk, state, keep, update), place.state)

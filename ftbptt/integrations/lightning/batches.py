@@ -212,8 +212,8 @@ class Windows:
         place = Place(0, 0, 0, self.state)
         while (span := cursor.take(place)) is not None:
             window, next_start = span.window, truncation.next_start(span.window)
-            state, next_state = segments.warm_up(params, place.state, span, next_start)
-            chunk, keep = segments.trained_part(span), truncation.kept_within(window)
+            chunk, state, next_state = segments.warm_up(params, place.state, span, next_start)
+            keep = truncation.kept_within(window)
             result, state_within = segments.train(params, state, chunk, keep, next_scale())
             if next_start > window.start:
                 next_state = state_within
@@ -226,7 +226,7 @@ class Windows:
         if place.end < end:  # steps after the last window with a loss still advance the state
             rest = axes.cut(self._chunk, place.position, end)
             span = Span(Window(place.index, end, end, end), place.position, rest)
-            self.state, _ = segments.warm_up(params, place.state, span, end)
+            _, self.state, _ = segments.warm_up(params, place.state, span, end)
 
 
 def _no_loss(out: Tree, y: Tree) -> Tensor:
