@@ -255,8 +255,7 @@ class Trainer:
 
     def publish(self, report: Report | None) -> None:
         """Publishes what was read, and ends the run if that says so."""
-        self.monitor.publish(report)
-        self.ended |= self.monitor.ended
+        self.ended |= self.monitor.publish(report)
 
     def _next_epoch(self) -> bool:
         """Ends the epoch, and begins the next; false if there is none."""
@@ -320,7 +319,7 @@ class Trainer:
         learner.load_state_dict(state["learner"])
         self.windows.segments.set_buffers(saved_buffers)
         self.monitor.load_state_dict(state, device)
-        self.ended = self.monitor.ended
+        self.ended = self.monitor.stopped
         self.index = state["index"]
         self._epochs_ended = state["epochs_ended"]
 

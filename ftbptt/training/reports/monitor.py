@@ -16,7 +16,7 @@ from .report import Meter, ProgressBar, Report
 class Monitor:
     """Reads losses now and then, for the progress bar, events, schedulers and ``stop``.
 
-    ``ended``: what was read ends the run.
+    ``stopped``: ``stop`` has ended the run.
     """
 
     def __init__(
@@ -32,8 +32,7 @@ class Monitor:
         self._stop, self._progress = stop, progress
         self._bar: ProgressBar | None = None
         self.unreported: Update | None = None  # the last update, until it is reported
-        self._stopped = False  # by ``stop``
-        self.ended = False
+        self.stopped = False
 
     def begin(self, total: int | None, index: int) -> None:
         """Starts the clock and the bar, at update ``index`` of ``total``."""
@@ -59,24 +58,29 @@ class Monitor:
         if math.isfinite(report.loss):
             self._learner.after_report(report.loss)
             if self._stop is not None and self._stop(report.loss):
-                self._stopped = self.ended = True
+                self.stopped = True
         return report
 
-    def publish(self, report: Report | None) -> None:
-        """Shows the report, calls the events, and reacts if its loss is not finite."""
+    def publish(self, report: Report | None) -> bool:
+        """Shows the report, calls the events, and reacts if its loss is not finite.
+
+        Returns whether the run is to end, for that reason or by ``stop``.
+        """
         if report is None:
-            return
+            return self.stopped
         if self._bar is not None:
             self._bar.show(report)
         emit(self._events.report, report)
+        ends = self.stopped
         if not math.isfinite(report.loss):
             cause = nonfinite_parameter(self._learner.params) or "its parameters are finite"
-            self.ended |= self._guard.stops(
+            ends |= self._guard.stops(
                 f"the mean loss up to update {report.index} is {report.loss}, first that of update "
                 f"{self.meter.first_nonfinite}: {cause}",
                 "The run stops; updates with such a loss have been made. on_nonfinite='skip' looks "
                 "at each loss before its update.",
             )
+        return ends
 
     def close(self) -> None:
         """Closes the bar."""
@@ -89,7 +93,7 @@ class Monitor:
         return {
             "meter": self.meter.state_dict(),
             "stop": stop.state_dict() if hasattr(stop, "state_dict") else None,
-            "stopped": self._stopped,
+            "stopped": self.stopped,
         }
 
     def load_state_dict(self, state: dict[str, Any], device: Any) -> None:
@@ -99,4 +103,4 @@ class Monitor:
         if state["stop"] is not None and hasattr(stop, "load_state_dict"):
             stop.load_state_dict(state["stop"])
         if stop is not None:
-            self.ended = self._stopped = bool(getattr(stop, "reached", state["stopped"]))
+            self.stopped = bool(getattr(stop, "reached", state["stopped"]))
