@@ -191,10 +191,7 @@ class RankSync:
         numbers = _Numbers.of(
             stats, is_first=self.ranks.rank == 0, more=more, due=due, seconds=seconds
         )
-        joint = self._join(
-            grads, numbers, _weighted_loss(stats), 0 if stats is None else stats.steps,
-            _STOPPING if stops else saves,
-        )  # fmt: skip
+        joint = self._join(grads, stats, numbers, _STOPPING if stops else saves)
         if joint.failed:
             self.has_left = True
             first = joint.failed[0]
@@ -244,21 +241,21 @@ class RankSync:
         if self.has_left or not self.ranks.alive:
             return
         self.has_left = True
-        self._join(None, _Numbers.of(), _weighted_loss(None), 0, _FAILED)
+        self._join(None, None, _Numbers.of(), _FAILED)
         self.ranks.gather(reason)
 
     def _join(
         self,
         grads: list[Tensor] | None,
+        stats: WindowStats | None,
         numbers: _Numbers,
-        weighted_loss: Tensor,
-        steps: int,
         status: int,
     ) -> JointUpdate:
         """Sums gradients and numbers over the ranks, and gathers their statuses. A collective.
 
-        ``grads`` is None if this rank has no window that counts; else its window has ``steps``.
+        ``grads`` and ``stats`` are None if this rank has no window that counts.
         """
+        weighted_loss = _weighted_loss(stats)
         reduction = self._begun = self._begun or self._new_reduction()
         statuses = [0] * self.ranks.size
         statuses[self.ranks.rank] = status
@@ -280,7 +277,7 @@ class RankSync:
 
         dtype = torch.promote_types(self.learner.trained[0].dtype.to_real(), torch.float32)
         return JointUpdate(
-            total.stats(loss_sum, dtype, steps),
+            total.stats(loss_sum, dtype, 0 if stats is None else stats.steps),
             more=bool(total.more),
             grads=reduction.mean(total.divisor),
             due=bool(total.due),
