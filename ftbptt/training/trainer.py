@@ -192,7 +192,7 @@ class Trainer:
         grads, norm = learner.ready()
         # A NaN in steps that are masked has no part in the loss, but in the gradient.
         is_masked = isinstance(stats.weight, Tensor)
-        if norm is None and is_masked and self.guard.reads_now(grads):
+        if norm is None and is_masked and grads and self.guard.reads_now(grads[0]):
             norm = get_total_norm(grads)
         if norm is not None and self._stops_at(grads, norm):
             return None

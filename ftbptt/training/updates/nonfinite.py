@@ -40,16 +40,16 @@ class Guard:
                 return f"params{keystr(path)} is not finite already"
         return ""
 
-    def reads_now(self, grads: list[Tensor]) -> bool:
-        """Whether gradients are looked at before the update; see :meth:`is_sound`."""
-        return bool(grads) and (grads[0].is_cpu or self.mode == "skip")
+    def reads_now(self, value: Tensor) -> bool:
+        """Whether ``value`` is looked at before the update: on a CPU, or if the mode is "skip".
+
+        To read it waits for a GPU, so there it is left to the next report; on a CPU it is free.
+        """
+        return value.is_cpu or self.mode == "skip"
 
     def is_sound(self, value: Tensor) -> bool:
-        """Whether ``value`` is finite. On a GPU, unless the mode is "skip", it is not checked.
-
-        The check waits for the device, so there it is left to the next report; on a CPU it is free.
-        """
-        if not value.is_cpu and self.mode != "skip":
+        """Whether ``value`` is finite, or not looked at now."""
+        if not self.reads_now(value):
             return True
         return bool(torch.isfinite(value).all()) if value.dim() else math.isfinite(value)
 
