@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ..._checks import kind_of
+from ..._checks import check_tensors, kind_of
 from ..._compat.running import versions_of
 from ..._compat.training import forget_unscaled
 from ..._memory import with_strides_of
@@ -30,7 +30,6 @@ from .optimizers import (
     FunctionalOptimizer,
     Sharded,
     check_in_params,
-    check_params,
     functional_update,
     has_groups,
     load_optimizer,
@@ -52,6 +51,8 @@ class Learner:
         scaler: GradScaler | None = None,
         ema_decay: float | None = None,
     ) -> None:
+        remedy = "The parameters of a module are dict(module.named_parameters())."
+        check_tensors("params", params, remedy)
         self.params, self.optimizer = params, optimizer
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self.scheduler, self.scaler = scheduler, scaler
@@ -66,7 +67,6 @@ class Learner:
                 )
             self._find_trained(optimizer)
         elif isinstance(optimizer, FunctionalOptimizer) and not isinstance(optimizer, type):
-            check_params(params)
             leaves = tree_leaves(params)
             self.trained_indices = [i for i, leaf in enumerate(leaves) if differentiable(leaf)]
             with torch.no_grad():

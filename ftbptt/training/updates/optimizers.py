@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..._checks import check_tensors
 from ..._trees import Tree, in_order_of, leaf_names, tree_flatten, tree_leaves
 
 
@@ -98,18 +97,8 @@ def has_groups(state: Any) -> bool:
     return isinstance(state, dict) and {"state", "param_groups"} <= state.keys()
 
 
-def check_params(params: Tree) -> None:
-    """Raises TypeError for parameters that are not all tensors."""
-    remedy = "The parameters of a module are dict(module.named_parameters())."
-    check_tensors("params", params, remedy)
-
-
 def check_in_params(optimizer: Optimizer, params: Tree) -> None:
-    """Raises ValueError if the optimizer holds a tensor that is not one of ``params``.
-
-    Raises TypeError if these are not all tensors.
-    """
-    check_params(params)
+    """Raises ValueError if the optimizer holds a tensor that is not one of ``params``."""
     ids = {id(leaf) for leaf in tree_leaves(params)}
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
