@@ -147,7 +147,7 @@ class GradientHorizon:
         return k2
 
     def __str__(self) -> str:
-        lags = [k for k in _powers_of_two(self.max_lag) if k <= self.max_lag]
+        lags = _powers_of_two(self.max_lag)
         lines = [
             f"gradient horizon over {self.max_lag} lags: a factor of {self.decay:.3g} from lag to "
             "lag in the last half",
