@@ -243,7 +243,7 @@ class Trainer:
         stepped = learner.step(grads)
         self.is_consistent, self.resume_point = True, None
         self.index += 1
-        is_due = meter.add(stats)
+        meter.add(stats)
         update = Update(
             self.index - 1, place.epoch, place.end, stats.loss, stats.weight,
             learner.params, self.state_after, meter.tokens_per_second, learning_rate, grads, norm,
@@ -251,7 +251,8 @@ class Trainer:
         self.monitor.unreported = update
         if stepped:
             learner.follow_schedule()
-        return update, self.monitor.read() if (is_due if due is None else due) else None
+        due = meter.is_due() if due is None else due
+        return update, self.monitor.read() if due else None
 
     def publish(self, report: Report | None) -> None:
         """Publishes what was read, and ends the run if that says so."""

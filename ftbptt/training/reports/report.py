@@ -92,8 +92,8 @@ class Meter:
         """How long the run has taken, including the time before it was resumed."""
         return self._seconds_before + time.perf_counter() - self._began
 
-    def add(self, stats: WindowStats) -> bool:
-        """Adds an update; returns whether a report is due."""
+    def add(self, stats: WindowStats) -> None:
+        """Adds an update."""
         self._losses.append(stats.loss)
         self._weights.append(stats.weight)
         if len(self._losses) == _MAX_PENDING:
@@ -101,7 +101,6 @@ class Meter:
         self._steps += stats.steps
         self._tokens += stats.tokens
         self._now = time.perf_counter()
-        return self.is_due()
 
     def is_due(self) -> bool:
         """Whether a report is due."""
