@@ -16,7 +16,7 @@ from ..segment.make_segment import check_made
 from ..segment.train_segment import TrainSegment
 from .data.chunk import Chunk
 from .data.layout import DataLayout
-from .updates.window_stats import share
+from .updates.window_stats import moved_mean, share
 
 
 class Cuts(NamedTuple):
@@ -223,13 +223,10 @@ def _laid_out(factors: Tensor, layout: Layout, x_leaf: Tensor) -> Tensor:
 def _running_mean(
     mean: tuple[Tensor, Tree], piece: tuple[Tensor, Tree], piece_share: float | Tensor
 ) -> tuple[Tensor, Tree]:
-    """A weighted mean of losses and gradients, with one more piece in it.
-
-    Sums over steps would overflow in half precision.
-    """
+    """A weighted mean of losses and gradients, with one more piece in it."""
 
     def update(a: Tensor, b: Tensor) -> Tensor:
-        return a + ((b - a) * piece_share).to(a.dtype) if differentiable(a) else a
+        return moved_mean(a, b, piece_share) if differentiable(a) else a
 
     updated: tuple[Tensor, Tree] = tree_map(update, mean, piece)
     return updated

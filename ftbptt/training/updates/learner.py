@@ -34,7 +34,7 @@ from .optimizers import (
     has_groups,
     load_optimizer,
 )
-from .window_stats import share
+from .window_stats import moved_mean, share
 
 
 class Learner:
@@ -151,10 +151,7 @@ class Learner:
             old, old_weight = self.gathered
             total = old_weight + weight
             fraction = share(weight, total)
-            # The mean is moved towards the new gradients: a sum could overflow in float16.
-            # The fraction may be a float64 tensor, which would make single numbers float64.
-            pairs = zip(old, new, strict=True)
-            new = [a + ((b - a) * fraction).to(a.dtype) for a, b in pairs]
+            new = [moved_mean(a, b, fraction) for a, b in zip(old, new, strict=True)]
             weight = total
         self.gathered = new, weight
 

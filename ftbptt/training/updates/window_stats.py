@@ -37,9 +37,17 @@ class WindowStats(NamedTuple):
 def share(weight: int | Tensor, total: int | Tensor) -> float | Tensor:
     """The fraction that a part has in a mean over ``total``, which includes its ``weight``.
 
-    ``mean + (part - mean) * share`` updates a running mean. A sum to be divided by ``total`` at the
-    end would overflow in half precision.
+    ``mean + (part - mean) * share`` updates a running mean, as :func:`moved_mean` does. A sum to be
+    divided by ``total`` at the end would overflow in half precision.
     """
     if isinstance(total, Tensor):
         return weight / total.clamp(min=1).double()
     return weight / max(total, 1)
+
+
+def moved_mean(mean: Tensor, part: Tensor, fraction: float | Tensor) -> Tensor:
+    """A running mean with one more part in it, of its dtype.
+
+    The fraction may be a float64 tensor, which would make single numbers float64.
+    """
+    return mean + ((part - mean) * fraction).to(mean.dtype)
