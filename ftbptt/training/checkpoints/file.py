@@ -228,16 +228,15 @@ def from_plain(plain: Any, like: Tree, device: torch.device, start: Tree = None)
     if plain is None:
         return None
     structure = start if like is None else like
-    leaves, spec = tree_flatten(plain if structure is None else in_order_of(structure, plain))
-    moved = [leaf.to(device) for leaf in leaves]
-    if like is None:
-        return tree_unflatten(moved, spec if start is None else tree_flatten(start)[1])
-    expected_leaves, spec = tree_flatten(like)
-    expected = [list(leaf.shape) for leaf in expected_leaves]
-    found = [list(leaf.shape) for leaf in moved]
-    if expected != found:
-        raise ValueError(
-            f"state: its tensors are {expected}, but in the checkpoint {found}. Resume with the "
-            "state and the rows that the run was started with."
-        )
-    return tree_unflatten(moved, spec)
+    if structure is None:
+        return tree_map(lambda leaf: leaf.to(device), plain)
+    leaves = tree_leaves(in_order_of(structure, plain))
+    if like is not None:
+        expected = [list(leaf.shape) for leaf in tree_leaves(like)]
+        found = [list(leaf.shape) for leaf in leaves]
+        if expected != found:
+            raise ValueError(
+                f"state: its tensors are {expected}, but in the checkpoint {found}. Resume with "
+                "the state and the rows that the run was started with."
+            )
+    return tree_unflatten([leaf.to(device) for leaf in leaves], tree_flatten(structure)[1])
