@@ -16,8 +16,8 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
-from ..._checks import check_function, check_int, check_one_of, check_positive
-from ..._trees import Tree, keystr, tree_flatten_with_path, tree_leaves, tree_map
+from ..._checks import check_function, check_int, check_one_of, check_positive, check_tensors
+from ..._trees import Tree, tree_leaves, tree_map
 from ...backends import NAMES
 from ...training.data.chunk import Chunk
 from ...training.data.windows import Truncation
@@ -168,7 +168,7 @@ def create_supervised_tbptt_trainer(
         partial(
             Chunks, model, loss_fn, backend=backend, initial=initial, autocast=autocast,
             scaler=scaler,
-        ), k2, carried, loss_mean,
+        ), carried, loss_mean,
     )  # fmt: skip
     engine = Engine(iteration)
     engine.register_events(*Tbptt_Events)
@@ -237,7 +237,6 @@ class _Iteration:
     updates: _Updates
     prepare: Callable[[Any], Any]
     make_chunks: Callable[[int], Chunks]
-    k2: int
     carried: bool
     loss_mean: str
     chunks: dict[int, Chunks] = field(default_factory=dict)  # by axis: dim may count from the end
@@ -272,7 +271,8 @@ class _Iteration:
         if window.axis not in self.chunks:
             self.chunks[window.axis] = self.make_chunks(window.axis)
         self.updates.before_chunk()
-        weight = 1.0 if self.updates.accumulate == 1 else window.steps / self.k2
+        k2 = self.windows.truncation.k2
+        weight = 1.0 if self.updates.accumulate == 1 else window.steps / k2
         output = self.chunks[window.axis].run(chunk, hidden, window.save_at, weight)
         self.updates.after_chunk(weight)
         return output
@@ -311,9 +311,7 @@ def _check_state(state: Tree) -> None:
                 f'state: expected a tree of tensors, "carry" or None, found {state!r}.'
             )
         return
-    for path, leaf in tree_flatten_with_path(state)[0]:
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"state{keystr(path)}: expected a tensor, found {type(leaf).__name__}. Give the "
-                'hidden state that the data begins with, or "carry" to begin with model(x).'
-            )
+    check_tensors(
+        "state", state,
+        'Give the hidden state that the data begins with, or "carry" to begin with model(x).',
+    )  # fmt: skip
