@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ftbptt.integrations.lightning import TBPTTModule
 from ftbptt.training import Truncation
+from ftbptt.training.segments import Segments
 
 from ..training.streams import cross_entropy, honest_updates, mean_cross_entropy, tagger, zeros
 
@@ -32,6 +33,10 @@ class Tagger(TBPTTModule):
         self.lr, self.carry, self.k_eval = lr, carry, k_eval
         windows = {"k1": 4, "k2": None, "burn_in": 0, "context": 0} | windows
         self._truncation = Truncation.of(**windows, fresh=False)
+        if self._batches is not None:
+            self._batches.segments = Segments(
+                self._batches.train_segment, context=self._truncation.context
+            )
         self.outs: list[tuple[str, Tensor]] = []
         return self
 

@@ -75,7 +75,8 @@ def _call_chunk(one_step: Any, x: Tree, state: Tree) -> tuple[Tree, Tree]:
 class Batches:
     """The segments of a module and a loss, and the conversion of batches to their layout.
 
-    Here time is always axis 0 and the batch axis 1, wherever the caller has them.
+    Here time is always axis 0 and the batch axis 1, wherever the caller has them. ``context`` is
+    that of the windows that are trained on.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Batches:
         loss: Loss,
         *,
         time_dim: int,
+        context: int,
         backend: str,
         recompute: bool,
     ) -> None:
@@ -99,7 +101,7 @@ class Batches:
         )  # fmt: skip
         self._parameter_names = [name for name, _ in self._step.named_parameters()]
         self._modules = list(self._step.modules())
-        self._segments: dict[int, Segments] = {}  # by context
+        self.segments = Segments(self.train_segment, context=context)
         self._predicting = Segments(self.train_segment.variant(loss=lambda _: _no_loss))
 
     def _time_first_loss(self, loss: Loss) -> Loss:
@@ -120,12 +122,6 @@ class Batches:
     def params(self) -> dict[str, Tensor]:
         """The module's parameters, by the segment's names for them."""
         return dict(self._step.named_parameters())
-
-    def segments(self, context: int) -> Segments:
-        """The segments for windows with a ``context``."""
-        if context not in self._segments:
-            self._segments[context] = Segments(self.train_segment, context=context)
-        return self._segments[context]
 
     def chunk(self, item: Any) -> Chunk:
         """Checks a batch and moves time to the front.
@@ -151,7 +147,7 @@ class Batches:
 
     def evaluate(self, state: Tree, chunk: Chunk, k: int) -> Iterator[EvaluatedPart]:
         """Runs a batch in parts of ``k`` steps."""
-        return _evaluate(self.segments(0), self.params(), state, chunk, k)
+        return _evaluate(self.segments, self.params(), state, chunk, k)
 
     def predict(self, state: Tree, chunk: Chunk, k: int) -> tuple[Tree, Tree]:
         """``(out, state)`` of all steps, without a target or a loss."""
@@ -164,7 +160,7 @@ class EvaluatedPart(NamedTuple):
     """The results of consecutive steps of a batch, time first, and the state after them."""
 
     out: Tree
-    chunk: Chunk
+    y: Tree
     stats: WindowStats
     state: Tree
 
@@ -179,16 +175,16 @@ def _evaluate(
         state = result.state
         _, weight, steps, tokens = segments.count(part, state, 0)
         stats = WindowStats(result.loss, weight, steps, tokens)
-        yield EvaluatedPart(result.out, part, stats, state)
+        yield EvaluatedPart(result.out, part.y, stats, state)
 
 
 class TrainedWindow(NamedTuple):
-    """The results of a window. ``chunk``: the steps of ``out``, time first."""
+    """The results of a window, time first."""
 
     grads: Tree
     stats: WindowStats
     out: Tree
-    chunk: Chunk
+    y: Tree
 
 
 class Windows:
@@ -221,7 +217,7 @@ class Windows:
             place = Place(0, window.index + 1, next_start, next_state, window.end)
             _, weight, steps, tokens = segments.count(chunk, result.state, segments.context)
             stats = WindowStats(result.loss, weight, steps, tokens)
-            yield TrainedWindow(result.grads, stats, result.out, chunk)
+            yield TrainedWindow(result.grads, stats, result.out, chunk.y)
         end = axes.steps(self._chunk)
         if place.end < end:  # steps after the last window with a loss still advance the state
             rest = axes.cut(self._chunk, place.position, end)

@@ -201,15 +201,14 @@ class TBPTTModule(LightningModule):
         learner = run.learner(params)
         chunk = batches.chunk(self.chunk(batch))
         state = run.carried(self._start(batches, chunk), self.current_epoch)
-        segments = batches.segments(self._truncation.context)
-        windows = Windows(segments, self._truncation, params, state, chunk)
+        windows = Windows(batches.segments, self._truncation, params, state, chunk)
         stats: list[WindowStats] = []
         is_last = trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
         for window in windows.run(run.scale):
             learner.add(window.grads, window.stats.weight)
             stats.append(window.stats)
             run.pending.append(window.stats)
-            self._call_on_chunk(batches, "train", window.out, window.chunk.y)
+            self._call_on_chunk(batches, "train", window.out, window.y)
             if len(run.pending) >= trainer.accumulate_grad_batches:
                 run.update()
                 if 0 <= trainer.max_steps <= trainer.global_step:
@@ -265,7 +264,8 @@ class TBPTTModule(LightningModule):
     def _current_batches(self) -> Batches:
         """The segments, built again only if submodules or parameters were added or removed."""
         if self._batches is None or not self._batches.is_current():
-            self._batches = Batches(self, self.loss, **self._options)
+            context = self._truncation.context
+            self._batches = Batches(self, self.loss, context=context, **self._options)
             self._zeros = None
         return self._batches
 
@@ -299,7 +299,7 @@ class TBPTTModule(LightningModule):
         for part in batches.evaluate(state, chunk, self.k_eval):
             state = part.state
             stats.append(part.stats)
-            self._call_on_chunk(batches, stage, part.out, part.chunk.y)
+            self._call_on_chunk(batches, stage, part.out, part.y)
         self._run.stage_states[stage, dataloader_idx] = state
         batch_stats = WindowStats.joined(stats)
         self.log(
