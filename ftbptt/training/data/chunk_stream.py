@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from ..._compat.training import has_workers, with_workers
 from ..._interrupt import uninterrupted
 from ..._messages import first_line
@@ -51,9 +49,9 @@ class ChunkStream:
         self._held: deque[_HeldChunk] = deque()
         self._end = 0  # the first step of the next chunk
         self.randomness = DataRandomness(chunks)
-        self._random_at_start: dict[int, dict[str, Any]] = {}  # the first chunk's once it is taken
-        self._generator_states: list[Tensor] = []  # before the epoch
-        self._had_workers = False  # before the epoch
+        # What there was before the epoch, as in a reading; the random numbers also before the first
+        # chunk, once it is taken.
+        self._start: dict[str, Any] = {"random": {}, "generators": [], "had_workers": False}
         self._replay = _IteratorReplay()
 
     def beginning(self) -> dict[str, Any]:
@@ -67,16 +65,17 @@ class ChunkStream:
     def begin(self, epoch: int) -> None:
         self.randomness.rejoin()
         with self.randomness.drawing():
-            if self._random_at_start and self._epoch == epoch and not self.pulled:
-                self._return_to_start(  # it was interrupted while it began
-                    self._random_at_start, self._generator_states, self._had_workers
-                )
+            if self._start["random"] and self._epoch == epoch and not self.pulled:
+                self._return_to(self._start)  # it was interrupted while it began
             self._begin(epoch, {_EPOCH_START: random_state()})
 
     def _begin(self, epoch: int, random: dict[int, dict[str, Any]]) -> None:
-        self._generator_states = self.randomness.generator_states()
-        self._had_workers = has_workers(self.chunks)
-        self._random_at_start, self._epoch = random, epoch
+        start = {
+            "random": random,
+            "generators": self.randomness.generator_states(),
+            "had_workers": has_workers(self.chunks),
+        }
+        self._start, self._epoch = start, epoch
         self.randomness.set_epoch(epoch)
         iterator = iter(self.chunks)
         if iterator is self.chunks and self.pulled:
@@ -165,10 +164,11 @@ class ChunkStream:
             )
         assert self._iterator is not None
         if not self.pulled:
-            if _FIRST_CHUNK in self._random_at_start:  # it is read again, or failed
-                set_random_state(self._random_at_start[_FIRST_CHUNK])
+            random = self._start["random"]
+            if _FIRST_CHUNK in random:  # it is read again, or failed
+                set_random_state(random[_FIRST_CHUNK])
             else:
-                self._random_at_start[_FIRST_CHUNK] = random_state()
+                random[_FIRST_CHUNK] = random_state()
         try:  # in one step: Ctrl-C does not come when the item is neither here nor there
             self._taken.extend(islice(self._iterator, 1))
         except BaseException as error:
@@ -189,7 +189,7 @@ class ChunkStream:
             self.read_again(reading, self._epoch, self._held[0].start if self._held else self._end)
         except BaseException as error:  # it fails once more: the next read begins again as this one
             self.pulled, self._end, self._held = position
-            self._random_at_start, self._failure = reading["random"], type(error).__name__
+            self._start["random"], self._failure = reading["random"], type(error).__name__
             raise
         finally:
             set_random_state(process_state)
@@ -204,12 +204,7 @@ class ChunkStream:
     def reading(self) -> dict[str, Any]:
         if self._is_iterator:
             self._replay.take_snapshot(_Snapshot(self.pulled, self._end, tuple(self._held)))
-        return {
-            "pulled": self.pulled,
-            "random": dict(self._random_at_start),
-            "generators": self._generator_states,
-            "had_workers": self._had_workers,
-        }
+        return {"pulled": self.pulled, **self._start, "random": dict(self._start["random"])}
 
     def read_again(self, reading: dict[str, Any], epoch: int, start: int) -> None:
         if self._is_iterator:
@@ -217,20 +212,17 @@ class ChunkStream:
             self.pulled, self._end = snapshot.pulled, snapshot.end
             self._held = deque(snapshot.held)
             return
-        random = dict(reading["random"])
         self.randomness.rejoin()
         with self.randomness.drawing():
-            self._return_to_start(random, reading["generators"], reading["had_workers"])
-            self._begin(epoch, random)
+            self._return_to(reading)
+            self._begin(epoch, dict(reading["random"]))
             self._pull_again(reading["pulled"], start)
 
-    def _return_to_start(
-        self, random: dict[int, dict[str, Any]], generators: list[Tensor], had_workers: bool
-    ) -> None:
+    def _return_to(self, start: dict[str, Any]) -> None:
         """Returns to the random numbers before the epoch."""
-        with_workers(self.chunks, had_workers)
-        set_random_state(random[_EPOCH_START])
-        self.randomness.set_generator_states(generators)
+        with_workers(self.chunks, start["had_workers"])
+        set_random_state(start["random"][_EPOCH_START])
+        self.randomness.set_generator_states(start["generators"])
 
     def _pull_again(self, count: int, start: int) -> None:
         while self.pulled < count:
