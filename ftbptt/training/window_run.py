@@ -9,7 +9,7 @@ import torch
 from .._trees import Tree, tree_leaves
 from .data.chunk import Chunk
 from .data.cursor import Place, Span
-from .data.windows import Truncation, Window
+from .data.windows import Truncation, Window, kept_within
 from .reports.events import Events, emit, tell_sequence_ends
 from .segments import Segments
 from .updates.learner import Learner
@@ -69,7 +69,7 @@ class WindowRunner:
         next_start = self.truncation.next_start(window)
         state = self.initial if self.truncation.fresh else place.state
         chunk, state, next_state = segments.warm_up(learner.params, state, span, next_start)
-        keep = self.truncation.kept_within(window)
+        keep = kept_within(window, next_start)
         gathered_before = learner.gathered
         result = self._run_checked(_Job(window, chunk, state, keep, update), place.state)
         if result is None:

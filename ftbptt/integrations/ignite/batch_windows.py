@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._messages import describe_type
-from ...training.data.windows import Truncation
+from ...training.data.windows import Truncation, kept_within
 
 
 class BatchWindow(NamedTuple):
@@ -74,7 +74,7 @@ class BatchWindows:
         count = max(1, min(-(-steps // k1) for steps in (x_steps, y_steps)))
         for i in range(count):
             window = self.truncation.window(i)
-            start, end = window.start, window.end
+            start, end, next_start = window.start, window.end, self.truncation.next_start(window)
             steps = min(end, x_steps) - start
             is_last = i == count - 1
             flags = None
@@ -84,8 +84,8 @@ class BatchWindows:
                 x.narrow(self.dim, start, steps),
                 y.narrow(self.dim, start, min(end, y_steps) - start),
                 flags,
-                save_at=None if is_last else self.truncation.kept_within(window),
-                repeats_start=not is_last and self.truncation.next_start(window) == start,
+                save_at=None if is_last else kept_within(window, next_start),
+                repeats_start=not is_last and next_start == start,
                 steps=steps,
                 axis=axis,
             )

@@ -21,7 +21,7 @@ from ...training.data.chunk import Chunk, TimeAxes, as_chunk, as_tensors, error_
 from ...training.data.cursor import Cursor, Place, Span
 from ...training.data.prefetch import Mover
 from ...training.data.source import Arrays
-from ...training.data.windows import Truncation, Window
+from ...training.data.windows import Truncation, Window, kept_within
 from ...training.segments import Segments
 from ...training.updates.window_stats import WindowStats
 
@@ -209,7 +209,7 @@ class Windows:
         while (span := cursor.take(place)) is not None:
             window, next_start = span.window, truncation.next_start(span.window)
             chunk, state, next_state = segments.warm_up(params, place.state, span, next_start)
-            keep = truncation.kept_within(window)
+            keep = kept_within(window, next_start)
             result, state_within = segments.train(params, state, chunk, keep, next_scale())
             if next_start > window.start:
                 next_state = state_within

@@ -103,11 +103,6 @@ class Truncation:
         start = (window.index + 2) * self.k1 - self.k2 - self.burn_in
         return min(max(0, start), window.end)
 
-    def kept_within(self, window: Window) -> int | None:
-        """:meth:`next_start` as a step of the gradient, if it is within that."""
-        keep = self.next_start(window)
-        return keep - window.start if window.start < keep < window.end else None
-
     def learns(self, window: Window) -> bool:
         """Whether any step of the window has a loss."""
         return window.end - window.start > self.context
@@ -135,3 +130,8 @@ class Truncation:
         last = self.cut(self.window(windows - 1), total)
         is_last_too_short = windows > without_loss and (last is None or not self.learns(last))
         return windows - without_loss - is_last_too_short
+
+
+def kept_within(window: Window, next_start: int) -> int | None:
+    """The start of the next window as a step of this one's gradient, if it is within that."""
+    return next_start - window.start if window.start < next_start < window.end else None
