@@ -301,15 +301,14 @@ def _own_source(
     ``state`` is that of all rows.
     """
     transforms: list[Callable[[Chunk], Chunk]] = []
-    if prepare is not None:
-        transforms.append(partial(segments.prepared, prepare))
-    if ranks is None:
-        return source, transforms
-    if isinstance(source, Shareable):
+    if ranks is not None and isinstance(source, Shareable):
         if (rows := getattr(source, "rows", None)) is not None:
             segments.set_share(rows, ranks.rank, ranks.size)
-        return source.share(ranks.rank, ranks.size), transforms
-    if isinstance(source, ChunkStream):
-        source.begin_as(ranks.gather(source.beginning())[0])
-    transforms.insert(0, partial(segments.own_rows, ranks.rank, ranks.size, state))
+        source = source.share(ranks.rank, ranks.size)
+    elif ranks is not None:
+        if isinstance(source, ChunkStream):
+            source.begin_as(ranks.gather(source.beginning())[0])
+        transforms.append(partial(segments.own_rows, ranks.rank, ranks.size, state))
+    if prepare is not None:
+        transforms.append(partial(segments.prepared, prepare))
     return source, transforms

@@ -121,8 +121,8 @@ class Cursor:
             if self.truncation.learns(window):
                 break
             index += 1
-        for prepare in self.transforms:
-            chunk = prepare(chunk)
+        for transform in self.transforms:
+            chunk = transform(chunk)
         return Span(window, first, *self.mover.start(chunk))
 
     def _first_step(self, window: Window, place: Place) -> int:
