@@ -243,21 +243,20 @@ def has_only_tensors(chunk: Chunk) -> bool:
 
 
 def as_tensors(chunk: Chunk) -> Chunk:
-    """The chunk with its arrays copied to tensors, so that writing to them changes no file."""
-    if has_only_tensors(chunk):
-        return chunk
+    """The chunk with its leaves by :func:`as_tensor`."""
+    return chunk if has_only_tensors(chunk) else map_leaves(as_tensor, chunk)
+
+
+def as_tensor(leaf: Any) -> Tensor:
+    """The tensor, or a copy of the array as one, so that writing to it changes no file."""
+    if isinstance(leaf, Tensor):
+        return leaf
     import numpy
 
-    def as_tensor(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf
-        array = numpy.array(as_array("data", leaf))  # a slice may be masked where the whole is not
-        try:
-            return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
-        except TypeError as error:
-            raise TypeError(
-                f"data: has an array of {array.dtype}, of which torch makes no tensor. Convert it."
-            ) from error
-
-    converted: Chunk = map_leaves(as_tensor, chunk)
-    return converted
+    array = numpy.array(as_array("data", leaf))  # a slice may be masked where the whole is not
+    try:
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+    except TypeError as error:
+        raise TypeError(
+            f"data: has an array of {array.dtype}, of which torch makes no tensor. Convert it."
+        ) from error

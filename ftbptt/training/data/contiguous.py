@@ -10,7 +10,7 @@ import torch
 
 from ..._checks import check_int
 from ...distributed.shares import share_of
-from .chunk import Chunk, as_array, as_tensors
+from .chunk import Chunk, as_array, as_tensor
 
 
 class ContiguousStreams:
@@ -66,9 +66,9 @@ class ContiguousStreams:
         if start >= stop:
             return None
         # One more token than steps: x is all but the last, y all but the first.
-        pieces = [Chunk(self.tokens[first + start : first + stop + 1])
-                  for first in self._row_starts]  # fmt: skip
-        rows = [as_tensors(piece).x for piece in pieces]
+        rows = [
+            as_tensor(self.tokens[first + start : first + stop + 1]) for first in self._row_starts
+        ]
         tokens = torch.stack(rows, 1 - self.time_dim)
         steps = stop - start
         return Chunk(tokens.narrow(self.time_dim, 0, steps), tokens.narrow(self.time_dim, 1, steps))
