@@ -13,7 +13,7 @@ from tqdm import tqdm
 from .._checks import check_device, check_function, check_int, kind_of
 from .._trees import Tree, tree_leaves, tree_map
 from ..contract.layout import Layout
-from ..segment.make_segment import check_made
+from ..contract.output import SegmentOutput
 from ..segment.train_segment import TrainSegment
 from .data.chunk import Chunk
 from .data.prefetch import Mover
@@ -26,7 +26,8 @@ from .segments import Segments
 class Evaluation:
     """The result of :func:`evaluate_stream`.
 
-    - ``loss``: the mean over all valid steps (with ``in_dims``: see there); 0 if there are none.
+    - ``loss``: the mean over all valid steps (with ``in_dims``: see there); 0 if there are none. Of
+      an ensemble a tensor [M], on the device.
     - ``steps``: the number of valid steps, summed over rows.
     - ``metrics``: by name, what each metric's ``compute()`` returned.
     - ``state``: the state after the last step.
@@ -40,14 +41,14 @@ class Evaluation:
     Evaluation(loss=5.0, steps=4, metrics={})
     """
 
-    loss: float
+    loss: Any
     steps: int
     metrics: dict[str, Any]
     state: Tree = field(repr=False)
 
 
 def evaluate_stream(
-    train_segment: TrainSegment | RandomTruncation,
+    train_segment: TrainSegment | RandomTruncation | Callable[..., SegmentOutput],
     params: Tree,
     state: Tree,
     data: Any,
@@ -58,6 +59,7 @@ def evaluate_stream(
     prepare: Callable[[Tree, Tree], tuple[Tree, Tree]] | None = None,
     device: str | torch.device | None = None,
     progress: bool = False,
+    time_dim: int | None = None,
 ) -> Evaluation:
     """evaluate_stream : train_segment, params, state, data -> Evaluation
 
@@ -76,11 +78,15 @@ def evaluate_stream(
     ``[N, ...]`` and ``target`` is ``y`` as ``[N, ...]``, or what ``metric_inputs(out, y)`` makes of
     the chunk ``[K, B, ...]`` before that. They are not reset.
 
+    Of an ensemble pass ``torch.func.vmap(train_segment.evaluate, in_dims=...)`` as
+    ``train_segment``, and as ``time_dim`` the axis of time in the data, as for
+    :func:`train_stream`; so may any function be with such arguments and results. It has no
+    ``metrics``, and as many losses as the function returns.
+
     A module runs in the mode that it is in: call ``model.eval()`` before, if it has dropout.
 
-    Raises TypeError for a ``train_segment`` that this package did not make, for what is no metric
-    or no function, and for ``metric_inputs`` that returns no pair; ValueError for data without a
-    step.
+    Raises TypeError for what is no segment, metric or function, for ``metric_inputs`` that returns
+    no pair, and for metrics of a function; ValueError for data without a step.
 
     >>> import ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)
@@ -94,7 +100,14 @@ def evaluate_stream(
     """
     if isinstance(train_segment, RandomTruncation):
         train_segment = train_segment.train_segment
-    check_made(train_segment)
+    if isinstance(getattr(train_segment, "__wrapped__", None), TrainSegment):
+        raise TypeError(
+            "train_segment: a segment under vmap computes gradients. Pass "
+            "vmap(train_segment.evaluate, in_dims=...)."
+        )
+    if isinstance(segment := getattr(train_segment, "__self__", None), TrainSegment):
+        train_segment = segment  # its method evaluate was passed
+    segments = Segments(train_segment, time_dim=time_dim)
     k = check_int("k", k, 1)
     if metric_inputs is not None:
         check_function("metric_inputs", metric_inputs, "(out, y)")
@@ -102,7 +115,11 @@ def evaluate_stream(
         check_function("prepare", prepare, "(x, y)")
     metrics = {} if metrics is None else metrics
     _check_metrics(metrics)
-    segments = Segments(train_segment)
+    if metrics and segments.inner is None:
+        raise TypeError(
+            "metrics: of a function it is not known where time and rows are in what it returns. "
+            "Pass what make_train_segment returns, for each model of an ensemble in turn."
+        )
     source = as_source(data, segments.axes)
     source.begin(0)
     mover = Mover(check_device(device))
@@ -134,8 +151,9 @@ def evaluate_stream(
             bar.update(counts.steps)
     if loss_sum is None:
         raise ValueError("data: has no steps to evaluate on.")
+    loss = loss_sum / max(int(weights), 1)
     return Evaluation(
-        float(loss_sum) / max(int(weights), 1),
+        loss if loss.dim() else float(loss),
         int(valid_steps),
         {name: metric.compute() for name, metric in metrics.items()},
         state,

@@ -54,7 +54,8 @@ class Segments(DataLayout):
                 "time_dim: belongs to the segment. Pass it to "
                 f"make_train_segment(..., time_dim={time_dim})."
             )
-        self.under_vmap = isinstance(getattr(train_segment, "__wrapped__", None), TrainSegment)
+        mapped = getattr(train_segment, "__wrapped__", None)  # a segment, or its evaluate
+        self.under_vmap = isinstance(getattr(mapped, "__self__", mapped), TrainSegment)
         if time_dim is None and self.under_vmap:
             raise ValueError(
                 "time_dim: train_segment is under vmap, which adds an axis to x and y. Say where "
@@ -169,6 +170,11 @@ class Segments(DataLayout):
         start, position, next_state = span.window.start, span.first, state
         if position == start:
             return span.chunk, state, state
+        if self.inner is None:
+            raise TypeError(
+                "burn_in, k2: steps without a gradient need train_segment.evaluate. Pass what "
+                "make_train_segment returns."
+            )
         axes = self.axes(span.chunk.x)
         for stop in (min(next_start, start), start):
             if position < stop:
@@ -188,15 +194,15 @@ class Segments(DataLayout):
         return state
 
     def evaluate(self, params: Tree, state: Tree, chunk: Chunk) -> SegmentOutput:
-        """The segment's output without gradients, with the loss of all steps: no context."""
-        if self.inner is None:
-            raise TypeError(
-                "burn_in, k2: steps without a gradient need train_segment.evaluate. Pass what "
-                "make_train_segment returns."
-            )
-        segment = variant(self.inner, states=False, scaled=False, context=0)
+        """The output without gradients, with the loss of all steps: of a segment without context.
+
+        What the caller's function returns, if it is no segment.
+        """
+        evaluate = self.train_segment
+        if self.inner is not None:
+            evaluate = variant(self.inner, states=False, scaled=False, context=0).evaluate
         with self._autocasting(chunk):
-            return segment.evaluate(params, state, chunk.x, chunk.y, **_flags(chunk))
+            return evaluate(params, state, chunk.x, chunk.y, **_flags(chunk))
 
     def _autocasting(self, chunk: Chunk) -> AbstractContextManager[Any]:
         if self._autocast is None:

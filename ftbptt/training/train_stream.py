@@ -127,10 +127,10 @@ def train_stream(
         gradients by valid steps. With ``in_dims`` the loss is a mean over sequences, each with its
         own mean over valid steps (0 if it has none); there sequences times steps are the weight.
     ``clip_norm``, ``clip_value``, ``scheduler``, ``ema_decay``
-        Clipping of the gradient, by norm first (the norm of all gradients together, those of an
-        ensemble's models too); a scheduler of torch, stepped at each update (``ReduceLROnPlateau``
-        at each report); a moving average of the parameters, which begins at those before the first
-        update.
+        Clipping of the gradient, by norm first (the norm of all gradients together; in an ensemble,
+        where the loss is [M] and all gradients are [M, ...], that of each model's); a scheduler of
+        torch, stepped at each update (``ReduceLROnPlateau`` at each report); a moving average of
+        the parameters, which begins at those before the first update.
     ``autocast``, ``scaler``
         ``torch.bfloat16`` or ``torch.float16``, and a ``torch.amp.GradScaler`` for the latter.
     ``stop``

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from .._interrupt import uninterrupted
 from .._random_state import random_state, set_random_state
@@ -18,6 +17,8 @@ from .reports.events import SequenceEnd, emit
 from .reports.monitor import Monitor
 from .reports.report import Report
 from .resume_point import ResumePoint
+from .updates.nonfinite import in_words
+from .updates.norms import total_norm
 from .updates.rank_sync import RankSync
 from .updates.update import Update
 from .updates.window_stats import WindowStats
@@ -189,16 +190,16 @@ class Trainer:
         ``due``: whether to read the losses after it; None: as this process's clock says.
         """
         learner = self.learner
-        grads, norm = learner.ready()
+        grads, norm = learner.ready(stats.loss)
         # A NaN in steps that are masked has no part in the loss, but in the gradient.
         is_masked = isinstance(stats.weight, Tensor)
         if norm is None and is_masked and grads and self.guard.reads_now(grads[0]):
-            norm = get_total_norm(grads)
+            norm = total_norm(grads, stats.loss)
         if norm is not None and self._stops_at(grads, norm):
             return None
         self._announce(grads)
         if norm is None and learner.changes_gradients:
-            norm = get_total_norm(grads)
+            norm = total_norm(grads, stats.loss)
         with self.uninterrupted():
             update, report = self._step(stats, grads, norm, due)
         if report is not None:
@@ -217,7 +218,7 @@ class Trainer:
         if not clips and all(grad.isfinite().all() for grad in grads):  # a sum of float16 overflows
             return False
         self.ended |= self.guard.stops(
-            f"the gradient's norm is {float(norm)} in update {self.index}, though its loss is "
+            f"the gradient's norm is {in_words(norm)} in update {self.index}, though its loss is "
             "finite, as with a NaN in steps of the data that are masked",
             "The run stops before that update; the parameters are those before it.",
         )

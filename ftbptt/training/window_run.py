@@ -13,7 +13,7 @@ from .data.windows import Truncation, Window, kept_within
 from .reports.events import Events, emit, tell_sequence_ends
 from .segments import Segments
 from .updates.learner import Learner
-from .updates.nonfinite import Guard, nonfinite_window
+from .updates.nonfinite import Guard, in_words, nonfinite_window
 from .updates.rank_sync import RankSync
 from .updates.window_stats import WindowStats
 
@@ -172,7 +172,7 @@ class WindowRunner:
         layout = segments.layout(chunk.x)
         cause = nonfinite_window(learner.params, output, chunk, layout, window.start, row)
         if self.guard.stops(
-            f"the loss of update {update} is {output.loss.tolist()}: {cause}",
+            f"the loss of update {update} is {in_words(output.loss)}: {cause}",
             "The run stops before that update; the parameters are those before it.",
         ):
             return None

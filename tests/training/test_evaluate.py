@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 from torchmetrics import MeanSquaredError, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 from torchmetrics.text import Perplexity
@@ -19,6 +20,7 @@ from ftbptt import make_train_segment
 from ftbptt.training import Chunk, evaluate_stream
 
 from .evaluations import Loss, accuracy, evaluate, flags, made, plain
+from .stream_runs import assert_equal
 from .streams import cross_entropy, mean_cross_entropy, stream, tagger, zeros
 
 # -- the loss -----------------------------------------------------------------------------------
@@ -302,6 +304,33 @@ def test_metrics_of_a_target_of_each_step() -> None:
         metrics={"error": MeanSquaredError()}, metric_inputs=lambda out, y: (out.mean(-1), y),
     )  # fmt: skip
     assert found.metrics["error"].item() == pytest.approx(found.loss)
+
+
+def test_an_ensemble() -> None:
+    """The state and a loss of each model, with the same data."""
+    modules = [tagger(seed).double() for seed in range(3)]
+    params, _ = torch.func.stack_module_state(modules)
+    segment = make_train_segment(modules[0], mean_cross_entropy, backend="eager")
+    data, state = stream(9, rows=3), zeros(3)
+    ensemble = vmap(segment.evaluate, in_dims=(0, None, None, None))
+    with pytest.raises(ValueError, match="time_dim: train_segment is under vmap"):
+        evaluate_stream(ensemble, params, state, data)
+    models = tuple(torch.stack([leaf] * 3) for leaf in state)
+    ensemble = vmap(segment.evaluate, in_dims=(0, 0, None, None))
+    found = evaluate_stream(ensemble, params, models, data, k=4, time_dim=0)
+    for i, own in enumerate(modules):
+        # The method of a segment is taken for the segment.
+        alone = evaluate_stream(segment.evaluate, dict(own.named_parameters()), state, data)
+        assert alone.steps == 27
+        assert float(found.loss[i]) == pytest.approx(alone.loss)
+        assert_equal([leaf[i] for leaf in found.state], list(alone.state))
+    with pytest.raises(TypeError, match="metrics: of a function it is not known where time"):
+        evaluate_stream(
+            ensemble, params, models, data, time_dim=0, metrics={"error": MeanSquaredError()}
+        )
+    message = r"computes gradients. Pass vmap\(train_segment.evaluate, in_dims=...\)"
+    with pytest.raises(TypeError, match=message):
+        evaluate_stream(vmap(segment), params, models, data, time_dim=0)
 
 
 def test_no_train_segment() -> None:

@@ -24,6 +24,7 @@ from .nonfinite_runs import (
     started,
 )
 from .resuming import Embedded, assert_same
+from .stream_runs import sgd
 from .streams import Tagger, mean_cross_entropy, stream, tagger, zeros
 
 # -- where it began -------------------------------------------------------------------------------
@@ -420,3 +421,24 @@ def test_a_norm_of_half_precision_that_overflows() -> None:
         train_segment, params, torch.zeros(1, 64).half(), data, optimizer, k1=2, progress=False
     )
     assert [float(update.grad_norm) for update in run] == [math.inf, math.inf]
+
+
+def test_one_model_of_an_ensemble() -> None:
+    """It is named; the axes of out under vmap are not those of data that all models share."""
+    cell = nn.RNNCell(3, 5, nonlinearity="relu").double()
+    segment = make_train_segment(cell, lambda out, y: out.square().mean(), backend="eager")
+    params, _ = torch.func.stack_module_state([cell] * 4)
+    params = {name: p.detach().requires_grad_() for name, p in params.items()}
+    with torch.no_grad():
+        params["bias_ih"][2, 3] = math.inf
+    ensemble = torch.func.vmap(segment, in_dims=(0, None, None, None))
+    updates = train_stream(
+        ensemble, params, torch.zeros(2, 5).double(), (stream(8, rows=2)[0], None), sgd(params),
+        k1=4, time_dim=0, progress=False, on_nonfinite="raise",
+    )  # fmt: skip
+    with pytest.raises(FloatingPointError) as error:
+        next(updates)
+    assert str(error.value).startswith(
+        "ftbptt: the loss of update 0 is not finite in 1 of 4 entries of vmap, first in [2]: "
+        "out is not finite; params['bias_ih'] is not finite already; grads["
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -239,8 +240,12 @@ def test_a_frozen_parameter_stays_until_it_is_thawed(segment: Segments) -> None:
         first.requires_grad_(True)
 
 
-def test_ensemble_by_vmap() -> None:
-    """A vmapped segment trains many models, each on its own stream; time is after their axis."""
+@pytest.mark.parametrize("clip_norm", [None, 0.25])
+def test_ensemble_by_vmap(clip_norm: float | None) -> None:
+    """A vmapped segment trains many models, each on its own stream; time is after their axis.
+
+    None of them has a part in another's clipping.
+    """
     modules = [tagger(seed).double() for seed in range(3)]
     params, _ = torch.func.stack_module_state(modules)
     params = {name: p.detach().requires_grad_() for name, p in params.items()}
@@ -248,12 +253,22 @@ def test_ensemble_by_vmap() -> None:
     data = [stream(9, seed=seed) for seed in range(3)]
     x, y = (torch.stack([d[i] for d in data]) for i in (0, 1))
     state = tuple(torch.stack([leaf] * 3) for leaf in zeros())
-    updates = list(train_stream(
+    run = train_stream(
         torch.func.vmap(segment), params, state, (x, y), sgd(params), k1=4, progress=False,
-        time_dim=1,
-    ))  # fmt: skip
-    assert updates[0].loss.shape == (3,)
+        time_dim=1, clip_norm=clip_norm, interval=0,
+    )  # fmt: skip
+    updates = list(run)
+    assert updates[0].loss.shape == updates[0].grad_norm.shape == (3,)
+    assert run.history[0].grad_norm == pytest.approx(float(updates[0].grad_norm.mean()))
+    if clip_norm is not None:
+        norms_of_all = torch.cat([update.grad_norm for update in updates])
+        assert norms_of_all.min() < clip_norm < norms_of_all.max()
     for i, own in enumerate(modules):
         optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+        norms: list[Tensor] = []
+        optimizer.register_step_pre_hook(lambda *_, norms=norms, own=own: norms.append(
+            nn.utils.clip_grad_norm_(own.parameters(), clip_norm or math.inf)
+        ))  # fmt: skip
         honest_updates(own, zeros(), *data[i], optimizer, k1=4, k2=4, on_update=lambda *_: None)
         assert_equal([p[i] for p in params.values()], list(own.parameters()))
+        assert_equal([update.grad_norm[i] for update in updates], norms)

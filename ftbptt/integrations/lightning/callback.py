@@ -127,7 +127,7 @@ class TBPTTRun(Callback):
         assert learner is not None
         stats = WindowStats.joined(self.pending)
         self.pending.clear()
-        learner.ready()
+        learner.ready(stats.loss)
         optimizer = module.optimizers()
         assert not isinstance(optimizer, list)
         for group in optimizer.param_groups:

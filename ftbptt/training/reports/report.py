@@ -28,9 +28,9 @@ class Report:
     ``index``, ``epoch``, ``position``
         as in :class:`Update`
     ``loss``
-        the mean over all valid steps since the last report
+        the mean over all valid steps since the last report (of an ensemble: and over the models)
     ``grad_norm``
-        the norm of the gradient in update ``index``, before clipping
+        the norm of the gradient in update ``index``, before clipping (of an ensemble: the mean)
     ``learning_rate``
         that of update ``index``, of the optimizer's first group; None if that has none, or for a
         functional optimizer
@@ -118,7 +118,7 @@ class Meter:
         if math.isnan(loss) and not float(self._weight):  # 0 / 0: else the weight is not read
             self._next = time.perf_counter() + self.interval
             return None
-        grad_norm, learning_rate = float(update.grad_norm), update.learning_rate
+        grad_norm, learning_rate = float(update.grad_norm.mean()), update.learning_rate
         learning_rate = None if learning_rate is None else float(learning_rate)
         bad = float(self._bad) if not math.isfinite(loss) else math.inf
         first_index = update.index - self._folded + 1

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.utils import get_total_norm
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -26,6 +25,7 @@ from ..._trees import (
     tree_unflatten,
 )
 from ..checkpoints.comparison import check_like, check_names, names_of
+from .norms import clip_by_norm, total_norm
 from .optimizers import (
     FunctionalOptimizer,
     Sharded,
@@ -179,10 +179,10 @@ class Learner:
         if self.scaler is not None:
             forget_unscaled(self.scaler, self.optimizer)
 
-    def ready(self) -> tuple[list[Tensor], Tensor | None]:
+    def ready(self, loss: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """The gradients of the update, unscaled and clipped, and their norm before clipping.
 
-        The norm is None if nothing is clipped.
+        The norm is None if nothing is clipped. ``loss``: that of the update.
         """
         assert self.gathered is not None
         grads, _ = self.gathered
@@ -192,11 +192,9 @@ class Learner:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
         clips = self.clip_norm is not None or self.clip_value is not None
-        norm = get_total_norm(grads) if clips else None
+        norm = total_norm(grads, loss) if clips else None
         if self.clip_norm is not None and norm is not None:
-            factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            for grad in grads:
-                grad.mul_(factor)
+            clip_by_norm(grads, norm, self.clip_norm)
         if self.clip_value is not None:
             for grad in grads:
                 grad.clamp_(-self.clip_value, self.clip_value)

@@ -74,6 +74,15 @@ class Guard:
         return mode == "stop"
 
 
+def in_words(value: Tensor) -> str:
+    """A loss or norm that is not finite: the number; under vmap, which entries are not."""
+    if not value.dim():
+        return str(value.item())
+    bad = (~value.isfinite()).nonzero().tolist()
+    first = ", ".join(map(str, bad[0]))
+    return f"not finite in {len(bad)} of {value.numel()} entries of vmap, first in [{first}]"
+
+
 def nonfinite_window(
     params: Tree,
     result: SegmentOutput,
@@ -92,7 +101,10 @@ def nonfinite_window(
     descriptions = [
         _first_step("x", chunk.x, layout.x_time, x_rows, position, first_row),
         _first_step("y", chunk.y, layout.y_time, y_rows, position, first_row),
-        _first_step("out", result.out, layout.x_time, x_rows, position, first_row),
+        # Under vmap out may have other axes than x, where that is the same for all models.
+        _first_leaf("out", result.out, "is not finite")
+        if result.loss.dim()
+        else _first_step("out", result.out, layout.x_time, x_rows, position, first_row),
         nonfinite_parameter(params),
         _first_leaf("grads", result.grads, "is the first gradient that is not finite"),
     ]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from ..._trees import Tree
+from .norms import total_norm
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -30,8 +30,8 @@ class Update:
     ``params``
         the parameters after the update
     ``grad_norm``
-        the norm [] of the gradients of all that the optimizer has, together, before clipping;
-        computed at the first access
+        the norm [] of the gradients of all that the optimizer has, together, before clipping (of
+        an ensemble [M], one for each model); computed at the first access
     ``tokens_per_second``
         steps of all rows per second, since the last report
     ``learning_rate``
@@ -65,7 +65,7 @@ class Update:
     @property
     def grad_norm(self) -> Tensor:
         if self._norm is None:
-            self._norm = get_total_norm(self._grads)
+            self._norm = total_norm(self._grads, self.loss)
         return self._norm
 
     def __repr__(self) -> str:
