@@ -133,28 +133,16 @@ def _assigns_first(
     So must one that finds there what the first left, of another class perhaps, as the next step
     does: a step can ask for that without reading it.
     """
+    assigned: list[set[str]] = []
+    for value_at in (lambda _: _Unread(), _unread_after):
+        effects = _effects_without_reading(root, trace, result, places, value_at)
+        found = None if effects is None else _places_of(effects)
+        if found is None:
+            return False
+        assigned.append({place.description for place in found})
     descriptions = {place.description for place in places}
-    _Unread.was_read = False
-    try:
-        for place in places:
-            place.bind(_Unread())
-        again, effects = _trace_and_undo(root, trace)
-        for place in places:
-            place.bind(tree_map(_unread_if_tensor, place.after))
-        of_next, later_effects = _trace_and_undo(root, trace)
-    except Exception:
-        return False
-    finally:
-        for place in places:
-            place.bind(place.before)
-    assigned, later = _places_of(effects), _places_of(later_effects)
-    if assigned is None or later is None or _Unread.was_read:
-        return False
-    return (
-        {place.description for place in assigned} == descriptions
-        and {place.description for place in later} <= descriptions  # the same number is no effect
-        and all(has_same_code(g.graph, result.graph, same_values=True) for g in (again, of_next))
-    )
+    # In the next step the same number is no effect.
+    return assigned[0] == descriptions and assigned[1] <= descriptions
 
 
 def forbid_reading_places(
@@ -171,24 +159,38 @@ def forbid_reading_places(
     places = constants.assigned
     if not places:
         return
-    _Unread.was_read = False
-    try:
-        for place in places:
-            place.bind(tree_map(_unread_if_tensor, place.after))
-        again, _ = _trace_and_undo(root, trace)
-        is_read = not has_same_code(again.graph, result.graph, same_values=True)
-    except Exception:
-        is_read = True
-    finally:
-        for place in places:
-            place.bind(place.before)
-    if is_read or _Unread.was_read:
+    if _effects_without_reading(root, trace, result, places, _unread_after) is None:
         assigned = _some(sorted(place.description for place in places))
         raise RuntimeError(
             f"{name} reads {assigned}, which the step assigns, and would find there what was "
             f"before the call. {FROM_STEP_TO_LOSS}"
         )
     constants.leave_out(root, places)
+
+
+def _effects_without_reading(
+    root: Any,
+    trace: Callable[[], fx.GraphModule],
+    result: fx.GraphModule,
+    places: Sequence[Place],
+    value_at: Callable[[Place], Any],
+) -> list[_Effect] | None:
+    """The effects of a trace that finds other values in these places.
+
+    None if it reads one of them: then it fails, or does not give ``result``.
+    """
+    _Unread.was_read = False
+    try:
+        for place in places:
+            place.bind(value_at(place))
+        again, effects = _trace_and_undo(root, trace)
+        is_same = has_same_code(again.graph, result.graph, same_values=True)
+    except Exception:
+        return None
+    finally:
+        for place in places:
+            place.bind(place.before)
+    return None if _Unread.was_read or not is_same else effects
 
 
 def forbid_naming_places(
@@ -225,8 +227,9 @@ class _Unread(Tensor):
         raise RuntimeError("is read")
 
 
-def _unread_if_tensor(value: Any) -> Any:
-    return _Unread() if isinstance(value, Tensor) else value
+def _unread_after(place: Place) -> Any:
+    """What was assigned there, its tensors unread."""
+    return tree_map(lambda v: _Unread() if isinstance(v, Tensor) else v, place.after)
 
 
 def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[_Effect]]:
