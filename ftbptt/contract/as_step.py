@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._compat.modules import uncompiled
-from .._messages import describe_type
-from .._trees import Tree, keystr, tree_flatten_with_path, tree_leaves, tree_map
-from .step import Step, StepFunction, layers_of
+from .._trees import Tree, tree_leaves, tree_map
+from .step import Step, StepFunction, layers_of, out_and_state
 
 
 def as_step(
@@ -156,28 +155,9 @@ def _call_one_step(
         return _time_axis(batch_first, module, leaf.dim())
 
     result = module(tree_map(lambda leaf: leaf.unsqueeze(axis(leaf)), x_t), state)
-    out, state = _pair(module, result)
-    out_axis = max(axis(leaf) for leaf in _tensors(x_t))
+    out, state = out_and_state(result, f"{type(module).__name__} to return (out, state)", "out")
+    out_axis = max(map(axis, tree_leaves(x_t)))
     return tree_map(lambda leaf: leaf.squeeze(out_axis), out), state
-
-
-def _pair(module: nn.Module, result: Any) -> tuple[Tree, Tree]:
-    """``(out, state)`` as the module returned it. Raises TypeError for anything else.
-
-    Also for a Tensor or a dict, which would be taken apart as well.
-    """
-    if not (isinstance(result, (tuple, list)) and len(result) == 2):
-        raise TypeError(
-            f"step: expected {type(module).__name__} to return (out, state), found "
-            f"{describe_type(result)}. Return the output and the next state as a pair."
-        )
-    out, state = result
-    for path, leaf in tree_flatten_with_path(out)[0]:
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"step: expected tensors in out, found {type(leaf).__name__} at out{keystr(path)}."
-            )
-    return out, state
 
 
 def _call_chunk(batch_first: bool, module: nn.Module, x: Tree, state: Tree) -> tuple[Tree, Tree]:
@@ -187,8 +167,8 @@ def _call_chunk(batch_first: bool, module: nn.Module, x: Tree, state: Tree) -> t
         return _time_axis(batch_first, module, leaf.dim() - 1)
 
     result = module(tree_map(lambda leaf: leaf.movedim(0, axis(leaf)), x), state)
-    out, state = _pair(module, result)
-    out_axis = max(axis(leaf) for leaf in _tensors(x))
+    out, state = out_and_state(result, f"{type(module).__name__} to return (out, state)", "out")
+    out_axis = max(map(axis, tree_leaves(x)))
     return tree_map(lambda leaf: leaf.movedim(out_axis, 0), out), state
 
 
@@ -199,10 +179,6 @@ def _time_axis(batch_first: bool, module: nn.Module, dims: int) -> int:
     """
     least = 2 if isinstance(module, nn.RNNBase) else 1
     return 1 if batch_first and dims >= least else 0
-
-
-def _tensors(tree: Tree) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _zero_cell_state(cell: nn.RNNCellBase, x_t: Tensor) -> Tree:

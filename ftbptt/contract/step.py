@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.modules import COMPILED_PREFIX, is_persistent, own_buffers, own_parameters
+from .._messages import describe_type
 from .._reach import attributes_set_by
-from .._trees import Tree
+from .._trees import Tree, keystr, tree_flatten_with_path
 from .held_tensors import aliases_in, call_with, tied_places, watching_buffers
 from .taps import Collector, collecting, owners
 
@@ -313,6 +314,26 @@ def own_names(params: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def layers_of(module: nn.Module) -> list[nn.RNNBase]:
     return [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+
+
+def out_and_state(result: Any, expected: str, out: str) -> tuple[Tree, Tree]:
+    """``(out, state)`` as a step, or a module that takes chunks, returned it.
+
+    Raises TypeError for anything else, also for a Tensor or a dict, which would be taken apart as
+    well. ``expected`` and ``out``, the name of the output, are for its message.
+    """
+    if not (isinstance(result, (tuple, list)) and len(result) == 2):
+        raise TypeError(
+            f"step: expected {expected}, found {describe_type(result)}. Return the output and the "
+            "next state as a pair; a step without output returns its state twice."
+        )
+    for path, leaf in tree_flatten_with_path(result[0])[0]:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"step: expected tensors in {out}, found {type(leaf).__name__} at "
+                f"out{keystr(path)}."
+            )
+    return result[0], result[1]
 
 
 def start_of(step: Step, initial_state: Any, params: Tree, x_t: Tree) -> Tree:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..._compat.running import is_fake
-from ..._messages import describe_type
 from ..._trees import (
     Tree,
     in_order_of,
@@ -19,7 +18,7 @@ from ..._trees import (
     tree_flatten_with_path,
     tree_unflatten,
 )
-from ...contract.step import Step
+from ...contract.step import Step, out_and_state
 from ..graphs import Node, aten, inputs_of, needed_for, owner_of, value_of, written_by
 from ..signature import Leaf
 from .detached_writes import written_outside
@@ -35,18 +34,7 @@ def checked_pair(result: Any, state: Tree, x_only: set[torch.dtype]) -> tuple[Tr
     ``x_only``: dtypes that x has, but no parameter. Raises TypeError or ValueError if it is not
     such a pair, or if the state comes out with another structure, dtype or shape.
     """
-    if not (isinstance(result, (tuple, list)) and len(result) == 2):
-        raise TypeError(
-            f"step: expected (out_t, state), found {describe_type(result)}. Return the output "
-            "and the next state as a pair; a step without output returns its state twice."
-        )
-    out, state_after = result
-    for path, leaf in tree_flatten_with_path(out)[0]:
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"step: expected tensors in out_t, found {type(leaf).__name__} at "
-                f"out{keystr(path)}."
-            )
+    out, state_after = out_and_state(result, "(out_t, state)", "out_t")
     state_after = in_order_of(state, state_after)
     leaves_before, spec_before = tree_flatten_with_path(state)
     leaves_after, spec_after = tree_flatten_with_path(state_after)
