@@ -41,7 +41,7 @@ from .tracing.custom_gradient import CustomGradient
 from .tracing.effects import forbid_reading_places, without_effects
 from .tracing.errors import explain_trace_errors, needs_values
 from .tracing.function_overrides import FunctionOverrides
-from .tracing.step_checks import forbid_mutation, forbid_trained_captures
+from .tracing.step_checks import CHANGED_BY_LOSS, forbid_mutation, forbid_trained_captures
 from .tracing.trace import TRACING, trace_function
 
 # The key of the graphs that hold for any K; others have their K as the key.
@@ -277,7 +277,7 @@ class SegmentLoss:
             self.constants,
         )
         forbid_reading_places("loss", self.recipe.loss, traced, graph, self.constants)
-        forbid_mutation("loss", graph)
+        forbid_mutation("loss", graph, lambda _: CHANGED_BY_LOSS)
         forbid_trained_captures("loss", graph, PARAMETERS_IN_LOSS)
         return _TracedLoss(graph, mode, length)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,53 +92,50 @@ class _Outlined:
         return self.text
 
 
-def forbid_input_mutation(step: Step, module: fx.GraphModule, names: list[str]) -> None:
-    """Raises RuntimeError if the step writes into an argument. ``names``: one for each input.
+def forbid_mutation(argument: str, module: fx.GraphModule, changed: Callable[[int], str]) -> None:
+    """Raises RuntimeError if ``argument``, as it was traced, writes into a tensor from outside.
 
-    functionalize makes a copy_ of each such write.
+    Be it one that it closes over or an input: ``changed`` is what to say of the input's number.
     """
-    placeholders = module.graph.find_nodes(op="placeholder")
-    for node in module.graph.find_nodes(op="call_function", target=aten.copy_.default):
-        if node.args[0] in placeholders:
-            name = names[placeholders.index(node.args[0])]
-            if name.startswith("buffers["):
-                buffer = name[len("buffers") :].strip("[]")
-                remedy = "call module.eval(), or carry the value in the state and return it."
-                if (weight := _spectral_norm_of(name)) is not None:
-                    remedy = (
-                        "let spectral_norm iterate before each segment (of some steps, so more "
-                        f"than once): module.train(); module.{weight}; module.eval()."
-                    )
-                raise RuntimeError(
-                    f"step {step.name} changes its buffer {buffer} in place (BatchNorm in train "
-                    f"mode does). Buffers are constants of a segment: {remedy}"
-                )
-            raise RuntimeError(
-                f"step {step.name} changes {name} in place. A step is a pure function: work on a "
-                "clone, or return the new value."
-            )
+    inputs = module.graph.find_nodes(op="placeholder")
+    for node in module.graph.nodes:
+        for owner in map(owner_of, written_by(node)):
+            if owner.op == "get_attr":
+                raise written_outside(argument)
+            if owner.op == "placeholder":
+                raise RuntimeError(changed(inputs.index(owner)))
+
+
+CHANGED_BY_LOSS = (
+    "loss: changes out or y in place, which it would do to the result of the call as well. Write "
+    "out = out - a instead of out -= a, or work on a clone."
+)
+
+
+def changed_by_step(step: Step, name: str) -> str:
+    """What to say of a step that writes into its input of this name."""
+    if not name.startswith("buffers["):
+        return (
+            f"step {step.name} changes {name} in place. A step is a pure function: work on a "
+            "clone, or return the new value."
+        )
+    buffer = name[len("buffers") :].strip("[]")
+    remedy = "call module.eval(), or carry the value in the state and return it."
+    if (weight := _spectral_norm_of(name)) is not None:
+        remedy = (
+            "let spectral_norm iterate before each segment (of some steps, so more than once): "
+            f"module.train(); module.{weight}; module.eval()."
+        )
+    return (
+        f"step {step.name} changes its buffer {buffer} in place (BatchNorm in train mode does). "
+        f"Buffers are constants of a segment: {remedy}"
+    )
 
 
 def _spectral_norm_of(buffer: str) -> str | None:
     """The weight whose spectral norm torch's parametrization estimates in a buffer."""
     found = re.fullmatch(r"buffers\['(.*\.)?parametrizations\.(\w+)\.\d+\._[uv]'\]", buffer)
     return None if found is None else f"{found[1] or ''}{found[2]}"
-
-
-def forbid_mutation(argument: str, module: fx.GraphModule) -> None:
-    """Raises RuntimeError if ``argument``, as it was traced, writes into a tensor it closes over.
-
-    Or, for a loss, into what it is given, which is the caller's ``out`` and ``y``.
-    """
-    for node in module.graph.nodes:
-        written = {owner_of(changed).op for changed in written_by(node)}
-        if "get_attr" in written:
-            raise written_outside(argument)
-        if "placeholder" in written:
-            raise RuntimeError(
-                f"{argument}: changes out or y in place, which it would do to the result of the "
-                "call as well. Write out = out - a instead of out -= a, or work on a clone."
-            )
 
 
 _STRIDED = (aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default)

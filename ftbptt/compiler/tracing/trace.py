@@ -56,10 +56,10 @@ from .known_values import KNOWN, KnownTensors, fold
 from .linalg_checks import failures_as_nan, is_check
 from .random_ops import RANDOM_OPS
 from .step_checks import (
+    changed_by_step,
     checked_pair,
     floating_dtypes,
     forbid_change_of_params,
-    forbid_input_mutation,
     forbid_mixed_dtypes,
     forbid_mutation,
     forbid_strided_memory,
@@ -326,8 +326,7 @@ def _check_step(
         *leaf_names("x", s.specs.x),
         *leaf_names("state", s.specs.state),
     ]
-    forbid_input_mutation(step, module, names)
-    forbid_mutation("step", module)
+    forbid_mutation("step", module, lambda i: changed_by_step(step, names[i]))
     forbid_strided_memory(step, module)
     if s.autocast is None:
         forbid_mixed_dtypes(step, module, names)
