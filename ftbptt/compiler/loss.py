@@ -284,7 +284,7 @@ class SegmentLoss:
     def _examples(
         self, mode: FakeTensorMode, steps: Any, axes: Sequence[tuple[Level, list[bool]]]
     ) -> list[Tensor]:
-        """Fake outs, ys and mask of K ``steps``, with these axes (see :meth:`_axes`)."""
+        """Fake outs, ys and mask of K ``steps``, with these axes (see ``FlatLoss``)."""
         shapes = [leaf.shape for leaf in self.loss.leaves]
         for level, flags in axes:
             shapes = [
@@ -340,14 +340,12 @@ class SegmentLoss:
         if not axes:
             return graph
         batched: Callable[..., list[Tensor]] = for_any_length(graph)
-        if self.signature.mean_axis is not None:
-            (level, flags), *axes = axes
-            batched = _mean(vmapped(batched, [level], [flags], 1, out_dims), level.size)
-        over_levels = vmapped(
-            batched, self.signature.levels, [flags for _, flags in axes], 1, out_dims
-        )
-        examples = self._examples(mode, steps, self.loss.axes())
-        return trace_function(over_levels, examples, mode, functional=True)
+        for level, flags in axes:
+            batched = vmapped(batched, [level], [flags], 1, out_dims)
+            if level is self.signature.mean_axis:
+                batched = _mean(batched, level.size)
+        examples = self._examples(mode, steps, axes)
+        return trace_function(batched, examples, mode, functional=True)
 
 
 def _mean(function: Callable[..., list[Tensor]], size: int) -> Callable[..., list[Tensor]]:
