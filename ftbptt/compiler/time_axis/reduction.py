@@ -27,10 +27,6 @@ class Term:
         """The nodes whose values at every step it reads itself."""
         return []
 
-    def with_totals(self, nodes: set[Node]) -> Term:
-        """The same, given that loops return the sums of these nodes over steps and batch."""
-        return self
-
     def evaluate(self, values: LoopValues, sums: Mapping[Node, Tensor]) -> Tensor:
         """``sums``: those of the nodes before it in the graph."""
         raise NotImplementedError
@@ -46,18 +42,18 @@ class StepSum(Term):
         return values.total(self.node)
 
 
+class LoopTotal(StepSum):
+    """The same, which the node's loop returns."""
+
+    def sequences(self) -> Sequence[Node]:
+        return []
+
+
 class TimesSteps(Term):
     """An invariant, times K."""
 
     def evaluate(self, values: LoopValues, sums: Mapping[Node, Tensor]) -> Tensor:
         return values.invariant(self.node) * values.steps
-
-
-class LoopTotal(Term):
-    """A sum over steps and batch that the node's loop returns."""
-
-    def evaluate(self, values: LoopValues, sums: Mapping[Node, Tensor]) -> Tensor:
-        return values.total(self.node)
 
 
 class BatchSum(Term):
@@ -69,9 +65,6 @@ class BatchSum(Term):
 
     def sequences(self) -> Sequence[Node]:
         return [self.summed]
-
-    def with_totals(self, nodes: set[Node]) -> Term:
-        return LoopTotal(self.node) if self.node in nodes else self
 
     def evaluate(self, values: LoopValues, sums: Mapping[Node, Tensor]) -> Tensor:
         return values.row_sum(self.summed).reshape(value_of(self.node).shape)
@@ -147,9 +140,8 @@ class TimeSums:
         return [node for term in self.terms.values() for node in term.sequences()]
 
     def with_totals(self, nodes: set[Node]) -> TimeSums:
-        """The same, given that loops return the sums of these nodes over steps and batch."""
-        terms = {node: term.with_totals(nodes) for node, term in self.terms.items()}
-        return TimeSums(self.results, terms)
+        """The same, given that loops return the sums of these nodes over the steps."""
+        return TimeSums(self.results, self.terms | {node: LoopTotal(node) for node in nodes})
 
     def evaluate(self, values: LoopValues) -> list[Tensor]:
         """Tensors of their own: callers write to gradients in place."""
