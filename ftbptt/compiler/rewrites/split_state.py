@@ -145,16 +145,13 @@ def _move_size_one_axes(graph: fx.Graph, leaves: Sequence[Node]) -> None:
 
 def _packing(after: Node) -> Packing:
     """How the step puts the next value of a leaf together."""
-    is_join = after.target in (aten.stack.default, aten.cat.default)
-    if is_join and not contains_parts_unchanged(after):
-        return Packing()  # parts of the state would be of another dtype
-    if after.target is aten.stack.default:
-        return Packing(join_axis(after), (), len(after.args[0]))
-    if after.target is aten.cat.default:
-        dim = join_axis(after)
-        sizes = tuple(value_of(part).shape[dim] for part in after.args[0])
-        return Packing(dim, sizes, len(sizes))
-    return Packing()
+    is_stack = after.target is aten.stack.default
+    is_join = is_stack or after.target is aten.cat.default
+    if not is_join or not contains_parts_unchanged(after):  # parts would be of another dtype
+        return Packing()
+    dim, parts = join_axis(after), after.args[0]
+    sizes = () if is_stack else tuple(value_of(part).shape[dim] for part in parts)
+    return Packing(dim, sizes, len(parts))
 
 
 def _reads_of_parts(leaf: Node, packing: Packing) -> dict[Node, int] | None:
