@@ -27,11 +27,8 @@ def segment_loss(
     """
     if context:
         out, y = (without_first(tree, context, time_dim) for tree in (out, y))
-        mask = (
-            None
-            if mask is None
-            else without_first(mask, context, time_dim if mask.dim() > 1 else 0)
-        )
+        if mask is not None:
+            mask = without_first(mask, context, time_dim if mask.dim() > 1 else 0)
     value = loss(out, y)
     if not isinstance(value, Tensor):
         raise TypeError(
