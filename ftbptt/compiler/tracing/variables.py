@@ -88,7 +88,8 @@ def scopes_of(root: Any, reached: Collection[Any]) -> Iterator[Scope]:
             yield _globals(value)
             yield _in_dict(vars(value), _attribute(f"the function {value.__name__}"), value)
         elif isinstance(value, partial):
-            yield _of_partial(value)
+            yield _fixed({str(i): arg for i, arg in enumerate(value.args)}, _argument_of_partial)
+            yield _in_dict(value.keywords, _argument_of_partial)
         elif isinstance(value, ModuleType):
             yield _in_dict(vars(value), _variable_of(value.__name__), names=names)
         elif isinstance(value, type):
@@ -113,6 +114,10 @@ def _attribute(owner: str, path: str = "") -> Callable[[str], str]:
 
 def _variable_of(module: str) -> Callable[[str], str]:
     return lambda name: f"the variable {name!r} of the module {module}"
+
+
+def _argument_of_partial(name: str) -> str:
+    return f"the argument {name} of a partial"
 
 
 def _in_dict(
@@ -166,20 +171,6 @@ def _defaults(function: FunctionType) -> Scope:
     names = function.__code__.co_varnames[last - len(values) : last]
     defaults = dict(zip(names, values, strict=True)) | (function.__kwdefaults__ or {})
     return _fixed(defaults, lambda name: f"the default of {name!r} of {function.__name__}")
-
-
-def _of_partial(function: partial[Any]) -> Scope:
-    fixed = {str(i): value for i, value in enumerate(function.args)}
-
-    def get(name: str) -> Any:
-        return fixed[name] if name in fixed else function.keywords.get(name)
-
-    return Scope(
-        lambda: [*fixed, *function.keywords],
-        get,
-        lambda *_: None,
-        lambda name: f"the argument {name} of a partial",
-    )
 
 
 def _fixed(variables: dict[str, Any], describe: Callable[[str], str]) -> Scope:
