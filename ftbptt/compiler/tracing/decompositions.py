@@ -23,10 +23,6 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.unsqueeze(0), b.unsqueeze(1)).reshape(())
 
 
-def _addmv(bias: Tensor, matrix: Tensor, vector: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    return beta * bias + alpha * _mv(matrix, vector)
-
-
 def _trilinear(
     a: Tensor, weight: Tensor, b: Tensor, expand_a: list[int], expand_weight: list[int],
     expand_b: list[int], summed: list[int], unrolled: int = 1,
@@ -58,11 +54,6 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     # layout of K steps would make a number of K.)
     is_fixed = all(isinstance(size, int) for size in target.shape)
     return result.contiguous() if is_fixed and target.is_contiguous() else result
-
-
-def _zeros(size: list[Any], **kwargs: Any) -> Tensor:
-    """In place of zeros without memory, as the gradient of ``sgn``: compiled code reads memory."""
-    return torch.zeros(size, **kwargs)
 
 
 def _slice_scatter(
@@ -252,14 +243,15 @@ _RESIZES = [
 BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.mv.default: _mv,
     aten.dot.default: _dot,
-    aten.addmv.default: _addmv,
+    aten.addmv.default: _plus_product(_mv),
     aten._trilinear.default: _trilinear,
     aten._cdist_forward.default: _distances,
     aten._euclidean_dist.default: _distances,
     aten.copy.default: _copy,
     aten.fill.Scalar: torch.full_like,
     aten.zero.default: torch.zeros_like,
-    aten._efficientzerotensor.default: _zeros,
+    # Zeros without memory, as the gradient of ``sgn``: compiled code reads memory.
+    aten._efficientzerotensor.default: torch.zeros,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
     aten.index.Tensor: _index,
