@@ -197,20 +197,14 @@ def new_node(graph: fx.Graph, target: Any, *args: Any, **options: Any) -> Node:
     return node
 
 
-def extract(
-    inputs: Sequence[Node], outputs: Sequence[Node], owner: Sequence[Node] | fx.Graph
-) -> fx.GraphModule:
-    """The part of a graph that computes ``outputs`` from ``inputs``: (*inputs) -> [*outputs].
-
-    ``owner`` is the graph, or its nodes in order.
-    """
+def extract(inputs: Sequence[Node], outputs: Sequence[Node], whole: fx.Graph) -> fx.GraphModule:
+    """The part of a graph that computes ``outputs`` from ``inputs``: (*inputs) -> [*outputs]."""
     needed = needed_for(outputs, stop=inputs)
-    order = list(owner.nodes) if isinstance(owner, fx.Graph) else owner
     graph, copies = fx.Graph(), {}
     for i, node in enumerate(inputs):
         copies[node] = graph.placeholder(f"in_{i}")
         copies[node].meta = dict(node.meta)
-    for node in order:
+    for node in whole.nodes:
         if node in needed and node not in copies:
             if node.op == "placeholder":
                 raise AssertionError(f"{node} is needed but not an input of the block")
