@@ -155,17 +155,16 @@ def forbid_change_of_params(step: Step, given: Tree, after: Tree) -> None:
     """Raises RuntimeError if the step has put something else into its ``params``."""
     leaves, spec = tree_flatten_with_path(given)
     leaves_after, spec_after = tree_flatten_with_path(after)
-    changed = ""
+    changed = [""]
     if spec == spec_after:
         pairs = zip(leaves, leaves_after, strict=True)
-        changed = next((keystr(path) for (path, a), (_, b) in pairs if a is not b), "")
-        if not changed:
-            return
-    raise RuntimeError(
-        f"step {step.name} puts other values into params{changed}, which the next step would read. "
-        "A step is a pure function: work on a copy (dict(params)), or return such a value in the "
-        "state."
-    )
+        changed = [keystr(path) for (path, before), (_, now) in pairs if now is not before]
+    if changed:
+        raise RuntimeError(
+            f"step {step.name} puts other values into params{changed[0]}, which the next step "
+            "would read. A step is a pure function: work on a copy (dict(params)), or return such "
+            "a value in the state."
+        )
 
 
 def forbid_trained_captures(argument: str, module: fx.GraphModule, remedy: str) -> None:
