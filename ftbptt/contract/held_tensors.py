@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -179,12 +179,14 @@ class WatchedBuffers(dict[str, Any]):
 
 
 @contextmanager
-def watching_buffers(module: nn.Module) -> Iterator[WatchedBuffers]:
-    """Within it, the module's own buffers are watched; after it, they are those from before."""
-    buffers = own_buffers(module)
-    watched = WatchedBuffers(buffers)
-    put_own_buffers(module, watched)
+def watching_buffers(modules: Sequence[nn.Module]) -> Iterator[dict[nn.Module, WatchedBuffers]]:
+    """Within it, the modules' own buffers are watched; after it, they are those from before."""
+    before = {module: own_buffers(module) for module in modules}
+    watched = {module: WatchedBuffers(buffers) for module, buffers in before.items()}
     try:
+        for module in modules:
+            put_own_buffers(module, watched[module])
         yield watched
     finally:
-        put_own_buffers(module, buffers)
+        for module in modules:
+            put_own_buffers(module, before[module])

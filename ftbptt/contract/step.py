@@ -7,7 +7,6 @@ batch lie in its state, and its zero state if it is known. ``as_step`` makes one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -19,7 +18,7 @@ from .._compat.modules import COMPILED_PREFIX, is_persistent, own_buffers, own_p
 from .._messages import describe_type
 from .._reach import attributes_set_by
 from .._trees import Tree, keystr, tree_flatten_with_path
-from .held_tensors import aliases_in, call_with, tied_places, watching_buffers
+from .held_tensors import WatchedBuffers, aliases_in, call_with, tied_places, watching_buffers
 from .taps import Collector, collecting, owners
 
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -256,30 +255,35 @@ class Step:
         given = self._by_name(params, buffers)
 
         def run() -> Any:
-            with ExitStack() as stack:
-                watched = {m: stack.enter_context(watching_buffers(m)) for m in self._assigning}
+            with watching_buffers(self._assigning) as watched:
                 result = self.call_module(module, x_t, state)
-            for name, owner, key in self._buffer_owners:
-                is_carried = getattr(owner, key) is not given.get(name)
-                if owner in watched:
-                    is_carried = watched[owner].carries_over(key)
-                    if watched[owner].has_assigned(key):
-                        self.assigned_buffers[name] = owner, key
-                if is_carried:
-                    raise RuntimeError(
-                        f"step {self.name} assigns to its buffer {name!r}. Buffers are constants "
-                        "of a segment: carry the value in the state and return it, or compute it "
-                        "from the result of the call."
-                    )
-            for name, owner, key in self._parameter_owners:
-                if name in given and own_parameters(owner).get(key) is not given[name]:
-                    raise RuntimeError(
-                        f"step {self.name} assigns to its parameter {name!r}. Parameters are those "
-                        "of the call at each step: carry the value in the state and return it."
-                    )
+            self._check_assigned(given, watched)
             return result
 
         return self.holding(params, buffers, run)
+
+    def _check_assigned(
+        self, given: Mapping[str, Tensor], watched: Mapping[nn.Module, WatchedBuffers]
+    ) -> None:
+        """Raises what :meth:`apply` does for tensors that the module was given and has assigned."""
+        for name, owner, key in self._buffer_owners:
+            is_carried = getattr(owner, key) is not given.get(name)
+            if owner in watched:
+                is_carried = watched[owner].carries_over(key)
+                if watched[owner].has_assigned(key):
+                    self.assigned_buffers[name] = owner, key
+            if is_carried:
+                raise RuntimeError(
+                    f"step {self.name} assigns to its buffer {name!r}. Buffers are constants of a "
+                    "segment: carry the value in the state and return it, or compute it from the "
+                    "result of the call."
+                )
+        for name, owner, key in self._parameter_owners:
+            if name in given and own_parameters(owner).get(key) is not given[name]:
+                raise RuntimeError(
+                    f"step {self.name} assigns to its parameter {name!r}. Parameters are those of "
+                    "the call at each step: carry the value in the state and return it."
+                )
 
     def holding(self, params: Tree, buffers: dict[str, Tensor], run: Callable[[], Any]) -> Any:
         """``run()``, while the module has these tensors."""
