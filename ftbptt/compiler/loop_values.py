@@ -38,13 +38,9 @@ class LoopValues:
         return self.totals[node]
 
     def row_sum(self, node: Node) -> Tensor:
-        """The sum over steps and rows, ``[N]``: of an LSTM's two biases it is the gradient.
-
-        A tensor of its own for each, as gradients are.
-        """
-        if node in self.row_sums:
-            return self.row_sums[node].clone()
-        self.row_sums[node] = _sum_of_rows(self.sequence(node))
+        """The sum over steps and rows, ``[N]``: of an LSTM's two biases it is the gradient."""
+        if node not in self.row_sums:
+            self.row_sums[node] = _sum_of_rows(self.sequence(node))
         return self.row_sums[node]
 
     def invariant(self, node: Node) -> Tensor:

@@ -146,11 +146,12 @@ class TimeSums:
     def evaluate(self, values: LoopValues) -> list[Tensor]:
         """Tensors of their own: callers write to gradients in place."""
         sums: dict[Node, Tensor] = {}
-        memory: dict[Node, Node] = {}  # what a node's sum is a view of
+        memory: dict[Node, Node] = {}  # nodes with the same one have sums that share memory
         for node, term in self.terms.items():
             sums[node] = term.evaluate(values, sums)
             is_view = isinstance(term, Apply) and node.target in _LINEAR_VIEWS
-            memory[node] = memory[node.args[0]] if is_view else node
+            own = term.summed if isinstance(term, BatchSum) else node
+            memory[node] = memory[node.args[0]] if is_view else own
         returned: set[Node] = set()
         results = []
         for node in self.results:
