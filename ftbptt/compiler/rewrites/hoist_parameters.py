@@ -134,10 +134,7 @@ def make_preparation(
         _, vjp = vjp_by(module, args[: len(inputs)], trained, with_grad)
         return list(vjp(args[len(inputs) :]))
 
-    def forward(*args: Tensor) -> list[Tensor]:
-        return list(module(*args))
-
-    run: Any = forward
+    run: Any = module.forward  # see trace_function
     for level, in_flags, out_flags in zip(levels, flags, batched, strict=True):
         if any(in_flags):  # results without the axis stay without it: shared work is done once
             dims = tuple(0 if flag else None for flag in in_flags)
