@@ -399,3 +399,18 @@ def test_a_loss_that_reads_something_else_of_the_module() -> None:
     for _ in range(2):
         assert_close(segment(*given), reference_segment(module, loss, *given))
         module(given[2][0], given[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*which has its old value again")
+@pytest.mark.parametrize("place", ["kept", "kept_buffer"])
+def test_what_the_caller_puts_there_stays(place: str) -> None:
+    """Also where the loss, which reads K as a number, is traced again for another K."""
+    module = Cell(in_buffer if place == "kept_buffer" else in_attribute)
+    module.register_buffer("kept_buffer", torch.zeros(B, H))
+    params, h, x, y = arguments_of(module)
+    segment = make_train_segment(module, lambda out, y: mse(out, y) / len(out), backend="eager")
+    segment(params, h, x, y)
+    own = torch.ones(B, H, dtype=torch.float64)
+    setattr(module, place, own)
+    segment(params, h, x[:2], y[:2])
+    assert getattr(module, place) is own

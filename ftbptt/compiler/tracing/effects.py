@@ -180,6 +180,7 @@ def _effects_without_reading(
     None if it reads one of them: then it fails, or does not give ``result``.
     """
     _Unread.was_read = False
+    before = [place.get() for place in places]  # the caller may have put something else there
     try:
         for place in places:
             place.bind(value_at(place))
@@ -188,8 +189,8 @@ def _effects_without_reading(
     except Exception:
         return None
     finally:
-        for place in places:
-            place.bind(place.before)
+        for place, value in zip(places, before, strict=True):
+            place.bind(value)
     return None if _Unread.was_read or not is_same else effects
 
 
@@ -253,12 +254,10 @@ def _trace_and_undo(root: Any, trace: Callable[[], T]) -> tuple[T, list[_Effect]
                 value, old_value = after.get(name, ABSENT), before.get(name, ABSENT)
                 if value is not old_value:
                     redo = partial(scope.bind, name, value)
-                    description = scope.describe(name)
+                    description, owner = scope.describe(name), scope.owner
                     places = None
                     if scope.is_of_object and value is not ABSENT:
-                        bind = partial(scope.bind, name)
-                        owner = scope.owner
-                        places = [Place(owner, name, description, bind, old_value, value)]
+                        places = [Place(owner, name, description, vars(owner), name, value)]
                     effects.append(_Effect(description, redo, isinstance(value, Tensor), places))
                     scope.bind(name, old_value)
         for cached, misses in caches:
@@ -288,8 +287,8 @@ def _assigned_items(
             container,
             item_name(key),
             f"{item_name(key)} of {description}",
-            partial(container.__setitem__, key),
-            value,
+            container,
+            key,
             container[key],
         )
         for key, value in old_content.items()

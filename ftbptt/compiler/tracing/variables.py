@@ -49,27 +49,31 @@ class Scope:
 class Place:
     """An attribute of an object, or an item of a dict that is one, which a trace assigned.
 
-    ``holder`` is the object or dict, ``before`` and ``after`` are its values.
+    ``holder`` is the object or dict; ``variables[key]`` is what it is bound to, ``after`` what the
+    trace assigned.
     """
 
     holder: Any
     name: str
     description: str
-    bind: Callable[[Any], None]
-    before: Any
+    variables: dict[Any, Any]
+    key: Any
     after: Any
+
+    def get(self) -> Any:
+        return self.variables.get(self.key, ABSENT)
+
+    def bind(self, value: Any) -> None:
+        _bind(self.variables, self.key, value)
 
 
 def places_of_buffers(assigned: dict[str, tuple[nn.Module, str]]) -> list[Place]:
     """Of buffers, by their names in the step's module: the module that has each, and its name."""
-    places = []
-    for name, (owner, key) in assigned.items():
-        held = own_buffers(owner)
-        bind = partial(held.__setitem__, key)
-        # What is assigned is a tensor.
-        place = Place(owner, key, f"the buffer {name!r}", bind, held[key], torch.empty(0))
-        places.append(place)
-    return places
+    after = torch.empty(0)  # what is assigned is a tensor
+    return [
+        Place(owner, key, f"the buffer {name!r}", own_buffers(owner), key, after)
+        for name, (owner, key) in assigned.items()
+    ]
 
 
 def scopes_of(root: Any, reached: Collection[Any]) -> Iterator[Scope]:
@@ -134,13 +138,14 @@ def _in_dict(
         # torch's recurrent layers keep lists of their weights, which functional_call replaces.
         return [name for name in variables if not name.startswith("_flat_weight")]
 
-    def bind(name: str, value: Any) -> None:
-        if value is ABSENT:
-            variables.pop(name, None)
-        else:
-            variables[name] = value
+    return Scope(bound, variables.get, partial(_bind, variables), describe, owner)
 
-    return Scope(bound, variables.get, bind, describe, owner)
+
+def _bind(variables: dict[Any, Any], name: Any, value: Any) -> None:
+    if value is ABSENT:
+        variables.pop(name, None)
+    else:
+        variables[name] = value
 
 
 def _globals(function: FunctionType) -> Scope:
