@@ -9,7 +9,7 @@ from torch import Tensor
 from .._trees import Tree, TreeSpec, tree_unflatten
 from ..contract.layout import Layout
 from ..contract.loss import segment_loss
-from .signature import Leaf, Level, Recipe, Signature, with_autocast
+from .signature import Leaf, Recipe, Signature, with_autocast
 
 # What a loss with a parameter of its own is told.
 PARAMETERS_IN_LOSS = (
@@ -37,6 +37,7 @@ class FlatLoss:
         ]
         mask = [] if signature.mask is None else [signature.mask]
         self.leaves = [*self.outs, *signature.y, *mask]
+        self.axes = signature.axes(self.leaves)
 
     def __call__(self, *args: Tensor) -> list[Tensor]:
         recipe, s = self.recipe, self.signature
@@ -53,11 +54,3 @@ class FlatLoss:
         out = tree_unflatten(list(args[:n_out]), self.out_spec)
         y = None if y_spec is None else tree_unflatten(list(args[n_out : n_out + n_y]), y_spec)
         return self._layout.time_back(out), None if y is None else self._layout.time_back(y)
-
-    def axes(self) -> list[tuple[Level, list[bool]]]:
-        """The axes besides time, the innermost first, and which leaves have each."""
-        s, leaves = self.signature, self.leaves
-        axes = list(zip(s.levels, s.flags(leaves), strict=True))
-        if s.mean_axis is not None:
-            axes.insert(0, (s.mean_axis, [leaf.has_mean_axis for leaf in leaves]))
-        return axes

@@ -232,7 +232,7 @@ class SegmentLoss:
 
     def _is_same(self, for_one: LossGraphs, for_any: LossGraphs, mode: FakeTensorMode) -> bool:
         """Whether the loss does with a single step what it does with more."""
-        examples = self._examples(mode, 1, self.loss.axes())
+        examples = self._examples(mode, 1, self.loss.axes)
         modules = unless_it_fails(  # it may have shapes that only more steps have
             lambda: [
                 trace_function(graphs.joint, examples, mode, functional=True)
@@ -336,7 +336,7 @@ class SegmentLoss:
         mode, steps = traced.mode, traced.steps
         examples = self._examples(mode, steps, [])
         graph = trace_function(function, examples, mode, differentiated=traced.graph)
-        axes, out_dims = self.loss.axes(), [0] + [1] * grads
+        axes, out_dims = self.loss.axes, [0] + [1] * grads
         if not axes:
             return graph
         batched: Callable[..., list[Tensor]] = for_any_length(graph)

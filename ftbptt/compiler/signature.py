@@ -97,11 +97,17 @@ class Signature:
         """For each level of vmap, whether each leaf has its axis."""
         return [[leaf.batched[i] for leaf in leaves] for i in range(len(self.levels))]
 
-    def axes_of(self, leaf: Leaf) -> Iterator[tuple[Level, bool]]:
-        """These axes, as they follow each other in a tensor, each with whether the leaf has it."""
-        yield from reversed(list(zip(self.levels, leaf.batched, strict=True)))
+    def axes(self, leaves: Sequence[Leaf]) -> list[tuple[Level, list[bool]]]:
+        """The axes that these and ``in_dims`` add, innermost first, and which leaves have each."""
+        axes = list(zip(self.levels, self.flags(leaves), strict=True))
         if self.mean_axis is not None:
-            yield self.mean_axis, leaf.has_mean_axis
+            axes.insert(0, (self.mean_axis, [leaf.has_mean_axis for leaf in leaves]))
+        return axes
+
+    def axes_of(self, leaf: Leaf) -> Iterator[tuple[Level, bool]]:
+        """The same, as they follow each other in a tensor, each with whether the leaf has it."""
+        for level, (has_axis,) in reversed(self.axes([leaf])):
+            yield level, has_axis
 
 
 @dataclass

@@ -61,7 +61,7 @@ class WrittenGraph:
     def __call__(self, *args: Tensor) -> list[Tensor]:
         with torch.inference_mode(False), callers_code():
             usable = [a.clone() if a.is_inference() else a for a in args]  # by autograd
-            return self._over_axes(usable, self.loss.axes())
+            return self._over_axes(usable, self.loss.axes)
 
     def _over_axes(
         self, args: Sequence[Tensor], axes: Sequence[tuple[Level, list[bool]]]
