@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -77,6 +78,9 @@ STEPS = {
     ),
     "outer and flatten": lambda w, x, h: torch.tanh(
         (h[:, :, None] * x[:, None, :]).flatten(1) @ w.repeat(H, 1)
+    ),
+    "addmv of what does not count": lambda w, x, h: torch.tanh(
+        x + torch.addmv(torch.full_like(x[0], math.nan), w, h[0], beta=0)
     ),
     "addcmul and addmm": lambda w, x, h: torch.tanh(
         torch.addcmul(torch.addmm(x, h, w, beta=0.5, alpha=2), h, x, value=0.3)
