@@ -169,6 +169,11 @@ class Stream(Iterator[Update]):
                 if not self._trainer.ends_on_a_rank(when_due=True):
                     self._store.offer(self.index, self.state_dict, last=False)
 
+    def _begin_to_be_saved(self) -> None:
+        """Begins a new run: its data may draw an order from the random numbers of this moment."""
+        if not self._has_begun and self._trainer.resume_point is None:
+            self._begin()
+
     def _return(self) -> None:
         """A run that was left continues, on all ranks. It goes back to the update in progress."""
         if self._rank_sync is not None:
@@ -229,8 +234,7 @@ class Stream(Iterator[Update]):
         """
         if self._store is None:
             raise RuntimeError("this run has no checkpoint: train_stream(..., checkpoint='run.pt')")
-        if not self._has_begun and self._trainer.resume_point is None:
-            self._begin()
+        self._begin_to_be_saved()
         with self._trainer.uninterrupted():
             meets_others = self._rank_sync is not None and not self._rank_sync.has_left
             if meets_others and self._trainer.ends_on_a_rank(when_due=False):
@@ -270,6 +274,7 @@ class Stream(Iterator[Update]):
         The tensors are the run's own, which the next update changes: copy what is to be kept. Of a
         sharded optimizer it is a collective: call it on all ranks.
         """
+        self._begin_to_be_saved()
         return {
             "format": 1,
             "seconds": self.seconds,

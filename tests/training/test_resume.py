@@ -396,6 +396,14 @@ def test_saved_before_the_first_update(tmp_path: Path) -> None:
     assert_same(second.seen, whole("dropout, shuffled")[0])
 
 
+@pytest.mark.parametrize("name", ["plain", "dropout, list", "dropout, shuffled"])
+def test_the_state_dict_of_a_run_without_an_update(name: str) -> None:
+    saved = copy.deepcopy(Run(name, 0).updates.state_dict())
+    run = Run(name, 7)
+    run.updates.load_state_dict(saved)
+    assert_same(run.go().seen, whole(name)[0])
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_a_state_that_the_segment_knows(given: bool, tmp_path: Path) -> None:
     """Of named tuples there are lists in a checkpoint; the segment has the structure."""

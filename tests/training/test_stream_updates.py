@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ftbptt import make_train_segment
-from ftbptt.training import EarlyStop, train_stream
+from ftbptt.training import Chunk, EarlyStop, train_stream
 
 from .stream_runs import FunctionalMomentum, Segments, assert_equal, run, sgd
 from .streams import cross_entropy, mean_cross_entropy, stream, tagger, zeros
@@ -60,6 +60,18 @@ def test_a_parameter_whose_columns_are_in_a_row(kind: Any) -> None:
         found.append(params)
     assert_equal(found[0], found[2])
     assert_equal(found[1], found[2])
+
+
+@pytest.mark.parametrize("parts", [{}, {"accumulate": 2}, {"micro_batches": 2}])
+def test_the_loss_stays_in_its_dtype(parts: dict[str, int]) -> None:
+    """The share of a masked part is a float64 tensor."""
+    cell, x = nn.GRUCell(3, 5), torch.randn(8, 2, 3)
+    segment = make_train_segment(cell, lambda out, y: out.square().mean(-1), backend="eager")
+    params, mask = dict(cell.named_parameters()), torch.ones(8, 2, dtype=torch.bool)
+    updates = train_stream(
+        segment, params, None, Chunk(x, None, mask=mask), sgd(params), k1=4, progress=False, **parts
+    )
+    assert {update.loss.dtype for update in updates} == {torch.float32}
 
 
 def test_no_rows_for_micro_batches() -> None:

@@ -29,7 +29,7 @@ class WindowStats(NamedTuple):
         loss, weight = parts[0].loss, parts[0].weight
         for part in parts[1:]:
             weight = weight + part.weight
-            loss = loss + (part.loss - loss) * share(part.weight, weight)
+            loss = moved_mean(loss, part.loss, share(part.weight, weight))
         steps = sum(part.steps for part in parts) if steps is None else steps
         return WindowStats(loss, weight, steps, sum(part.tokens for part in parts))
 
