@@ -66,12 +66,12 @@ def refuse(node: Node, why: str) -> Unsupported:
     return Unsupported(f"{name} ({node.name}): {why}")
 
 
-def dtypes(expr: Expression) -> Iterator[torch.dtype]:
-    """Those of the expression and of all its parts."""
-    yield expr.dtype
+def parts(expr: Expression) -> Iterator[Expression]:
+    """The expression, and all that it is made of."""
+    yield expr
     if isinstance(expr, Apply):
         for arg in expr.args:
-            yield from dtypes(arg)
+            yield from parts(arg)
 
 
 def is_elementwise(node: Node) -> bool:

@@ -13,7 +13,6 @@ from ..compiler.graphs import VIEWS, Node, aten, join_axis, value_of
 from .accesses import RowPattern, RowView, contiguous
 from .expressions import (
     REDUCTIONS,
-    Apply,
     Expression,
     Unsupported,
     cast,
@@ -24,7 +23,18 @@ from .expressions import (
     refuse,
 )
 from .normalize import normalize
-from .rowloop import Map, Memory, Operation, Product, Read, Reduce, RowLoop, Value, compute_dtype
+from .rowloop import (
+    Map,
+    Memory,
+    Operation,
+    Product,
+    Read,
+    Reduce,
+    RowLoop,
+    Value,
+    compute_dtype,
+    with_reads,
+)
 
 
 def make_row_loop(block: ScanBlock, *, on_gpu: bool = False) -> RowLoop:
@@ -323,8 +333,6 @@ def _is_only_reduced(node: Node) -> bool:
 
 def _with_axes(expr: Expression, order: Sequence[int]) -> Expression:
     """The expression over its axes in another order."""
-    if isinstance(expr, Read):
-        return replace(expr, strides=tuple(expr.strides[i] for i in order))
-    if isinstance(expr, Apply):
-        return replace(expr, args=tuple(_with_axes(arg, order) for arg in expr.args))
-    return expr
+    return with_reads(
+        expr, lambda read: replace(read, strides=tuple(read.strides[i] for i in order))
+    )

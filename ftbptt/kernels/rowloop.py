@@ -8,13 +8,13 @@ memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from .accesses import RowPattern, RowView
-from .expressions import Apply, Expression
+from .expressions import Apply, Expression, parts
 
 
 @dataclass(eq=False)
@@ -165,8 +165,18 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def reads(expr: Expression) -> Iterator[Read]:
     """The reads in an expression, in order."""
+    return (part for part in parts(expr) if isinstance(part, Read))
+
+
+def reads_of(op: Operation) -> Iterator[Read]:
+    """All that an operation reads, but the weight of a product."""
+    return iter([op.row]) if isinstance(op, Product) else reads(op.expression)
+
+
+def with_reads(expr: Expression, change: Callable[[Read], Expression]) -> Expression:
+    """The expression with another one in place of each of its reads."""
     if isinstance(expr, Read):
-        yield expr
-    elif isinstance(expr, Apply):
-        for arg in expr.args:
-            yield from reads(arg)
+        return change(expr)
+    if isinstance(expr, Apply):
+        return replace(expr, args=tuple(with_reads(arg, change) for arg in expr.args))
+    return expr

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..expressions import Apply, Expression, Literal
+from ..expressions import Apply, Expression, Literal, parts
 from ..rowloop import Map, Memory, Read, Reduce, Value, compute_dtype
 from .schedule import Nest, is_same_index
 
@@ -95,7 +95,8 @@ class NestPrinter:
             return None
         dtype = dtypes.pop()
         if dtype.is_complex:
-            names = {n for op in self.nest.operations for n in _names(op.expression)}
+            expressions = [op.expression for op in self.nest.operations]
+            names = {p.name for e in expressions for p in parts(e) if isinstance(p, Apply)}
             only_maps = all(isinstance(op, Map) for op in self.nest.operations)
             return dtype if only_maps and names <= _COMPLEX_VECTORS else None
         return dtype if dtype.is_floating_point else None
@@ -225,13 +226,6 @@ class NestPrinter:
 def _dtype(expr: Expression) -> torch.dtype:
     dtype: torch.dtype = expr.dtype
     return dtype
-
-
-def _names(expr: Expression) -> Iterator[str]:
-    if isinstance(expr, Apply):
-        yield expr.name
-        for arg in expr.args:
-            yield from _names(arg)
 
 
 def _number(value: Any, dtype: torch.dtype) -> str:

@@ -6,13 +6,13 @@ elsewhere, or in another order, goes through memory.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import torch
 
 from ..accesses import contiguous
-from ..expressions import dtypes
+from ..expressions import parts
 from ..rowloop import (
     Map,
     Memory,
@@ -24,6 +24,7 @@ from ..rowloop import (
     Value,
     compute_dtype,
     reads,
+    reads_of,
 )
 
 # Shorter axes are not worth a vector.
@@ -61,7 +62,7 @@ class Nest:
         """The dtypes that it computes in, but for bool: a mask of vectors is of any dtype."""
         found = {compute_dtype(op.value.dtype) for op in self.operations}
         for op in self.operations:
-            found |= {compute_dtype(dtype) for dtype in dtypes(op.expression)}
+            found |= {compute_dtype(part.dtype) for part in parts(op.expression)}
         return found - {torch.bool}
 
     def vector_axis(self, stored: Container[Value] = ()) -> int | None:
@@ -199,17 +200,13 @@ def _stored_values(
         shape = None if isinstance(op, Product) else op.value.shape
         if isinstance(op, Reduce):
             shape = op.shape
-        for read in _reads_of(op):
+        for read in reads_of(op):
             if isinstance(read.source, Value) and read.source in item_of:
                 item = items[item_of[read.source]]
                 is_same_item = item_of[read.source] == item_of[op.value]
                 if not (is_same_item and _in_register(read, shape, item)):
                     stored.add(read.source)
     return stored
-
-
-def _reads_of(op: Operation) -> Iterable[Read]:
-    return [op.row] if isinstance(op, Product) else reads(op.expression)
 
 
 def _assign_memory(loop: RowLoop, stored: set[Value]) -> None:
@@ -227,12 +224,8 @@ def _number_scratch(
     scratch: list[Memory] = []
     used_in: dict[Memory, set[int]] = {}
     for op in loop.operations:
-        memories = [op.value.memory] if op.value.memory is not None else []
-        for read in _reads_of(op):
-            if isinstance(read.source, Value) and read.source.memory is not None:
-                memories.append(read.source.memory)
-        for memory in memories:
-            if memory.kind == "scratch":
+        for memory in (op.value.memory, *(read.memory for read in reads_of(op))):
+            if memory is not None and memory.kind == "scratch":
                 used_in.setdefault(memory, set()).add(stage_of[op.value])
                 if memory not in scratch:
                     memory.index = len(scratch)

@@ -10,8 +10,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..accesses import contiguous
-from ..expressions import Apply, Expression, Literal, cast
-from ..rowloop import Map, Memory, Operation, Product, Read, Reduce, RowLoop, Value, reads
+from ..expressions import Apply, Expression, Literal, cast, parts
+from ..rowloop import (
+    Map,
+    Memory,
+    Operation,
+    Product,
+    Read,
+    Reduce,
+    RowLoop,
+    Value,
+    reads,
+    reads_of,
+    with_reads,
+)
 from .placement import Tiles, make_tiles
 
 # Operations that a program computes again for all columns, rather than wait for the others.
@@ -29,7 +41,7 @@ def with_fewer_exchanges(loop: RowLoop) -> RowLoop:
     operations: list[Operation] = []
     for op in loop.operations:
         if isinstance(op, Reduce):
-            op = replace(op, expression=_computed(op.expression, op, maps, tiles, exchanged))
+            op = replace(op, expression=_computed(op, maps, tiles, exchanged))
             exchanged |= {read.source for read in reads(op.expression)}
         operations.append(op)
     return replace(loop, operations=_used(operations))
@@ -48,7 +60,6 @@ def _exchanged(loop: RowLoop, tiles: Tiles) -> set[Value | Memory]:
 
 
 def _computed(
-    expr: Expression,
     op: Reduce,
     maps: dict[Value, Map],
     tiles: Tiles,
@@ -77,31 +88,24 @@ def _computed(
         inner = again(maps[expr.source].expression)
         return None if inner is None else cast(inner, expr.dtype)
 
-    if isinstance(expr, Apply):
-        return replace(
-            expr, args=tuple(_computed(arg, op, maps, tiles, exchanged) for arg in expr.args)
-        )
-    found = again(expr) if isinstance(expr, Read) else None
-    return expr if found is None or _operations(found) > _MOST_OPERATIONS else found
+    def computed(read: Read) -> Expression:
+        found = again(read)
+        operations = sum(isinstance(part, Apply) for part in parts(found))
+        return read if found is None or operations > _MOST_OPERATIONS else found
 
-
-def _operations(expr: Expression) -> int:
-    return 1 + sum(map(_operations, expr.args)) if isinstance(expr, Apply) else 0
+    return with_reads(op.expression, computed)
 
 
 def _used(operations: list[Operation]) -> list[Operation]:
     """Without the maps whose value nothing reads any longer."""
     found: list[Operation] = []
-    read: set[Value | Memory] = set()
+    read: set[Value | Memory | None] = set()
     for op in reversed(operations):
         value, memory = op.value, op.value.memory
         is_written = memory is not None and (memory.kind != "scratch" or memory in read)
         if isinstance(op, Map) and not is_written and value not in read:
             continue
         found.append(op)
-        sources = [op.row] if isinstance(op, Product) else reads(op.expression)
-        for source in (r.source for r in sources):
-            read.add(source)
-            if isinstance(source, Value) and source.memory is not None:
-                read.add(source.memory)
+        for r in reads_of(op):
+            read |= {r.source, r.memory}
     return found[::-1]

@@ -16,8 +16,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ..accesses import RowPattern, contiguous
-from ..expressions import Apply, Expression
-from ..rowloop import Map, Memory, Operation, Product, Read, Reduce, RowLoop, Value, reads
+from ..expressions import Expression
+from ..rowloop import (
+    Map,
+    Memory,
+    Operation,
+    Product,
+    Read,
+    Reduce,
+    RowLoop,
+    Value,
+    reads,
+    with_reads,
+)
 
 # The fewest columns that a matrix unit (tensor core) takes.
 _LEAST_COLUMNS = 16
@@ -251,12 +262,12 @@ def _reads(loop: RowLoop, tiles: Tiles) -> Iterator[tuple[Read, Space]]:
 
 def _from(expr: Expression, first: int, space: Space) -> Expression:
     """The expression over one axis, from one of its indices on."""
-    if isinstance(expr, Read):
-        offset, strides = expr.offset + first * expr.strides[0], expr.strides[: len(space.shape)]
-        return replace(expr, offset=offset, strides=strides)
-    if isinstance(expr, Apply):
-        return replace(expr, args=tuple(_from(arg, first, space) for arg in expr.args))
-    return expr
+
+    def moved(read: Read) -> Read:
+        offset, strides = read.offset + first * read.strides[0], read.strides[: len(space.shape)]
+        return replace(read, offset=offset, strides=strides)
+
+    return with_reads(expr, moved)
 
 
 def _put_in_memory(tiles: Tiles, source: Value | Memory) -> None:

@@ -125,12 +125,8 @@ class TilePrinter:
 
     def _load(self, read: Read, space: Space) -> str:
         """The variable that holds what is read from memory."""
-        offset = read.offset
-        if isinstance(read.source, Value):
-            assert read.source.memory is not None
-            source, offset = read.source.memory, offset + read.source.offset
-        else:
-            source = read.source
+        source, offset = read.memory, read.start
+        assert source is not None
         key = (source, offset, read.strides, space)
         if key in self.loaded:
             return self.loaded[key]
