@@ -109,7 +109,7 @@ class NestPrinter:
         self.loads: list[str] = []
         for op in self.nest.operations:
             value = self._print(op.expression, left)
-            value = self._converted(value, _dtype(op.expression), compute_dtype(op.value.dtype))
+            value = self._cast(value, op.expression.dtype, op.value.dtype)
             yield from self.loads
             self.loads = []
             name = f"v_{op.value.name}"
@@ -135,17 +135,13 @@ class NestPrinter:
             return f"as_mask<V>({value})"
         return f"V({value})"
 
-    def _converted(self, text: str, source: torch.dtype, target: torch.dtype) -> str:
-        """As ``_cast``, where ``target`` is a compute dtype."""
-        return text if compute_dtype(source) == target else self._cast(text, source, target)
-
     def _print(self, expr: Expression, left: str) -> str:
         if isinstance(expr, Literal):
             return self._literal(expr)
         if isinstance(expr, Read):
             return self._load(expr, left)
         if expr.name == "cast":
-            return self._cast(self._print(expr.args[0], left), _dtype(expr.args[0]), expr.dtype)
+            return self._cast(self._print(expr.args[0], left), expr.args[0].dtype, expr.dtype)
         args = [self._print(arg, left) for arg in expr.args]
         if self.type is not None and expr.name == "where" and expr.dtype == torch.bool:
             args[1:] = (f"as_mask<V>({arg})" for arg in args[1:])
@@ -221,11 +217,6 @@ class NestPrinter:
                 yield f"store_({pointer}, total_{name}{left});"
             else:
                 yield f"store_({pointer}, {op.kind}_all(total_{name}));"
-
-
-def _dtype(expr: Expression) -> torch.dtype:
-    dtype: torch.dtype = expr.dtype
-    return dtype
 
 
 def _number(value: Any, dtype: torch.dtype) -> str:
