@@ -33,6 +33,7 @@ from .rowloop import (
     RowLoop,
     Value,
     compute_dtype,
+    scratch_for,
     with_reads,
 )
 
@@ -275,8 +276,7 @@ class _Builder:
         if dim < rank:
             raise refuse(node, "it concatenates rows of the batch")
         result = self._value(node)
-        pattern = self.rows.part_each(result.size)
-        result.memory = Memory("scratch", -1, result.dtype, result.size, pattern)
+        result.memory = scratch_for(result, self.rows)
         strides, offset = contiguous(shape[rank:]), 0
         for piece in pieces:
             features = value_of(piece).shape[rank:]

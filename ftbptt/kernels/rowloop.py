@@ -158,6 +158,11 @@ class RowLoop:
         return max((op.trailing for op in self.products), default=0)
 
 
+def scratch_for(value: Value, rows: RowView) -> Memory:
+    """Workspace with room for the value of each row."""
+    return Memory("scratch", -1, value.dtype, value.size, rows.part_each(value.size))
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which kernels compute: float32 for 16-bit floating point, else the same."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

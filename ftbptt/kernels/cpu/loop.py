@@ -336,7 +336,7 @@ class _Printer:
         value, a, c = op.value, op.row.memory, op.value.memory
         assert a is not None
         assert c is not None
-        lda, ldc, rows = a.pattern.unit if a.kind == "sequence" else a.size, c.size, "rows"
+        lda, ldc, rows = a.pattern.unit, c.size, "rows"
         a_pointer = self._tile_pointer(a, op.row.start)
         c_pointer = self._tile_pointer(c, value.offset)
         packed = f"packed{op.weight}.data()"

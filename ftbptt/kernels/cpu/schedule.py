@@ -25,6 +25,7 @@ from ..rowloop import (
     compute_dtype,
     reads,
     reads_of,
+    scratch_for,
 )
 
 # Shorter axes are not worth a vector.
@@ -213,8 +214,7 @@ def _assign_memory(loop: RowLoop, stored: set[Value]) -> None:
     """Gives a scratch memory to each stored value that has none."""
     for op in loop.operations:
         if op.value in stored and op.value.memory is None:
-            size = op.value.size
-            op.value.memory = Memory("scratch", -1, op.value.dtype, size, loop.rows.part_each(size))
+            op.value.memory = scratch_for(op.value, loop.rows)
 
 
 def _number_scratch(

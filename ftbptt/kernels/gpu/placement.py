@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from ..accesses import RowPattern, contiguous
+from ..accesses import RowView, contiguous
 from ..expressions import Expression
 from ..rowloop import (
     Map,
@@ -27,6 +27,7 @@ from ..rowloop import (
     RowLoop,
     Value,
     reads,
+    scratch_for,
     with_reads,
 )
 
@@ -89,7 +90,7 @@ class Tiles:
     - ``writers``: the operations that write to a memory.
     """
 
-    every_row: RowPattern
+    rows: RowView
     parts: int
     history: list[bool]
     computed: set[Value] = field(default_factory=set)
@@ -205,7 +206,7 @@ class Tiles:
 
 def make_tiles(loop: RowLoop, parts: int) -> Tiles:
     """make_tiles : RowLoop x programs of a tile -> Tiles"""
-    tiles = Tiles(RowPattern((0, len(loop.rows.dims)), 0), parts, list(loop.history))
+    tiles = Tiles(loop.rows, parts, list(loop.history))
     for op in loop.operations:
         tiles.computed.add(op.value)
         if isinstance(op, Reduce):
@@ -274,7 +275,7 @@ def _put_in_memory(tiles: Tiles, source: Value | Memory) -> None:
     """Marks ``source`` as read from memory; a value without a memory gets a scratch memory."""
     if isinstance(source, Value):
         if source.memory is None:
-            source.memory = Memory("scratch", -1, source.dtype, source.size, tiles.every_row)
+            source.memory = scratch_for(source, tiles.rows)
         source = source.memory
     if source.kind in ("carry", "next"):
         tiles.history[source.index] = True

@@ -111,7 +111,7 @@ class TilePrinter:
         name = f"{memory.kind}{memory.index}"
         return f"{name} + t * step{memory.index}" if memory.kind == "sequence" else name
 
-    def _row_offset(self, pattern: RowPattern, unit: int) -> str:
+    def _row_offset(self, pattern: RowPattern) -> str:
         """``row // after % count * unit + `` of the pattern; empty if all rows share one part."""
         (start, stop), axes = pattern.axes, self._axis_names()
         if start == stop:
@@ -121,7 +121,7 @@ class TilePrinter:
             row = f"({row} // ({' * '.join(axes[stop:])}))"
         if start > 0:
             row = f"({row} % ({' * '.join(axes[start:stop])}))"
-        return f"{row} * {unit} + "
+        return f"{row} * {pattern.unit} + "
 
     def _load(self, read: Read, space: Space) -> str:
         """The variable that holds what is read from memory."""
@@ -133,8 +133,7 @@ class TilePrinter:
         if source in self.dirty:
             self._barrier(self.body)
         is_input = source.kind in ("invariant", "sequence")
-        unit = source.pattern.unit if is_input else source.size
-        row = self._row_offset(source.pattern, unit)
+        row = self._row_offset(source.pattern)
         index = self._index(space, offset, read.strides)
         name = self.loaded[key] = next(self.names)
         by_row, by_step = self.element_mask, self.step_mask
