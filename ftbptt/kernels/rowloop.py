@@ -127,7 +127,7 @@ class RowLoop:
     first. ``invariants`` and ``sequences``: the inputs that expressions and products read
     directly, by their index in the block. ``nexts``: the next carries. ``emit_orders``: the order
     of the axes in which an emit is written, with its rows first; None if they are.
-    ``weight_dtypes``: the invariants that products multiply with, by index.
+    ``weight_dtypes``: the invariants that products multiply with, by index, as a kernel takes them.
     """
 
     rows: RowView

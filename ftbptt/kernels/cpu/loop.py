@@ -57,9 +57,8 @@ class _Printer:
     def __init__(self, loop: RowLoop) -> None:
         self.loop = loop
         self.schedule = make_schedule(loop)
-        self.products = {
-            op.weight: op for op in loop.operations if isinstance(op, Product)
-        }  # one per weight: all products with a weight have the same k and n
+        # One per weight: all products with a weight have the same k and n.
+        self.products = {op.weight: op for op in loop.products}
         self.groups = loop.grouped
 
     def lines(self) -> Iterator[str]:
@@ -122,10 +121,10 @@ class _Printer:
 
     def _tensors(self) -> Iterator[tuple[str, torch.dtype, bool]]:
         """(name, dtype, whether it is only read) of each pointer in ``memory``."""
-        loop, weights = self.loop, self.loop.weight_dtypes
+        loop = self.loop
         invariants, sequences = sorted(loop.invariants.items()), sorted(loop.sequences.items())
         yield from ((f"invariant{i}", memory.dtype, True) for i, memory in invariants)
-        yield from ((f"weight{i}", weights[i], True) for i in self.products)
+        yield from ((f"weight{i}", dtype, True) for i, dtype in loop.weight_dtypes.items())
         yield from ((f"sequence{i}", memory.dtype, True) for i, memory in sequences)
         yield from ((f"start{i}", memory.dtype, True) for i, memory in enumerate(loop.carries))
         yield from ((f"final{i}", memory.dtype, False) for i, memory in enumerate(loop.carries))

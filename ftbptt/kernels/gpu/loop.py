@@ -81,7 +81,6 @@ class LoopPrinter(ProductPrinter):
         epilogue = self._store_finals()
         itemsize = max(compute_dtype(memory.dtype).itemsize for memory in self.loop.carries)
         row_bytes = itemsize * max((space.width for space in self.spaces), default=1)
-        unspecialized = ", ".join(f'"{name}"' for name in ("steps", *self._axis_names()))
         lines = [
             self.head,
             f"WORKSPACE = {self._workspace()!r}",
@@ -91,9 +90,7 @@ class LoopPrinter(ProductPrinter):
             *self._constants(),
             "",
             "",
-            f"@triton.jit(do_not_specialize=[{unspecialized}])",
-            f"def run({', '.join(self._arguments())}, ROWS: tl.constexpr, "
-            "PRECISION: tl.constexpr):",
+            *self._signature("run", "ROWS", "PRECISION"),
             *(f"    {line}" for line in (*self._rows(), *self._indices(), *self.prologue)),
             "    for step in range(steps):",
             f"        t = tl.cast({'steps - 1 - step' if self.loop.reverse else 'step'}, tl.int64)",

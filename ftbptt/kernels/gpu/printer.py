@@ -15,7 +15,7 @@ import torch
 
 from ..accesses import RowPattern, contiguous
 from ..expressions import Expression, Literal
-from ..rowloop import Map, Memory, Product, Read, RowLoop, Value, compute_dtype
+from ..rowloop import Map, Memory, Read, RowLoop, Value, compute_dtype
 from .expressions import TYPES, apply, literal, type_of
 from .placement import Space, make_tiles
 
@@ -32,7 +32,6 @@ class TilePrinter:
 
     def __init__(self, loop: RowLoop, parts: int = 1) -> None:
         self.loop, self.tiles = loop, make_tiles(loop, parts)
-        self.products = {op.weight: op for op in loop.operations if isinstance(op, Product)}
         self.prologue: list[str] = []
         self.body: list[str] = []
         # The variables that the lines define: of column indices, and of what is loaded.
@@ -51,7 +50,7 @@ class TilePrinter:
         """The parameters: memory as in ``cpu.loop``, then workspace, then its numbers."""
         loop, wanted = self.loop, self.loop.history
         yield from (f"invariant{i}" for i in sorted(loop.invariants))
-        yield from (f"weight{i}" for i in self.products)
+        yield from (f"weight{i}" for i in loop.weight_dtypes)
         yield from (f"sequence{i}" for i in sorted(loop.sequences))
         for name in ("start", "final"):
             yield from (f"{name}{i}" for i in range(len(loop.carries)))
@@ -62,8 +61,15 @@ class TilePrinter:
         yield from (f"history{i}" for i, flag in enumerate(stored) if flag and not wanted[i])
         yield from ("steps", *self._axis_names())
         yield from (f"step{i}" for i in sorted(loop.sequences))
-        for i in self.products:
+        for i in loop.weight_dtypes:
             yield from (f"group_stride{i}", f"k_stride{i}", f"n_stride{i}")
+
+    def _signature(self, name: str, *constants: str) -> Iterator[str]:
+        """How a function begins. ``constants``: its last parameters, known to the compiler."""
+        unspecialized = ", ".join(f'"{size}"' for size in ("steps", *self._axis_names()))
+        parameters = [*self._arguments(), *(f"{each}: tl.constexpr" for each in constants)]
+        yield f"@triton.jit(do_not_specialize=[{unspecialized}])"
+        yield f"def {name}({', '.join(parameters)}):"
 
     # -- tiles ------------------------------------------------------------------------------------
 

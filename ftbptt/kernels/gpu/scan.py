@@ -75,12 +75,8 @@ class _Printer(TilePrinter):
             "end = tl.minimum(first + STEPS, steps) - 1",
             f"carry = tl.sum(tl.where(step == end, {name_of(next_carry)}, 0), 0)[None, :]",
         ]
-        axes = self._axis_names()
-        unspecialized = ", ".join(f'"{name}"' for name in ("steps", *axes))
         lines = [
-            f"@triton.jit(do_not_specialize=[{unspecialized}])",
-            f"def run_composed({', '.join(self._arguments())}, ROWS: tl.constexpr, "
-            "STEPS: tl.constexpr):",
+            *self._signature("run_composed", "ROWS", "STEPS"),
             *(f"    {line}" for line in (*self._rows(), *self._load_carry(), *self.prologue)),
             "    for first in range(0, steps, STEPS):",
             "        step = first + tl.arange(0, STEPS)[:, None]",
