@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..compiler.graphs import Node, aten
+from ..compiler.graphs import Node, aten, value_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,14 @@ REDUCTIONS = {
     aten.sum.dim_IntList: "sum", aten.sum.default: "sum", aten.amax.default: "maximum",
     aten.amin.default: "minimum", aten.prod.dim_int: "product",
 }  # fmt: skip
+
+
+def reduced_axes(node: Node) -> list[int]:
+    """The axes that a reduction goes over: those that it names, or all."""
+    dims = node.args[1] if len(node.args) > 1 else None
+    count = value_of(node.args[0]).dim()
+    named = [dims] if isinstance(dims, int) else dims or []
+    return [dim % count for dim in named] or list(range(count))
 
 
 class Unsupported(Exception):

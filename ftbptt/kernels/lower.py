@@ -20,6 +20,7 @@ from .expressions import (
     expression,
     is_constant,
     is_elementwise,
+    reduced_axes,
     refuse,
 )
 from .normalize import normalize
@@ -185,14 +186,11 @@ class _Builder:
         if not value.dtype.is_floating_point or dtype != value.dtype:
             raise refuse(node, "a reduction of numbers that are not floating point")
         shape, rank = list(value.shape), self.rows.rank(source)
-        axes = list(range(value.dim()))
-        dims = node.args[1] if len(node.args) > 1 else None
-        dims = [dims] if isinstance(dims, int) else dims or []
-        reduced = [d % value.dim() for d in dims] or axes
+        reduced = reduced_axes(node)
         if any(d < rank and value.shape[d] != 1 for d in reduced):
             raise refuse(node, "it mixes rows of the batch")
         # The axes that are not reduced come first; axes of one element are left out.
-        features = [d for d in axes[rank:] if value.shape[d] != 1]
+        features = [d for d in range(rank, value.dim()) if value.shape[d] != 1]
         outer = [d for d in features if d not in reduced]
         order = [*outer, *(d for d in features if d in reduced)]
         reduced_value = self._reduced_value(source, shape, rank)
@@ -211,10 +209,9 @@ class _Builder:
 
     def _total(self, node: Node, index: int) -> None:
         """A sum over the rows, which the kernel accumulates over the steps as well."""
-        source, dims = node.args[:2]
-        value = value_of(source)
-        shape, rank = list(value.shape), self.rows.rank(source)
-        if {d % len(shape) for d in dims} != set(range(rank)):
+        source = node.args[0]
+        shape, rank = list(value_of(source).shape), self.rows.rank(source)
+        if set(reduced_axes(node)) != set(range(rank)):
             raise refuse(node, "a sum over axes other than the rows")
         total = self._new_value(f"total{index}", value_of(node).dtype, shape[rank:])
         total.memory = Memory("total", index, total.dtype, total.size, RowPattern((0, 0), 0))

@@ -23,7 +23,7 @@ from ..compiler.blocks import ScanBlock
 from ..compiler.gemms import MOST_VECTORS
 from ..compiler.graphs import VIEWS, Node, aten, join_axis, value_of
 from .accesses import RowView
-from .expressions import Unsupported, is_constant, is_elementwise, refuse
+from .expressions import Unsupported, is_constant, is_elementwise, reduced_axes, refuse
 from .row_order import RowOrder, new_meta_node
 
 
@@ -78,10 +78,9 @@ def normalize(block: ScanBlock, rows: RowView, *, heads_are_rows: bool = False) 
     return NormalForm(graph, emit_orders)
 
 
-def _reduced(node: Node, dims: Sequence[int] | None) -> tuple[list[int], int]:
+def _reduced(node: Node) -> tuple[list[int], int]:
     """(the axes that the node reduces, the number of elements in them)"""
-    shape = value_of(node.args[0]).shape
-    axes = [d % len(shape) for d in (dims or range(len(shape)))]
+    axes, shape = reduced_axes(node), value_of(node.args[0]).shape
     return axes, math.prod(shape[d] for d in axes)
 
 
@@ -91,7 +90,7 @@ def _mean_of(x: Node, axes: list[int], count: int, keep: bool) -> Node:
 
 
 def _replace_mean(node: Node) -> None:
-    axes, count = _reduced(node, node.args[1] if len(node.args) > 1 else None)
+    axes, count = _reduced(node)
     keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
     if node.kwargs.get("dtype") is not None or count == 0:
         raise refuse(node, "a mean with a dtype argument, or of no elements")
@@ -101,7 +100,7 @@ def _replace_mean(node: Node) -> None:
 def _variance(node: Node) -> tuple[Node, Node]:
     """(variance, mean), in two passes like torch's."""
     graph, x = node.graph, node.args[0]
-    axes, count = _reduced(node, node.args[1] if len(node.args) > 1 else None)
+    axes, count = _reduced(node)
     correction = node.kwargs.get("correction")
     correction = 1 if correction is None else correction
     keep = node.kwargs.get("keepdim", False)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..compiler.graphs import Node, aten, join_axis, value_of
 from .accesses import RowView
-from .expressions import REDUCTIONS, Unsupported, is_constant, is_elementwise
+from .expressions import REDUCTIONS, Unsupported, is_constant, is_elementwise, reduced_axes
 
 
 def new_meta_node(graph: fx.Graph, target: Any, *args: Any) -> Node:
@@ -127,7 +127,7 @@ def _permute_join(node: Node, shape: list[int], axes: Axes) -> None:
 def _permute_reduction(node: Node, shape: list[int], axes: Axes) -> None:
     (source, dims, *others), order = node.args, _rows_first(axes, len(shape))
     keep, is_list = bool(others and others[0]), not isinstance(dims, int)
-    reduced = [dim % len(shape) for dim in (dims if is_list else [dims])] or list(order)
+    reduced = reduced_axes(node)
     if not set(reduced).isdisjoint(axes):
         return
     permuted = new_meta_node(node.graph, aten.permute.default, source, order)
