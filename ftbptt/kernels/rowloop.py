@@ -81,6 +81,10 @@ class Map:
     value: Value
     expression: Expression
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
 
 @dataclass(eq=False)
 class Reduce:

@@ -155,17 +155,16 @@ def _fuse_loops(loop: RowLoop) -> tuple[list[Product | Nest], dict[Value, int]]:
             item_of[op.value] = len(items)
             items.append(op)
             continue
-        shape = op.value.shape if isinstance(op, Map) else op.shape
         sources = list(reads(op.expression))
-        first = max((first_item(read, shape) for read in sources), default=0)
+        first = max((first_item(read, op.shape) for read in sources), default=0)
         for i in range(first, len(items)):
             nest = items[i]
-            if isinstance(nest, Nest) and nest.shape == shape:
-                reads_registers = any(_in_register(read, shape, nest) for read in sources)
+            if isinstance(nest, Nest) and nest.shape == op.shape:
+                reads_registers = any(_in_register(read, op.shape, nest) for read in sources)
                 if nest.accepts(op, reads_registers=reads_registers):
                     break
         else:
-            i, nest = len(items), Nest(shape)
+            i, nest = len(items), Nest(op.shape)
             items.append(nest)
         nest.operations.append(op)
         nest.outer = op.outer if isinstance(op, Reduce) else nest.outer
@@ -198,9 +197,7 @@ def _stored_values(
     for op in loop.operations:
         if isinstance(op, (Product, Reduce)):
             stored.add(op.value)
-        shape = None if isinstance(op, Product) else op.value.shape
-        if isinstance(op, Reduce):
-            shape = op.shape
+        shape = None if isinstance(op, Product) else op.shape
         for read in reads_of(op):
             if isinstance(read.source, Value) and read.source in item_of:
                 item = items[item_of[read.source]]
@@ -221,18 +218,16 @@ def _number_scratch(
     loop: RowLoop, stages: list[Product | list[Nest]], stage_of: dict[Value, int]
 ) -> tuple[list[Memory], set[Memory]]:
     """(the scratch memories, numbered in order of first use, those that need only one row)"""
-    scratch: list[Memory] = []
     used_in: dict[Memory, set[int]] = {}
     for op in loop.operations:
         for memory in (op.value.memory, *(read.memory for read in reads_of(op))):
             if memory is not None and memory.kind == "scratch":
                 used_in.setdefault(memory, set()).add(stage_of[op.value])
-                if memory not in scratch:
-                    memory.index = len(scratch)
-                    scratch.append(memory)
+    for index, memory in enumerate(used_in):
+        memory.index = index
     one_row = {
         memory
         for memory, indices in used_in.items()
         if len(indices) == 1 and isinstance(stages[next(iter(indices))], list)
     }
-    return scratch, one_row
+    return list(used_in), one_row

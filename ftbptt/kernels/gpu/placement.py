@@ -114,7 +114,7 @@ class Tiles:
 
     def space_of(self, op: Map | Reduce) -> Space:
         """The indices that an operation runs over."""
-        return Space(op.shape, op.outer) if isinstance(op, Reduce) else self.space(op.value.shape)
+        return Space(op.shape, op.outer) if isinstance(op, Reduce) else self.space(op.shape)
 
     def rows_of(self, op: Product) -> list[tuple[Read, Space, int]]:
         """What a product reads of its row, each with its indices and its offset in the row."""
