@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ftbptt import as_step, gradient_horizon, make_train_segment
 from ftbptt.training import ContiguousStreams, train_stream
 
+from .cases import loss
 from .charlm import as_indices
 from .charlm import loss as char_loss
 from .charmodel import CharLM
@@ -30,11 +31,6 @@ from .turns import in_turns, ratio
 
 Params = dict[str, Tensor]
 State = tuple[Tensor, Tensor]
-
-
-def loss(out: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error of the segment."""
-    return (out - y).square().mean()
 
 
 def computed_again(

@@ -24,7 +24,7 @@ from ftbptt.distributed.reduction import buckets_of
 from .alpha_beta import Link, Update, best, fitted, in_nodes, ring, tree
 from .parts import Part, Table, run_parts
 from .plots import plot_scaling
-from .scaling_rank import INPUTS, ROWS, STEPS, Tagger
+from .scaling_rank import INPUTS, ROWS, STEPS, parameters
 from .targets import row
 from .turns import ratio
 
@@ -111,7 +111,7 @@ def gpus(hidden: int, folder: Path) -> Table:
     )
     lines, curves = [], {}
     for name, rows, width in (("as here", ROWS, hidden), ("B=128 H=1024", 128, 1024)):
-        leaves = list(Tagger(width).parameters())
+        leaves = parameters(width)
         sizes = [float(sum(leaves[i].nbytes for i in bucket)) for bucket in buckets_of(leaves)]
         flops = 2.0 * rows * STEPS * sum(sizes) / 4  # forward, and as many for each half of reverse
         compute = STEPS * PER_STEP + 3 * flops / FLOPS

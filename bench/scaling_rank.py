@@ -22,6 +22,8 @@ from ftbptt.contract.output import EarlyGradients
 from ftbptt.distributed.reduction import buckets_of
 from ftbptt.training import train_stream
 
+from .cases import Case, build, loss
+from .cells import KINDS, Stack
 from .turns import in_turns
 
 STEPS, ROWS, INPUTS = 64, 32, 64
@@ -29,21 +31,10 @@ SIZES = [8, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22]  # bytes of an all-redu
 Mesh = Any
 
 
-class Tagger(nn.Module):
-    """``module(x_t, (h, c)) -> (scores, (h, c))``"""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.cell, self.readout = nn.LSTMCell(INPUTS, hidden), nn.Linear(hidden, INPUTS)
-
-    def forward(self, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
-        h, c = self.cell(x_t, state)
-        return self.readout(h), (h, c)
-
-
-def loss(out: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error of the segment."""
-    return (out - y).square().mean()
+def parameters(hidden: int) -> list[nn.Parameter]:
+    """Those of the model, the same on all ranks."""
+    torch.manual_seed(0)
+    return list(Stack(KINDS["lstm"], INPUTS, hidden, layers=1).parameters())
 
 
 def updates(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any]:
@@ -53,12 +44,9 @@ def updates(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any]:
     """
     streams = {}
     for name, rows in (("together", ROWS * dist.get_world_size()), ("alone", ROWS)):
-        torch.manual_seed(0)
-        module = Tagger(hidden)
-        params = dict(module.named_parameters())
-        x = torch.randn(16 * STEPS, rows, INPUTS)
-        state = (torch.zeros(rows, hidden),) * 2
-        segment = make_train_segment(module, loss)
+        problem = build(Case("scaling", "lstm", 16 * STEPS, rows, INPUTS, hidden))
+        params, state, x = problem.params, problem.state, problem.x
+        segment = make_train_segment(problem.model, loss)
         optimizer = torch.optim.Adam(params.values())
         streams[name] = train_stream(
             segment, params, state, (x, x), optimizer, k1=STEPS, epochs=None, progress=False,
@@ -152,12 +140,8 @@ def _ways(mesh: Mesh, hidden: int) -> dict[str, _Way]:
     """Updates of the same parameters from the same gradients, summed over the ranks."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def parameters() -> list[nn.Parameter]:
-        torch.manual_seed(0)
-        return list(Tagger(hidden).parameters())
-
     size = dist.get_world_size()
-    grads = [torch.randn_like(p) for p in parameters()]
+    grads = [torch.randn_like(p) for p in parameters(hidden)]
 
     def with_all(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
         flat = torch.cat([grad.reshape(-1) for grad in grads])
@@ -168,10 +152,12 @@ def _ways(mesh: Mesh, hidden: int) -> dict[str, _Way]:
         optimizer.step()
         return [p.detach() for p in params]
 
-    replicated, zero = parameters(), parameters()
+    replicated, zero = parameters(hidden), parameters(hidden)
     adam = torch.optim.Adam(replicated)
     zero_adam = ZeroRedundancyOptimizer(zero, torch.optim.Adam)
-    sharded = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters()]
+    sharded = [
+        nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters(hidden)
+    ]
     sharded_adam = torch.optim.Adam(sharded, foreach=False)
 
     def with_shards() -> list[Tensor]:
