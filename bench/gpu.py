@@ -37,7 +37,7 @@ from ftbptt import make_train_segment
 
 from . import gpu_report, limits, report
 from .calls import Call, Skip, one_line
-from .cases import Case, Problem, build, loss
+from .cases import Problem, build, loss
 from .gpu_cases import OURS, GpuCase, cases, quick, resets
 from .gpu_peers import PEERS, wait_for_jax
 from .oracle import SAME_TIMES, TIMES
@@ -87,25 +87,15 @@ class Clock:
 
 
 @contextmanager
-def precision_of(gpu_case: GpuCase) -> Iterator[torch.dtype]:
-    """Float32 products in TF32 or not, for torch and cuDNN alike; the dtype of the case."""
+def in_precision(precision: str) -> Iterator[torch.dtype]:
+    """Float32 products in TF32 or not, for torch and cuDNN alike; the dtype to compute in."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    tf32 = gpu_case.precision == "tf32"
+    tf32 = precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     try:
-        yield torch.bfloat16 if gpu_case.precision == "bf16" else torch.float32
+        yield torch.bfloat16 if precision == "bf16" else torch.float32
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
-def _in_fp32(call: Call) -> Any:
-    """The result of a call whose products are not in TF32 for once."""
-    matmul = torch.backends.cuda.matmul
-    matmul.allow_tf32 = False
-    try:
-        return call()
-    finally:
-        matmul.allow_tf32 = True
 
 
 def on_device(problem: Problem, device: torch.device) -> Problem:
@@ -123,14 +113,15 @@ def run_case(
     clock = Clock(device)
     bar.set_postfix_str("float64 loop")
     reset = resets(gpu_case).to(device)
-    with precision_of(gpu_case) as dtype:
+    with in_precision(gpu_case.precision) as dtype:
         expected = PEERS["eager"](on_device(build(gpu_case.case, torch.float64), device), reset)()
         problem = on_device(build(gpu_case.case, dtype), device)
         loop = PEERS["eager"](problem, reset)
         eager_error = error(loop(), expected)
         is_chaotic = gpu_case.precision == "tf32" and eager_error > _CHAOTIC
         if is_chaotic:
-            exact_error = error(_in_fp32(loop), expected)
+            with in_precision("fp32"):
+                exact_error = error(loop(), expected)
         rows: dict[str, dict[str, Any]] = {}
         calls: dict[str, Call] = {}
         for name in gpu_case.peers:
@@ -147,7 +138,8 @@ def run_case(
                     clock.wait()
                 rows[name] |= judged(name, error(result, expected), eager_error, dtype)
                 if is_chaotic and name in OURS and rows[name]["status"] == "ok":
-                    found = error(_in_fp32(call), expected)
+                    with in_precision("fp32"):
+                        found = error(call(), expected)
                     rows[name] |= judged(name, found, exact_error, dtype) | {"in_fp32": True}
                 if rows[name]["status"] == "ok":
                     calls[name] = call
@@ -250,7 +242,7 @@ def measure_ceilings(device: torch.device, size: int) -> dict[str, float]:
         return min(clock(call) for _ in range(10))
 
     for precision in ("fp32", "tf32", "bf16"):
-        with precision_of(GpuCase(Case("", "lstm", 1, 1, 1, 1), precision, ())) as dtype:
+        with in_precision(precision) as dtype:
             a = torch.randn(size, size, device=device, dtype=dtype)
             b = torch.randn(size, size, device=device, dtype=dtype)
             rates[precision] = 2.0 * size**3 / best(lambda a=a, b=b: a @ b)  # type: ignore[misc]
@@ -299,7 +291,7 @@ def targets(gpu_case: GpuCase, result: dict[str, Any]) -> list[dict[str, Any]]:
 def forward_latency(gpu_case: GpuCase, device: torch.device, rounds: int) -> dict[str, Any]:
     """Microseconds of a step forward, by the faster of this package's backends."""
     clock, medians = Clock(device), []
-    with precision_of(gpu_case) as dtype:
+    with in_precision(gpu_case.precision) as dtype:
         problem = on_device(build(gpu_case.case, dtype), device)
         for backend in OURS:
             segment = make_train_segment(problem.model, loss, backend=backend)
