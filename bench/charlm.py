@@ -32,6 +32,7 @@ from ftbptt.training import ContiguousStreams, Stream, evaluate_stream, train_st
 
 from .charmodel import CharLM, sample, save_model
 from .counts import count_baselines
+from .options import parser_of
 from .plots import plot_curve
 from .speed import compare_speed
 from .text import TextError, Vocabulary, read_text, split_codes
@@ -243,8 +244,7 @@ def run(options: argparse.Namespace, mesh: DeviceMesh | None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; exits with a message if they make no sense."""
-    parser = argparse.ArgumentParser(prog="python -m bench.charlm", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of("charlm", __doc__)
     add = parser.add_argument
     add("--text", nargs="+", metavar="FILE", help="text files (default: Python's own library)")
     add("--minutes", type=float, default=2.0, help="of training and compiling (default 2)")

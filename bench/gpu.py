@@ -15,7 +15,6 @@ begins any more; what is left out is listed, to be run with --cases.
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import gc
 import math
@@ -40,6 +39,7 @@ from .calls import Call, Skip, one_line
 from .cases import Problem, build, loss
 from .gpu_cases import OURS, GpuCase, cases, quick, resets
 from .gpu_peers import PEERS, wait_for_jax
+from .options import folder_for, parser_of
 from .oracle import SAME_TIMES, TIMES
 from .targets import row
 
@@ -306,8 +306,7 @@ def forward_latency(gpu_case: GpuCase, device: torch.device, rounds: int) -> dic
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit status is 1 if a result was wrong or there is no GPU."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of("gpu", __doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds, any device")
     parser.add_argument("--out", type=Path, help="folder (default bench/results)")
     parser.add_argument("--cases", help="names with commas between them (default: all)")
@@ -322,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # So that JAX leaves memory to the other peers.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    folder = options.out or Path("runs/bench" if options.quick else "bench/results")
+    folder = folder_for(options.out, is_part=options.quick)
     rounds = 2 if options.quick else 20
     results: dict[str, Any] = {"machine": report.machine(), "suite": "gpu", "rounds": rounds}
     if device.type == "cuda":

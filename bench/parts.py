@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from . import report
+from .options import folder_for, parser_of
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,11 @@ def run_parts(
     arguments: Sequence[str] | None,
 ) -> int:
     """Runs ``parts_of(quick, rounds, folder)`` and writes the results; returns the exit status."""
-    parser = argparse.ArgumentParser(prog=f"python -m bench.{suite}", description=about)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(suite, about)
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
     parser.add_argument("--out", type=Path, help="folder (default bench/results)")
     options = parser.parse_args(arguments)
-    folder = options.out or Path("runs/bench" if options.quick else "bench/results")
+    folder = folder_for(options.out, is_part=options.quick)
     rounds = 3 if options.quick else rounds
     results: dict[str, Any] = {"machine": report.machine(), "suite": suite, "rounds": rounds}
     parts = parts_of(options.quick, rounds, folder)

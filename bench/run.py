@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from . import limits, oracle, report
 from .cases import Case, build
+from .options import folder_for, parser_of
 from .peers import Peer, find
 from .suites import SUITES
 from .targets import targets
@@ -37,8 +38,6 @@ from .worker import serve
 BASE = "eager"  # the peer that ratios and errors are taken against
 TURN = 0.15  # seconds of calls that a peer gets in a round
 LOST = 1.0  # several threads gain less over one: another machine has the cores
-# Where results go: of the full benchmark, of a part.
-FULL, PART = Path("bench/results"), Path("runs/bench")
 
 
 @dataclass
@@ -205,8 +204,7 @@ def compile_seconds(case: Case, steps: int, repeats: int) -> tuple[float | None,
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; unknown names of cases and peers are errors."""
-    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of("run", __doc__)
     add = parser.add_argument
     add("--suite", choices=SUITES, default="default", help="which cases and peers (see suites.py)")
     add("--quick", action="store_true", help="only a few cases, in few rounds")
@@ -219,8 +217,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     suite = SUITES[options.suite]
     part = bool(options.quick or options.cases or options.peers or options.backends)
-    options.partial = options.out or PART
-    options.out = options.out or (PART if part else FULL)
+    options.partial = folder_for(options.out, is_part=True)
+    options.out = folder_for(options.out, is_part=part)
     options.rounds = options.rounds if options.rounds is not None else 4 if options.quick else 12
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, found {options.rounds}")

@@ -1,0 +1,20 @@
+"""What the command lines of the benchmarks have in common."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
+    """The options of ``python -m bench.<name>``, none of them added yet."""
+    return argparse.ArgumentParser(
+        prog=f"python -m bench.{name}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def folder_for(out: Path | None, *, is_part: bool) -> Path:
+    """Where results go: to ``out``, if it is given; else those of a part not beside full ones."""
+    return out or Path("runs/bench" if is_part else "bench/results")
