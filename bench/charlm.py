@@ -73,6 +73,17 @@ def ranks(device: str) -> DeviceMesh | None:
     return init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
 
 
+def is_first(mesh: DeviceMesh | None) -> bool:
+    """Whether this is the process that prints and saves: the only one, or the first."""
+    return mesh is None or mesh.get_rank() == 0
+
+
+def checkpoint_of(options: argparse.Namespace, mesh: DeviceMesh | None) -> Path:
+    """Where the run is saved: a file of one process, or a folder of several."""
+    path: Path = options.out / ("run.pt" if mesh is None else "ranks")
+    return path
+
+
 def begin(
     model: CharLM,
     train_segment: TrainSegment,
@@ -98,7 +109,7 @@ def begin(
             device=options.device,
             clip_norm=1.0,
             progress=False,
-            checkpoint=options.out / ("run.pt" if mesh is None else "ranks"),
+            checkpoint=checkpoint_of(options, mesh),
             checkpoint_every=CHECKPOINT_EVERY,
             resume=options.resume,
             mesh=mesh,
@@ -118,9 +129,9 @@ def train(run: Stream, options: argparse.Namespace, mesh: DeviceMesh | None) -> 
     shown = len(run.history)
     set_rate(run, options.lr, began / total if before else 0.0)
     form = "{desc} {percentage:3.0f}%|{bar}| {elapsed} {postfix}"
-    quiet = mesh is not None and mesh.get_rank() > 0
+    disable = not is_first(mesh)
     with tqdm(
-        total=1.0, desc="compiling", bar_format=form, dynamic_ncols=True, disable=quiet
+        total=1.0, desc="compiling", bar_format=form, dynamic_ncols=True, disable=disable
     ) as bar:
         for _ in run if began < total else ():
             if first is None:
@@ -211,7 +222,7 @@ def run(options: argparse.Namespace, mesh: DeviceMesh | None) -> None:
     stage = "the training"
     try:
         train(stream, options, mesh)
-        if mesh is not None and mesh.get_rank() > 0:
+        if not is_first(mesh):
             return  # the rest is for one process
         save_model(options.out / "model.pt", model, vocabulary, settings)
         stage = "the held-out text"
@@ -232,10 +243,9 @@ def run(options: argparse.Namespace, mesh: DeviceMesh | None) -> None:
             compare_speed(model, train_segment, loss, x, y),
         )
     except KeyboardInterrupt:
-        if mesh is not None and mesh.get_rank() > 0:
+        if not is_first(mesh):
             return
-        saved = (options.out / ("run.pt" if mesh is None else "ranks")).exists()
-        goes_on = " (--resume goes on)" if saved else ""
+        goes_on = " (--resume goes on)" if checkpoint_of(options, mesh).exists() else ""
         print(f"\nstopped during {stage}; saving what there is{goes_on}")
         save_model(options.out / "model.pt", model, vocabulary, settings)
     plot_curve(options.out / "curve.png", *curve(stream, data), bits, source)
@@ -284,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             if mesh is not None:
                 stack.callback(dist.destroy_process_group)
-                if mesh.get_rank() > 0:
+                if not is_first(mesh):
                     silence = stack.enter_context(open(os.devnull, "w"))
                     stack.enter_context(contextlib.redirect_stdout(silence))
             run(options, mesh)
