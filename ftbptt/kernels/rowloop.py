@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .accesses import RowPattern, RowView
+from .accesses import RowPattern, RowView, contiguous
 from .expressions import Apply, Expression, parts
 
 
@@ -189,3 +189,10 @@ def with_reads(expr: Expression, change: Callable[[Read], Expression]) -> Expres
     if isinstance(expr, Apply):
         return replace(expr, args=tuple(with_reads(arg, change) for arg in expr.args))
     return expr
+
+
+def is_same_index(read: Read, shape: tuple[int, ...] | None) -> bool:
+    """Whether element i of a loop over ``shape`` reads element i of a value."""
+    value = read.source
+    assert isinstance(value, Value)
+    return value.shape == shape and not read.offset and read.strides == contiguous(value.shape)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..expressions import Apply, Expression, Literal, parts
-from ..rowloop import Map, Memory, Read, Reduce, Value, compute_dtype
-from .schedule import Nest, is_same_index
+from ..rowloop import Map, Memory, Read, Reduce, Value, compute_dtype, is_same_index
+from .schedule import Nest
 
 _C_TYPES = {
     torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16",

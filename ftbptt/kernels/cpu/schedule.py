@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..accesses import contiguous
 from ..expressions import parts
 from ..rowloop import (
     Map,
@@ -23,6 +22,7 @@ from ..rowloop import (
     RowLoop,
     Value,
     compute_dtype,
+    is_same_index,
     reads,
     reads_of,
     scratch_for,
@@ -179,13 +179,6 @@ def _in_register(read: Read, shape: tuple[int, ...] | None, item: Product | Nest
         return False
     is_mapped = any(op.value is value and isinstance(op, Map) for op in item.operations)
     return is_mapped and is_same_index(read, shape)
-
-
-def is_same_index(read: Read, shape: tuple[int, ...] | None) -> bool:
-    """Whether element i of a loop over ``shape`` reads element i of a value."""
-    value = read.source
-    assert isinstance(value, Value)
-    return value.shape == shape and not read.offset and read.strides == contiguous(value.shape)
 
 
 def _stored_values(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..accesses import contiguous
 from ..expressions import Apply, Expression, Literal, cast, parts
 from ..rowloop import (
     Map,
@@ -20,6 +19,7 @@ from ..rowloop import (
     Reduce,
     RowLoop,
     Value,
+    is_same_index,
     reads,
     reads_of,
     with_reads,
@@ -82,8 +82,7 @@ def _computed(
             return None if None in args else replace(expr, args=tuple(args))
         if is_at_hand(expr):
             return expr
-        is_same_index = expr.offset == 0 and expr.strides == contiguous(op.shape)
-        if expr.source not in maps or not is_same_index or expr.source.shape != op.shape:
+        if expr.source not in maps or not is_same_index(expr, op.shape):
             return None
         inner = again(maps[expr.source].expression)
         return None if inner is None else cast(inner, expr.dtype)
