@@ -28,6 +28,7 @@ from .cases import Case, Problem, build, loss
 from .parts import Part, run_parts
 from .targets import row
 from .turns import in_turns, ratio
+from .worker import memory_of_process
 
 CASE = Case("lstm", "lstm", 64, 32, 64, 128)
 TINY = Case("tiny", "lstm", 4, 1, 3, 4)
@@ -120,9 +121,7 @@ def _send_peak_memory(steps: int, pipe: Connection) -> None:
     )  # fmt: skip
     for _ in run:
         pass
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            pipe.send(int(line.split()[1]) * 1024)
+    pipe.send(memory_of_process("VmHWM"))
 
 
 def memory(short: int, long: int) -> list[dict[str, Any]]:

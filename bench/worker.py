@@ -117,9 +117,9 @@ def peak_memory(call: Call) -> int | None:
         ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the high-water mark starts again from here
-    before = _status("VmRSS")
+    before = memory_of_process("VmRSS")
     result = call()
-    peak = _status("VmHWM")
+    peak = memory_of_process("VmHWM")
     del result
     return max(peak - before, 0)
 
@@ -136,7 +136,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _status(name: str) -> int:
+def memory_of_process(name: str) -> int:
+    """Bytes by Linux's /proc: "VmRSS" are resident now, "VmHWM" were at most."""
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(name + ":"))
     return 1024 * int(line.split()[1])
