@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +49,6 @@ class Floor:
     step_rate: float  # FLOP/s of the GEMMs of one step; 0 if there are none
     batched_rate: float  # FLOP/s of the GEMMs over all rows
     bandwidth: float
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def gemms(case: Case) -> tuple[list[Gemm], list[Gemm]]:

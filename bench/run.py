@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def run_case(case: Case, peers: Sequence[Peer], rounds: int, bar: tqdm[Any]) -> 
     return {
         "title": case.title,
         "batch": case.batch,
-        "floor": floor.as_dict(),
+        "floor": asdict(floor),
         "repeated": repeated,
         "peers": {worker.peer.name: worker.row for worker in workers},
     }
