@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -84,7 +85,10 @@ def applying_functions_by(run: Callable[..., Any]) -> Iterator[None]:
     in_cpp = hasattr(torch.autograd.function, "_call_custom_function_call")
     instead = _instead_of_apply_in_cpp if in_cpp else _instead_of_apply
     name = "_are_functorch_transforms_active"
-    with _set(torch._C, name, lambda: active() and not is_ours()), instead(is_ours, applied):
+    with (
+        patch.object(torch._C, name, lambda: active() and not is_ours()),
+        instead(is_ours, applied),
+    ):
         yield
 
 
@@ -97,7 +101,7 @@ def _instead_of_apply(is_ours: Callable[[], bool], applied: Callable[..., Any]) 
             return applied(function, *args, **kwargs)
         return super(FunctionAtLevel, function).apply(*args, **kwargs)
 
-    with _set(FunctionAtLevel, "apply", classmethod(apply)):
+    with patch.object(FunctionAtLevel, "apply", classmethod(apply)):
         yield
 
 
@@ -126,23 +130,8 @@ def _instead_of_apply_in_cpp(
         return call(function, args, kwargs)
 
     with (
-        _set(module, "_bind_default_args", bound),
-        _set(module, "_call_custom_function_call", called),
-        _set(torch.autograd.Function, "setup_context", OwnSetupContext()),
+        patch.object(module, "_bind_default_args", bound),
+        patch.object(module, "_call_custom_function_call", called),
+        patch.object(torch.autograd.Function, "setup_context", OwnSetupContext()),
     ):
         yield
-
-
-@contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within it, an attribute has another value."""
-    missing = object()
-    before = vars(owner).get(name, missing)  # as it is stored, and not what is inherited
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -163,11 +164,8 @@ def _keeping_mutations() -> Iterator[None]:
         original(node, *args, **kwargs)
         node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
-    setattr(SchedulerNode, "recompute_size_and_body", recompute)  # noqa: B010 - mypy
-    try:
+    with patch.object(SchedulerNode, "recompute_size_and_body", recompute):
         yield
-    finally:
-        setattr(SchedulerNode, "recompute_size_and_body", original)  # noqa: B010
 
 
 def calls_in_cpp(op: Any, definition: str) -> Any:

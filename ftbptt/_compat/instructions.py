@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 from torch._inductor import config, cpu_vec_isa
 
@@ -35,11 +36,9 @@ def reported_instructions() -> Iterator[None]:
     """
     reported = cpu_vec_isa.x86_isa_checker()
     known = [isa for isa in (_Avx512(), _Avx2()) if str(isa) in reported]
-    original = cpu_vec_isa.valid_vec_isa_list
-    if known:
-        setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: known)  # noqa: B010 - mypy
-    try:
-        with config.patch({"cpp.vec_isa_ok": True}):
-            yield
-    finally:
-        cpu_vec_isa.valid_vec_isa_list = original
+    listed = (lambda: known) if known else cpu_vec_isa.valid_vec_isa_list
+    with (
+        patch.object(cpu_vec_isa, "valid_vec_isa_list", listed),
+        config.patch({"cpp.vec_isa_ok": True}),
+    ):
+        yield

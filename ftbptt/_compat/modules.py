@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -105,18 +105,11 @@ def attributes_set_by_hooks_of_torch(module: nn.Module) -> set[str]:
     return {name for name in names if name is not None}
 
 
-@contextmanager
-def parametrizations_kept_apart() -> Iterator[None]:
+def parametrizations_kept_apart() -> AbstractContextManager[Any]:
     """Within ``parametrize.cached()``, a cache of its own; torch has one, whatever the parameters.
 
     Else a module that is called with other parameters, which are fake in a trace, would get the
     weights that were computed from those before, and leave its own for those after.
     """
-    if not parametrize._cache_enabled:
-        yield
-        return
-    before, parametrize._cache = parametrize._cache, {}
-    try:
-        yield
-    finally:
-        parametrize._cache = before
+    is_cached = parametrize._cache_enabled
+    return patch.object(parametrize, "_cache", {}) if is_cached else nullcontext()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import sympy
 import torch
@@ -183,12 +184,11 @@ def knowing_values() -> Iterator[None]:
 
     Else only those of single numbers (2.11 to 2.15).
     """
-    before = fake_tensor.CONSTANT_NUMEL_LIMIT, proxy_tensor.CONSTANT_NUMEL_LIMIT
-    fake_tensor.CONSTANT_NUMEL_LIMIT = proxy_tensor.CONSTANT_NUMEL_LIMIT = LARGEST_KNOWN
-    try:
+    with (
+        patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", LARGEST_KNOWN),
+        patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", LARGEST_KNOWN),
+    ):
         yield
-    finally:
-        fake_tensor.CONSTANT_NUMEL_LIMIT, proxy_tensor.CONSTANT_NUMEL_LIMIT = before
 
 
 def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -203,18 +203,12 @@ def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if slot is None else slot.constant
 
 
-@contextmanager
-def unvalidated_distributions() -> Iterator[None]:
+def unvalidated_distributions() -> AbstractContextManager[Any]:
     """``torch.distributions`` do not look at values, which are not there while tracing.
 
     Their default has a setter, but no getter (2.11 to 2.13).
     """
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
+    return patch.object(Distribution, "_validate_args", False)
 
 
 @contextmanager
@@ -233,11 +227,8 @@ def constant_gradients_in_no_grad() -> Iterator[None]:
             )
         return undo(results, level)
 
-    eager_transforms._undo_create_differentiable = detached  # type: ignore[assignment]
-    try:
+    with patch.object(eager_transforms, "_undo_create_differentiable", detached):
         yield
-    finally:
-        eager_transforms._undo_create_differentiable = undo
 
 
 @contextmanager
