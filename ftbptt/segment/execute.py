@@ -167,19 +167,12 @@ class Executable(Programs):
             for i, grad in zip(plan.preparation.trained, grads[len(trained) :], strict=True):
                 by_index[i] = by_index[i] + grad
         axes = [level.size for level in reversed(s.levels)]
-        of_params: list[Tensor] = []
-        seen: set[int] = set()
-        for i, leaf in enumerate(s.params):
-            if i in by_index:
-                grad = by_index[i]
-            else:
-                grad = torch.zeros((*axes, *leaf.shape), dtype=leaf.dtype, device=leaf.device)
-            grad = grad.contiguous()
-            if grad.data_ptr() in seen:  # equal gradients, such as of b_ih and b_hh, share memory
-                grad = grad.clone()
-            seen.add(grad.data_ptr())
-            of_params.append(grad)
-        return of_params
+        return [
+            by_index[i].contiguous()
+            if i in by_index
+            else torch.zeros((*axes, *leaf.shape), dtype=leaf.dtype, device=leaf.device)
+            for i, leaf in enumerate(s.params)
+        ]
 
     def _parts(self, state: list[Tensor]) -> list[Tensor]:
         """The parts of the state, each with the axis of every level of vmap."""
@@ -189,7 +182,7 @@ class Executable(Programs):
             for i, (level, has_axis) in enumerate(s.axes_of(info) if axes else ()):
                 if not has_axis:
                     leaf = leaf.unsqueeze(i).expand(*leaf.shape[:i], level.size, *leaf.shape[i:])
-            parts += packing.unpack(leaf.detach(), axes)
+            parts += packing.unpack(leaf, axes)
         return [part.contiguous() for part in parts]
 
     def _packed(self, parts: list[Tensor]) -> list[Tensor]:
