@@ -1,4 +1,4 @@
-"""Python's search for unreachable cycles, put off while many objects are made that stay."""
+"""Python's search for unreachable cycles, put off for a while."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _is_put_off = False
 def without_garbage_collection() -> Iterator[None]:
     """For tracing and compilation: each search would look at all objects, and free next to none.
 
-    It took a sixth of a first call whose kernels are on disk. One thread at a time: the search is
-    that of all threads.
+    It took a sixth of a first call whose kernels are on disk. Also for the capture of a CUDA graph,
+    which garbage would end. The search is that of all threads: whoever put it off first ends that.
     """
     global _is_put_off
     was_on = gc.isenabled()

@@ -6,11 +6,10 @@ tensors of the graph, and its results out of them. One graph serves one number o
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, cached_property
 from threading import Lock
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._compat.running import clear_cublas_workspaces, copy_all, end_recording
+from .._garbage import without_garbage_collection
 from .._warnings import warn
 from ..backends import Backend
 from ..compiler.blocks import ScanBlock
@@ -235,23 +235,11 @@ def _memory_pool(device: torch.device) -> tuple[Any, torch.cuda.Stream, torch.cu
     pool, holder = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream(device)
     with (
-        _collecting_no_garbage(),
+        without_garbage_collection(),
         torch.cuda.graph(holder, pool=pool, stream=stream, capture_error_mode="thread_local"),
     ):
         torch.zeros(1, device=device)
     return pool, stream, holder
-
-
-@contextmanager
-def _collecting_no_garbage() -> Iterator[None]:
-    """Graphs and kernels among it are freed by calls that would end a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _capture(
@@ -276,9 +264,10 @@ def _capture(
         graph = torch.cuda.CUDAGraph()
         clear_cublas_workspaces()
         try:
-            # Other threads may use the device meanwhile, for example to send the next window.
+            # Other threads may use the device meanwhile, for example to send the next window. Of
+            # garbage, graphs and kernels are freed by calls that would end the capture.
             with (
-                _collecting_no_garbage(),
+                without_garbage_collection(),
                 torch.cuda.graph(
                     graph, pool=pool, stream=stream, capture_error_mode="thread_local"
                 ),

@@ -426,12 +426,3 @@ def test_gradients_that_are_handed_over_early(
         expected = [(found.loss, *(leaves[i] for i in part)) for part in early.parts]
         assert_close(handed, expected)
     assert captures.made == graphs
-
-
-def test_no_garbage_is_collected_while_a_graph_is_captured() -> None:
-    with capture._collecting_no_garbage():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    with pytest.raises(RuntimeError, match="in between"), capture._collecting_no_garbage():
-        raise RuntimeError("in between")
-    assert gc.isenabled()
