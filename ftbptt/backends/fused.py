@@ -95,23 +95,6 @@ _SHIM = "\n".join((INCLUDE / name).read_text() for name in ("load.h", "scan.h"))
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A kernel's library, and which of its block's tensors it takes.
-
-    ``invariants``, ``weights`` (the invariants that products multiply with) and ``sequences`` are
-    indices into the block's. ``row_axes``: the sizes of the axes that are rows. ``emit_orders``:
-    see :class:`RowLoop`.
-    """
-
-    library: str
-    invariants: list[int]
-    weights: list[int]
-    sequences: list[int]
-    row_axes: tuple[int, ...]
-    emit_orders: list[list[int] | None]
-
-
-@dataclass(frozen=True)
 class Language:
     """A language in which kernels are written.
 
@@ -119,15 +102,14 @@ class Language:
     ``make_ready(source)`` compiles or stores it, and returns the path of its library.
     ``on_gpu``: see ``make_row_loop``. A CPU vectorizes along the last axis, and goes over the heads
     of a row one by one; on a GPU each element of an elementwise loop can be a row, with one thread,
-    and a program has the rows of one head.
-    ``takes_in``: whether kernels absorb operations after the loop; a GPU lacks the registers.
+    and a program has the rows of one head. Nor do its kernels absorb operations after the loop,
+    for which it lacks the registers.
     """
 
     print_source: Callable[[RowLoop], str]
     describe: Callable[[RowLoop], str]
     make_ready: Callable[[str], Path]
     on_gpu: bool
-    takes_in: bool
 
 
 def _describe_cpp(loop: RowLoop) -> str:
@@ -135,8 +117,8 @@ def _describe_cpp(loop: RowLoop) -> str:
 
 
 LANGUAGES = {  # device type -> language
-    "cpu": Language(print_cpp, _describe_cpp, start, on_gpu=False, takes_in=True),
-    "cuda": Language(print_triton, describe_triton, write, on_gpu=True, takes_in=False),
+    "cpu": Language(print_cpp, _describe_cpp, start, on_gpu=False),
+    "cuda": Language(print_triton, describe_triton, write, on_gpu=True),
 }
 
 
@@ -157,19 +139,6 @@ def _source_for(block: ScanBlock) -> tuple[Language, RowLoop, str]:
         return language, loop, language.print_source(loop)
 
 
-def _kernel_for(block: ScanBlock) -> Kernel:
-    """The block's kernel, compiled if it is new; raises Unsupported."""
-    language, loop, source = _source_for(block)
-    return Kernel(
-        str(language.make_ready(source)),
-        sorted(loop.invariants),
-        list(loop.weight_dtypes),
-        sorted(loop.sequences),
-        loop.rows.dims,
-        loop.emit_orders,
-    )
-
-
 def run_scan(
     block: ScanBlock,
     invariants: list[Tensor],
@@ -179,28 +148,29 @@ def run_scan(
 ) -> ScanResult:
     """A scan block as one call of its kernel, or as a loop of another backend if it has none."""
     try:
-        kernel = _kernel_for(block)
+        language, loop, source = _source_for(block)
     except Unsupported:
         assert not block.totals  # fusion creates totals only where there is a kernel
         return _fallback(block).run_scan(block, invariants, sequences, carries, steps)
+    library = language.make_ready(source)
     # Resolved before their strides are read below: resolving may copy.
-    weights = [resolved(invariants[i]) for i in kernel.weights]
-    kernel_sequences = [_contiguous_steps(sequences[i]) for i in kernel.sequences]
+    weights = [resolved(invariants[i]) for i in loop.weight_dtypes]
+    sequences = [_contiguous_steps(sequences[i]) for i in sorted(loop.sequences)]
     inputs = [
-        *(_contiguous(invariants[i]) for i in kernel.invariants),
+        *(_contiguous(invariants[i]) for i in sorted(loop.invariants)),
         *weights,
-        *kernel_sequences,
+        *sequences,
         *map(_contiguous, carries),
     ]
-    numbers = [steps, *kernel.row_axes, *(sequence.stride(0) for sequence in kernel_sequences)]
+    numbers = [steps, *loop.rows.dims, *(sequence.stride(0) for sequence in sequences)]
     for weight in weights:
         numbers += weight.stride() if weight.dim() == 3 else (0, *weight.stride())
-    parts = _results(block, kernel, steps)
+    parts = _results(block, loop.emit_orders, steps)
     results = [result for part in parts for result in part]
     written = iter(
         torch.ops.ftbptt.scan(
             inputs,
-            kernel.library,
+            str(library),
             numbers,
             [size for shape, _ in results for size in shape],
             [len(shape) for shape, _ in results],
@@ -210,13 +180,13 @@ def run_scan(
     finals, histories, emits, totals = ([*islice(written, len(part))] for part in parts)
     emits = [
         emit if order is None else emit.permute(0, *(1 + axis for axis in inverse(order)))
-        for emit, order in zip(emits, kernel.emit_orders, strict=True)
+        for emit, order in zip(emits, loop.emit_orders, strict=True)
     ]
     return ScanResult(finals, histories_by_carry(block, histories), emits, totals)
 
 
 def _results(
-    block: ScanBlock, kernel: Kernel, steps: Any
+    block: ScanBlock, emit_orders: Sequence[Sequence[int] | None], steps: Any
 ) -> list[list[tuple[tuple[Any, ...], torch.dtype]]]:
     """Shapes and dtypes of what a kernel writes: final carries, histories, emits, totals."""
     carries, with_history, totals = (
@@ -225,7 +195,7 @@ def _results(
     # Not by permuting the values: that would be traced.
     emits = [
         (value_of(node), range(value_of(node).dim()) if order is None else order)
-        for node, order in zip(block.emits, kernel.emit_orders, strict=True)
+        for node, order in zip(block.emits, emit_orders, strict=True)
     ]
     return [
         [(tuple(value.shape), value.dtype) for value in carries],
@@ -286,7 +256,7 @@ def _takes_in(node: Node) -> bool:
 def _rows_of(block: ScanBlock) -> tuple[int, ...] | None:
     """The row axes of the block's kernel; None if there is none that can absorb operations."""
     try:
-        if not _language_of(block).takes_in:
+        if _language_of(block).on_gpu:
             return None
         _, loop, _ = _source_for(block)
     except Unsupported:
