@@ -218,22 +218,23 @@ def _strings_in(code: CodeType) -> Iterator[str]:
         yield from (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
 
 
+def _code_in(reached: Iterable[Any]) -> Iterator[CodeType]:
+    return (value.__code__ for value in reached if isinstance(value, FunctionType))
+
+
 def names_read_by(reached: Iterable[Any]) -> set[str]:
     """The names that the code of functions may look up, of what :func:`reached_by` finds."""
-    functions = (value for value in reached if isinstance(value, FunctionType))
-    return {name for function in functions for name in names_in(function.__code__)}
+    return {name for code in _code_in(reached) for name in names_in(code)}
 
 
 def names_asked_by(reached: Iterable[Any]) -> set[str]:
     """Of these, the names that code asks for (``hasattr``), which need not be there."""
-    functions = (value for value in reached if isinstance(value, FunctionType))
-    return {name for function in functions for name in _strings_in(function.__code__)}
+    return {name for code in _code_in(reached) for name in _strings_in(code)}
 
 
 def attributes_set_by(root: Any) -> set[str]:
     """The attributes that a function or module, and what it calls, may assign."""
-    functions = (value for value in reached_by(root) if isinstance(value, FunctionType))
-    return {name for function in functions for name in attributes_set_in(function.__code__)}
+    return {name for code in _code_in(reached_by(root)) for name in attributes_set_in(code)}
 
 
 def methods_called_unnamed(kind: type) -> set[str]:
