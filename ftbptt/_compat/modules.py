@@ -32,7 +32,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def has_module_hooks(module: nn.Module) -> bool:
-    """Whether a hook is registered on this module itself; torch has no public way to ask."""
+    """Whether a hook is registered on this module itself."""
     return any(hooks_of(module))
 
 
@@ -79,13 +79,8 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
-    """The hooks that a call of the module runs before it; torch has no public way to ask."""
-    return module._forward_pre_hooks
-
-
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    """All hooks that a call of the module runs, by kind."""
+    """All hooks that a call of the module runs, by kind; torch has no public way to ask."""
     return [getattr(module, name) for name in _HOOKS]
 
 
@@ -97,7 +92,7 @@ def attributes_set_by_hooks_of_torch(module: nn.Module) -> set[str]:
     """
     hooks = [
         hook
-        for hook in forward_pre_hooks(module).values()
+        for hook in module._forward_pre_hooks.values()
         # its class, or that which a pruning method of the user is derived from
         if any(kind.__module__.startswith("torch.nn.utils.") for kind in type(hook).__mro__)
     ]

@@ -11,6 +11,6 @@ Result = TypeVar("Result")
 
 
 @torch.compiler.disable
-def outside(function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
-    """``function(*args, **kwargs)``, which is not traced."""
-    return function(*args, **kwargs)
+def outside(function: Callable[..., Result], *args: object) -> Result:
+    """``function(*args)``, which is not traced."""
+    return function(*args)

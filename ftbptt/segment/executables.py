@@ -45,10 +45,6 @@ class Executables:
     def compile_count(self) -> int:
         return self._compiled.value
 
-    def backends(self) -> set[str]:
-        """The names of the backends that calls have run on."""
-        return {executable.backend.name for executable in self._by_key.values()}
-
     def run(
         self,
         call: Call,
@@ -81,13 +77,13 @@ class Executables:
             executable = self._up_to_date(call, tensors, executable)
             if executable is not known:
                 known.instead = executable
-            info.out_spec = executable.plan.out_spec
             plan = executable.plan
+            info.out_spec = plan.out_spec
             for source, copy in (*plan.copied, *plan.loss.copied):  # it may have been written to
                 copy.copy_(source)
             groups = call.groups(tensors)
-            if with_grad and not self._warned and executable.plan.is_detached:
-                self._warn_of_zero_gradients(executable.plan)
+            if with_grad and not self._warned and plan.is_detached:
+                self._warn_of_zero_gradients(plan)
             if self._backend != "auto" or executable.backend.name == "eager":
                 return executable.run(groups, with_grad=with_grad, early=early)
             first = executable
@@ -95,7 +91,7 @@ class Executables:
             def run(backend: Backend) -> list[Tensor]:
                 if backend is first.backend:
                     return first.run(groups, with_grad=with_grad, early=early)
-                other = self._on(first.plan, backend)
+                other = self._on(plan, backend)
                 # What was handed over was sent: another backend does not send it once more.
                 result = other.run(groups, with_grad=with_grad)
                 first.instead = self._by_key[call.key(tensors)] = other
