@@ -132,7 +132,7 @@ class Call:
 
 @dataclass
 class CallInfo:
-    """What is asked of a call, and what it learns while it runs; torch.func passes it as it is.
+    """What is asked of a call, and, once it has run, the structure of its outputs.
 
     ``early``: who is handed gradients while others are still being computed.
     """
