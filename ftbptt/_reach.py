@@ -195,6 +195,14 @@ def _with_nested_code(
 
 
 @_with_nested_code
+def _strings_in(code: CodeType) -> Iterable[str]:
+    """The names that code may look up with ``getattr``, ``hasattr`` and the like."""
+    if _BY_NAME.isdisjoint(code.co_names):
+        return ()
+    return (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+
+
+@_with_nested_code
 def names_in(code: CodeType) -> Iterable[str]:
     """The names that code may look up; also with ``getattr``."""
     return (*code.co_names, *_strings_in(code))
@@ -210,12 +218,6 @@ def attributes_set_in(code: CodeType) -> Iterable[str]:
 def globals_in(code: CodeType) -> Iterable[str]:
     """The global variables that code reads or binds."""
     return (i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
-
-
-def _strings_in(code: CodeType) -> Iterator[str]:
-    """The names that code may look up with ``getattr``, ``hasattr`` and the like."""
-    if not _BY_NAME.isdisjoint(code.co_names):
-        yield from (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
 
 
 def _code_in(reached: Iterable[Any]) -> Iterator[CodeType]:

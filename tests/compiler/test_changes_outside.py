@@ -63,7 +63,11 @@ class Model(nn.Module):
         x = self.linear(x)
         for act in self.acts:
             x = act(x)
-        h = torch.tanh(self.last(x) * getattr(self, "extra", 1.0) + h)
+
+        def other() -> float:
+            return getattr(self, "other", 1.0)
+
+        h = torch.tanh(self.last(x) * getattr(self, "extra", 1.0) * other() + h)
         return h, h
 
 
@@ -149,14 +153,14 @@ def test_the_mode_of_one_of_very_many_modules() -> None:
     assert segment.trace_count == 2
 
 
-@pytest.mark.parametrize("name", ["rate", "last", "forward", "extra"])
+@pytest.mark.parametrize("name", ["rate", "last", "forward", "extra", "other"])
 def test_an_attribute_that_hides_another(name: str) -> None:
     module, made = model()
 
     def forward(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         return h, torch.sin(module.linear(x) + h)
 
-    values = {"rate": 3.0, "last": torch.sin, "forward": forward, "extra": 3.0}
+    values = {"rate": 3.0, "last": torch.sin, "forward": forward, "extra": 3.0, "other": 3.0}
     check_change(made, lambda: setattr(module, name, values[name]))
 
 
