@@ -267,9 +267,11 @@ class _Builder:
 
     def _cat(self, node: Node) -> None:
         """``cat``: pieces that are written directly to their offsets in one memory."""
-        pieces = [p for p in node.args[0] if value_of(p).numel()]
         shape, rank = value_of(node).shape, self.rows.rank(node)
         dim = join_axis(node)
+        values = [(piece, value_of(piece)) for piece in node.args[0]]
+        # torch also joins what is empty and has one axis only.
+        pieces = [p for p, value in values if value.dim() == len(shape) and value.shape[dim]]
         if dim < rank:
             raise refuse(node, "it concatenates rows of the batch")
         result = self._value(node)

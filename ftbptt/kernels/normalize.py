@@ -236,7 +236,7 @@ def _put_heads_last(node: Node, rows: RowView) -> bool:
     It was ``[groups * heads, rows of a group and head, k]``. Whether it was one.
     """
     graph, (a, weight) = node.graph, node.args
-    if node.target is not aten.bmm.default:
+    if node.target is not aten.bmm.default or not rows.total:
         return False
     source = a.args[0] if a.target is aten.reshape.default else a
     batch, of_group, k = value_of(a).shape

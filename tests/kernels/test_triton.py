@@ -22,6 +22,7 @@ from ..segment.test_random_cells import check_recipe, examples
 from ..segment.test_vmap import check_ensemble, check_shared
 from . import test_expressions as numbers
 from . import test_fused_operations as operations
+from . import test_fused_shapes as shapes
 from .scans import Scan, assert_same, random
 from .test_fused import NOT_FUSED, make, not_fused, start_from_params
 from .test_fused_shapes import data_for, gated
@@ -58,6 +59,12 @@ def test_what_is_fused(name: str) -> None:
 @pytest.mark.parametrize("name", slow_but(QUICK, CELLS))
 def test_cells(name: str) -> None:
     check_all_steps(make(problem(name)), name)
+
+
+def test_no_rows() -> None:
+    """Also none of any model, or no models."""
+    shapes.test_no_rows()
+    shapes.test_no_models_or_no_rows_of_them()
 
 
 @pytest.mark.parametrize("name", slow_but(["gru_batch_first", "counter_and_flag"], MASKABLE_ROWS))
