@@ -56,8 +56,10 @@ class Stream(Iterator[Update]):
     >>> next(run)
     Update(index=0, epoch=0, position=25)
     >>> run.finish()
-    >>> run.index, len(run.history), run.state.shape
-    (1, 1, torch.Size([2, 5]))
+    >>> run
+    Stream(updates=1, epoch=0, position=25)
+    >>> len(run.history), run.state.shape
+    (1, torch.Size([2, 5]))
     """
 
     def __init__(self, trainer: Trainer, store: Store | None, checkpoint_every: int) -> None:
@@ -106,6 +108,10 @@ class Stream(Iterator[Update]):
         With a mesh, up to its last update by the first rank's clock, so it is the same on all.
         """
         return self._monitor.meter.seconds if self._rank_sync is None else self._trainer.seconds
+
+    def __repr__(self) -> str:
+        place = self._trainer.place
+        return f"Stream(updates={self.index}, epoch={place.epoch}, position={place.end})"
 
     # -- iteration ----------------------------------------------------------------------------
 
