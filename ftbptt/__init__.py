@@ -28,7 +28,14 @@ from .contract.output import SegmentOutput, TappedOutput
 from .contract.reference import reference_segment
 from .contract.step import Step
 from .contract.taps import Tap, tap
-from .debug import Comparison, GradientHorizon, compare_to_reference, gradient_horizon
+from .debug import (
+    Comparison,
+    GradientHorizon,
+    SpeedComparison,
+    compare_speed,
+    compare_to_reference,
+    gradient_horizon,
+)
 from .segment.explain import Explanation
 from .segment.make_segment import make_train_segment
 from .segment.train_segment import TrainSegment
@@ -40,11 +47,13 @@ __all__ = [
     "GradientHorizon",
     "RandomTruncation",
     "SegmentOutput",
+    "SpeedComparison",
     "Step",
     "Tap",
     "TappedOutput",
     "TrainSegment",
     "as_step",
+    "compare_speed",
     "compare_to_reference",
     "gradient_horizon",
     "make_train_segment",

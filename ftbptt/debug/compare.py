@@ -17,15 +17,10 @@ from .._trees import (
     tree_flatten_with_path,
     tree_leaves,
     tree_map,
-    tree_unflatten,
 )
-from ..compiler.signature import Recipe
-from ..contract.layout import InDimsLayout, Layout
 from ..contract.output import SegmentOutput
-from ..contract.reference import reference_segment
-from ..contract.step import Step
-from ..segment.make_segment import check_made
 from ..segment.train_segment import TrainSegment
+from .eager_loop import EagerLoop, check_defined
 
 _TIMES_EAGER = 3.0  # the error allowed, as a multiple of the eager loop's error
 _FLOAT64_TOLERANCE = 1e-10  # relative to the leaf's root mean square
@@ -146,88 +141,21 @@ def compare_to_reference(
     >>> compare_to_reference(train_segment, params, torch.zeros(2, 5), x, y).agrees
     True
     """
-    check_made(train_segment)
-    for option, is_used in (
-        ("taps", train_segment.tapped),
-        ("window", train_segment.recipe.window is not None),
-    ):
-        if is_used:
-            raise ValueError(
-                f"train_segment: was made with {option}=, which the plain loop does not have. "
-                "Compare the same segment without it."
-            )
-    plan, groups = train_segment.plan(params, state, x, y, reset=reset, mask=mask)
+    check_defined(train_segment)
+    loop, start = EagerLoop.of(train_segment, params, state, x, y, reset, mask)
     result = train_segment(params, state, x, y, reset=reset, mask=mask)
-    layout = train_segment.layout(x)
-    state_dim = layout.state_dim if isinstance(layout, InDimsLayout) else None
-    if state is None:  # start where the segment does: the plan has resolved the initial state
-        state, state_dim = tree_unflatten(groups["state"], plan.signature.specs.state), None
-        reset = layout.flags_back(groups["reset"][0]) if groups["reset"] else None
-    loop = _EagerLoop(train_segment.recipe, layout, state_dim, reset, mask)
-    eager = _without_random_numbers(loop, params, state, x, y)
-    exact = _in_float64(loop, params, state, x, y)
+    eager = _without_random_numbers(loop, params, start, x, y)
+    exact = _in_float64(loop, params, start, x, y)
     leaves = [
         _compare_leaf(keystr(path).removeprefix("."), leaf, eager_leaf, exact_leaf)
         for (path, leaf), eager_leaf, exact_leaf in zip(
             tree_flatten_with_path(result)[0], tree_leaves(eager), tree_leaves(exact), strict=True
         )
     ]
-    return Comparison(repr(train_segment), groups["x"][0].shape[0], leaves)
+    return Comparison(repr(train_segment), loop.steps(x), leaves)
 
 
-@dataclass(frozen=True)
-class _EagerLoop:
-    """The reference loop, called with a segment's arguments.
-
-    ``state_dim``: the axis of the sequences (``in_dims``) in the state; None if they share one.
-    """
-
-    recipe: Recipe
-    layout: Layout
-    state_dim: int | None
-    reset: Tensor | None
-    mask: Tensor | None
-
-    def run(self, step: Step, params: Tree, state: Tree, x: Tree, y: Tree) -> SegmentOutput:
-        """Runs the loop; with ``in_dims`` once for each sequence, and averages the results."""
-        layout, initial_state = self.layout, self.recipe.initial_state
-        if initial_state is not None and not callable(initial_state):
-            initial_state = tree_map(lambda a, like: a.to(like.dtype), initial_state, state)
-
-        def run_sequence(state: Tree, x: Tree, y: Tree, reset: Tree, mask: Tree) -> SegmentOutput:
-            return reference_segment(
-                step, self.recipe.loss, params, state, x, y, reset=reset, mask=mask,
-                time_dim=layout.time_dim, initial_state=initial_state, context=self.recipe.context,
-            )  # fmt: skip
-
-        arguments = (state, x, y, self.reset, self.mask)
-        if not isinstance(layout, InDimsLayout):
-            return run_sequence(*arguments)
-        of_flags = (None if f is None else layout.flag_axes(f.dim())[1] for f in arguments[3:])
-        dims = (self.state_dim, layout.x_dim, layout.y_dim, *of_flags)
-        count = tree_leaves(x)[0].shape[layout.x_dim]
-        outputs = [
-            run_sequence(
-                *(_select(tree, dim, i) for tree, dim in zip(arguments, dims, strict=True))
-            )
-            for i in range(count)
-        ]
-        grads, states, losses, outs = zip(*outputs, strict=True)
-        return SegmentOutput(
-            tree_map(lambda *leaves: torch.stack(leaves).sum(0) / count, *grads),
-            tree_map(lambda *leaves: torch.stack(leaves, layout.state_dim or 0), *states),
-            torch.stack(losses).mean(),
-            tree_map(lambda *leaves: torch.stack(leaves, layout.x_dim), *outs),
-        )
-
-
-def _select(tree: Tree, dim: int | None, i: int) -> Tree:
-    if tree is None or dim is None:
-        return tree
-    return tree_map(lambda leaf: leaf.select(dim, i), tree)
-
-
-def _without_random_numbers(loop: _EagerLoop, *arguments: Tree) -> SegmentOutput:
+def _without_random_numbers(loop: EagerLoop, *arguments: Tree) -> SegmentOutput:
     """Runs the loop in the dtype of the data; ValueError if it draws from any generator."""
     before = random_state()
     result = loop.run(loop.recipe.step, *arguments)
@@ -239,7 +167,7 @@ def _without_random_numbers(loop: _EagerLoop, *arguments: Tree) -> SegmentOutput
     return result
 
 
-def _in_float64(loop: _EagerLoop, params: Tree, state: Tree, x: Tree, y: Tree) -> SegmentOutput:
+def _in_float64(loop: EagerLoop, params: Tree, state: Tree, x: Tree, y: Tree) -> SegmentOutput:
     """Runs the loop in float64, without autocast."""
     step = loop.recipe.step
     if step.module is not None:

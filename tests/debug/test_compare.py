@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ftbptt import TrainSegment, compare_to_reference, make_train_segment, reference_segment
-from ftbptt.debug import compare
+from ftbptt.debug import eager_loop
 
 from ..cells import REPRESENTATIVE, problem
 from ..cells.problems import mse, named
@@ -152,7 +152,7 @@ def test_random_numbers_from_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         draws += 1
         return reference_segment(*args, **options)
 
-    monkeypatch.setattr(compare, "reference_segment", drawing)
+    monkeypatch.setattr(eager_loop, "reference_segment", drawing)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.tensor(draws)])
