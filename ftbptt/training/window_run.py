@@ -9,6 +9,7 @@ import torch
 from .._trees import Tree, tree_leaves
 from .data.chunk import Chunk
 from .data.cursor import Place, Span
+from .data.rows import leaf_with_rows
 from .data.windows import Truncation, Window, kept_within
 from .reports.events import Events, emit, tell_sequence_ends
 from .segments import Segments
@@ -90,7 +91,7 @@ class WindowRunner:
 
     def _run_checked(self, job: _Job, carried: Tree) -> _Result | None:
         """Runs a window; an error gets a note if the rows of the data may have changed."""
-        x_shape = tree_leaves(job.chunk.x)[0].shape
+        x_shape = leaf_with_rows(job.chunk.x).shape
         run = self._run_part if self.micro_batches == 1 else self._run_micro_batches
         try:
             result = run(job)
@@ -110,13 +111,13 @@ class WindowRunner:
         self._last_x_shape = x_shape
         return result
 
-    def _initial_has_rows(self, chunk: Chunk) -> bool:
-        """Whether ``initial_state`` has as many rows as the chunk."""
+    def _initial_has_rows(self, job: _Job) -> bool:
+        """Whether ``initial_state`` has as many rows as the window."""
         segments = self.segments
         initial_state = segments.start(self.learner.params)
         if initial_state is None:
             return False
-        rows = tree_leaves(chunk.x)[0].shape[segments.layout(chunk.x).x_rows]
+        rows = segments.rows(job.chunk, job.state)
         axes = [(leaf, segments.row_axis(leaf)) for leaf in tree_leaves(initial_state)]
         return any(leaf.dim() > axis and leaf.shape[axis] == rows for leaf, axis in axes)
 
@@ -127,7 +128,7 @@ class WindowRunner:
             try:
                 result = self._run_part(job._replace(chunk=chunk, state=state), first_row)
             except (ValueError, RuntimeError) as error:
-                if self._initial_has_rows(job.chunk):
+                if self._initial_has_rows(job):
                     error.add_note(
                         "ftbptt: micro_batches splits the rows of the data and of the state, but "
                         "not those of initial_state. Give one without an axis of rows, pass a "

@@ -43,6 +43,32 @@ def test_batch_first() -> None:
         assert torch.equal(torch.cat(found.metrics["mean"]), y.transpose(0, 1)[valid.t()])
 
 
+@pytest.mark.parametrize("shared", [(17,), (17, 3)], ids=["time", "features"])
+def test_a_first_input_that_all_rows_share(shared: tuple[int, ...]) -> None:
+    """Its axes say nothing of rows, which only one of two chunks has flags to tell by."""
+
+    def step(params: Any, x_t: Any, h: Tensor) -> Any:
+        h = torch.tanh(x_t[1] @ params["w"] + h * x_t[0].mean())
+        return h, h
+
+    segment = make_train_segment(step, square_error, backend="eager")
+    params, state = {"w": torch.randn(3, 4)}, torch.zeros(2, 4)
+    x, y = (torch.rand(shared), torch.randn(17, 2, 3)), torch.randn(17, 2, 4)
+    mask = flags(17, 2, 0.5)
+    mask[:9] = True
+    expected = segment.evaluate(params, state, x, y, mask=mask).loss
+    halves = [slice(9), slice(9, 17)]
+    chunks = [Chunk((x[0][part], x[1][part]), y[part]) for part in halves]
+    chunks[1] = chunks[1]._replace(mask=mask[9:])
+    found = evaluate_stream(
+        segment, params, state, chunks, k=9,
+        metrics={"error": MeanSquaredError(), "y": FirstOfTwo()},
+    )  # fmt: skip
+    assert found.loss == pytest.approx(float(expected), rel=1e-5)
+    assert found.metrics["error"].item() == pytest.approx(found.loss, rel=1e-5)
+    assert found.steps == int(mask.sum()) == len(torch.cat(found.metrics["y"]))
+
+
 class FirstOfTwo:
     """Gives the targets back as they came."""
 

@@ -66,6 +66,28 @@ def test_micro_batches_with_an_initial_state_of_each_row() -> None:
     assert "micro_batches splits the rows of the data and of the state" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize("axes", [1, 2])
+def test_micro_batches_of_data_that_all_rows_share(axes: int) -> None:
+    """It is not split, whichever leaf of x it is, and rows are those of the other leaf."""
+
+    def step_with_time(params: Any, x_t: Any, h: Tensor) -> tuple[Tensor, Tensor]:
+        return step(params, x_t[1] * x_t[0], h)
+
+    times, (x, y, _, mask) = torch.rand(24, 2).double(), masked_data(2)
+    times = times[:, 0] if axes == 1 else times[:, [0, 1, 1]]
+    segment = make_train_segment(step_with_time, square_error, backend="eager")
+    found = []
+    for parts in (1, 2):
+        params = parameters()
+        optimizer = torch.optim.SGD(params.values(), lr=1.0)
+        update = next(train_stream(
+            segment, params, torch.zeros(4, 5).double(), Chunk((times, x), y, None, mask),
+            optimizer, k1=24, micro_batches=parts, progress=False,
+        ))  # fmt: skip
+        found.append([update.loss, *(leaf.detach() for leaf in params.values())])
+    torch.testing.assert_close(*found)
+
+
 def test_another_error_of_micro_batches_is_told_as_it_is() -> None:
     x, _, *_ = masked_data(2)
     wrong = torch.zeros(24, 4, 6).double()

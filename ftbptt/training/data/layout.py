@@ -20,7 +20,7 @@ from ...contract.layout import InDimsLayout, Layout, where_rows
 from ...distributed.shares import share_of
 from ...segment.train_segment import TrainSegment
 from .chunk import Chunk, TimeAxes, check_leaves, error_prefix
-from .rows import count_rows, join_rows, split_rows, valid_steps
+from .rows import count_rows, join_rows, leaf_with_rows, split_rows, valid_steps
 
 
 class Counts(NamedTuple):
@@ -103,7 +103,7 @@ class DataLayout:
     def rows(self, chunk: Chunk, state: Tree) -> int | None:
         """The number of rows in the batch; None for data without rows."""
         layout = self._layout or self.layout(chunk.x)
-        x = chunk.x if isinstance(chunk.x, Tensor) else tree_leaves(chunk.x)[0]
+        x = leaf_with_rows(chunk.x)
         size = x.shape[layout.x_rows] if x.dim() > layout.x_rows else 0
         if size not in self._rows:
             batched_axes = 2 if self.inner is None else self.inner.batched_axes
@@ -156,7 +156,7 @@ class DataLayout:
     def own_rows(self, rank: int, size: int, state: Tree, chunk: Chunk) -> Chunk:
         """The part of a chunk in the rows of a rank; ``state`` is that of all rows."""
         layout = self.layout(chunk.x)
-        x = tree_leaves(chunk.x)[0]
+        x = leaf_with_rows(chunk.x)
         if x.dim() <= layout.x_rows or self.rows(chunk, state) is None:
             raise ValueError(
                 f"mesh: x of shape {list(x.shape)}, y and the state have no rows in common, which "

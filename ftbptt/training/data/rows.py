@@ -12,6 +12,12 @@ from ...contract.layout import InDimsLayout, Layout
 from .chunk import Chunk
 
 
+def leaf_with_rows(x: Tree) -> Tensor:
+    """The first leaf with the most axes: others may be the same for all rows, as the time is."""
+    leaf: Tensor = x if isinstance(x, Tensor) else max(tree_leaves(x), key=lambda leaf: leaf.dim())
+    return leaf
+
+
 def count_rows(
     chunk: Chunk, state: Tree, layout: Layout, row_axis: Callable[[Tensor], int], batched_axes: int
 ) -> int | None:
@@ -24,7 +30,7 @@ def count_rows(
     for flags in (chunk.reset, chunk.mask):
         if flags is not None and (axis := layout.flag_axes(flags.dim())[1]) is not None:
             return int(flags.shape[axis])
-    x = tree_leaves(chunk.x)[0]
+    x = leaf_with_rows(chunk.x)
     if isinstance(layout, InDimsLayout):
         return int(x.shape[layout.x_rows])
     if x.dim() < batched_axes:
@@ -55,7 +61,8 @@ def split_rows(
 
     A leaf without an axis of rows, such as a weight of each step in ``y``, belongs to all of them.
     """
-    parts = min(parts, tree_leaves(chunk.x)[0].shape[layout.x_rows])
+    rows = leaf_with_rows(chunk.x).shape[layout.x_rows]
+    parts = min(parts, rows)
 
     def split(tree: Tree, axis_of: Callable[[Tensor], int | None]) -> list[Tree]:
         if tree is None:
@@ -63,7 +70,7 @@ def split_rows(
 
         def part(leaf: Tensor, i: int) -> Tensor:
             axis = axis_of(leaf)
-            if axis is None or leaf.dim() <= axis:
+            if axis is None or leaf.dim() <= axis or leaf.shape[axis] != rows:
                 return leaf
             return torch.tensor_split(leaf, parts, axis)[i]
 
