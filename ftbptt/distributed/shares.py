@@ -71,7 +71,9 @@ def own_models(tree: Tree, mesh: DeviceMesh | ProcessGroup, dim: int = 0) -> Tre
 
     def share(leaf: Tensor) -> Tensor:
         part = share_of(leaf.shape[dim], ranks.rank, ranks.size)
-        return leaf.narrow(dim, part.start, len(part)).clone()
+        own = leaf.narrow(dim, part.start, len(part)).clone()
+        # A copy of a parameter has a history, with which optimizers take it for no parameter.
+        return own.detach().requires_grad_() if leaf.requires_grad and leaf.is_leaf else own
 
     return tree_map(share, tree)
 

@@ -289,6 +289,18 @@ def test_an_ensemble_sends_nothing(two: Ranks) -> None:
             assert_close(torch.tensor(found[name], dtype=torch.float64), grad)
 
 
+def _optimized(mesh: DeviceMesh) -> list[bool]:
+    params, _ = torch.func.stack_module_state([tagger(seed) for seed in range(3)])
+    own = own_models(params, mesh)
+    torch.optim.Adam(own.values())
+    return [leaf.is_leaf and leaf.requires_grad for leaf in own.values()]
+
+
+def test_an_optimizer_takes_own_models(two: Ranks) -> None:
+    for found in two.call(_optimized):
+        assert all(found)
+
+
 def _refused(mesh: DeviceMesh, leaf: Any) -> str:
     try:
         own_models({"a": torch.zeros(4, 1), "b": leaf}, mesh)
