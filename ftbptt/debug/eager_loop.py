@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._trees import Tree, tree_leaves, tree_map, tree_unflatten
+from .._trees import Tree, differentiable, tree_leaves, tree_map, tree_unflatten
 from ..compiler.signature import Recipe
 from ..contract.layout import InDimsLayout, Layout
 from ..contract.output import SegmentOutput
@@ -93,11 +93,16 @@ class EagerLoop:
         ]
         grads, states, losses, outs = zip(*outputs, strict=True)
         return SegmentOutput(
-            tree_map(lambda *leaves: torch.stack(leaves).sum(0) / count, *grads),
+            tree_map(_mean, *grads),
             tree_map(lambda *leaves: torch.stack(leaves, layout.state_dim or 0), *states),
             torch.stack(losses).mean(),
             tree_map(lambda *leaves: torch.stack(leaves, layout.x_dim), *outs),
         )
+
+
+def _mean(*leaves: Tensor) -> Tensor:
+    """The mean of gradients; of integers, which have none, their zeros in their dtype."""
+    return torch.stack(leaves).sum(0) / len(leaves) if differentiable(leaves[0]) else leaves[0]
 
 
 def _select(tree: Tree, dim: int | None, i: int) -> Tree:

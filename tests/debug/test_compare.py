@@ -132,6 +132,16 @@ def test_a_state_of_integers() -> None:
     assert "nan" not in str(comparison)
 
 
+@pytest.mark.parametrize("in_dims", [None, (None, 0, 1, 1)])
+def test_a_buffer_of_integers_among_the_parameters(in_dims: Any) -> None:
+    params, state, x, y = arguments()
+    params = {**params, "count": torch.tensor(2)}
+    segment = make_train_segment(recurrence, mse, backend="eager", in_dims=in_dims)
+    result = compare_to_reference(segment, params, state, x, y)
+    assert result.agrees
+    assert "grads['count']" in [leaf.path for leaf in result.leaves]
+
+
 def test_no_target() -> None:
     """A loss that reads ``out`` alone."""
     params, state, x, _ = arguments()
