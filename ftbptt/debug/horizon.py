@@ -85,7 +85,7 @@ class GradientHorizon:
         Above 1 the norm grows. 0 if a norm among them is zero, NaN if there is only one.
         """
         mean = self.mean().double().cpu()
-        lags = torch.arange(1, len(mean) + 1, dtype=torch.float64)
+        lags = torch.arange(1, len(mean) + 1, dtype=torch.float64, device="cpu")
         last_half = lags > len(mean) // 2
         lags, mean = lags[last_half], mean[last_half]
         if not (mean > 0).all():
@@ -172,7 +172,7 @@ class GradientHorizon:
 
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot()
-        lags = torch.arange(1, self.max_lag + 1)
+        lags = torch.arange(1, self.max_lag + 1, device="cpu")
         for leaf in self.norms:
             (line,) = axes.plot(lags, self.mean(leaf).cpu(), label=leaf)
             low, high = (self.quantile(q, leaf).cpu().numpy() for q in (0.1, 0.9))

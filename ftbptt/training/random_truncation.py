@@ -139,7 +139,10 @@ class RandomTruncation:
 
     def draws(self, steps: int) -> list[float]:
         """A random number from 0 to 1 for each step."""
-        return torch.rand(steps, generator=self.generator, dtype=torch.float64).tolist()
+        generator = self.generator
+        device = torch.device("cpu") if generator is None else generator.device
+        numbers = torch.rand(steps, generator=generator, dtype=torch.float64, device=device)
+        return numbers.tolist()
 
     def cuts(self, steps: int) -> Cuts:
         """Draws where a segment of ``steps`` steps is cut."""

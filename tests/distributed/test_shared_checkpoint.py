@@ -15,6 +15,7 @@ from torch.distributed import DeviceMesh
 
 from ftbptt.distributed import RankFailed
 from ftbptt.training import CheckpointError, Chunk, Events
+from ftbptt.training.checkpoints import shared
 
 from ..oracle import assert_close
 from ..training.streams import stream
@@ -358,3 +359,10 @@ def _ragged(mesh: DeviceMesh, folder: str, updates: int | None) -> list[int]:
 def test_a_rank_whose_data_had_ended_before(two: Ranks, tmp_path: Path) -> None:
     assert two.call(_ragged, str(tmp_path / "run"), 3) == [[4, 8, 12], [4, 8, 8]]
     assert two.call(_ragged, str(tmp_path / "run"), None) == [[16, 20], [8, 8]]
+
+
+def test_where_another_device_is_the_default() -> None:
+    tree = {"run": [torch.ones(2), 3, {"state": torch.zeros(1)}]}
+    with torch.device("meta"):
+        found = shared._unflatten("run", shared._flatten("run", tree))
+    assert repr(found) == repr(tree)

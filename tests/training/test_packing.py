@@ -116,6 +116,14 @@ def test_a_sequence_longer_than_the_share_of_a_row() -> None:
     assert repr(packed) == "PackedSequences(4 sequences in 2 rows of 30 steps, 66.7% of them valid)"
 
 
+def test_flags_are_where_the_sequences_are() -> None:
+    packed = PackedSequences([(torch.randn(n, 3), torch.arange(n)) for n in (4, 3)], rows=2)
+    with torch.device("meta"):  # another default
+        chunk = packed.read(0, 4)
+    assert chunk is not None
+    assert {leaf.device for leaf in chunk} == {torch.device("cpu")}
+
+
 def test_a_share_without_a_sequence() -> None:
     """It has as many windows as the others, all padding."""
     whole = PackedSequences(numbered([2, 3]), 4)

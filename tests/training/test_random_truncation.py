@@ -239,6 +239,18 @@ def test_lengths_have_the_mean_and_the_tail_that_were_asked_for() -> None:
         assert [piece[0] for piece in cuts.pieces[1:]] == [piece[1] for piece in cuts.pieces[:-1]]
 
 
+def test_cuts_are_drawn_on_the_cpu() -> None:
+    """Also where another device is the default."""
+    segment = make_train_segment(tagger(), mean_cross_entropy, backend="eager")
+    for generator in (torch.Generator(), None):
+        truncation, drawn = random_truncation(segment, 3.0, generator=generator), []
+        for device in ("cpu", "meta"):
+            (generator or torch.default_generator).manual_seed(0)
+            with torch.device(device):
+                drawn.append(truncation.cuts(20))
+        assert drawn[0] == drawn[1]
+
+
 def test_a_stream_is_trained_on_it() -> None:
     module = tagger()
     segment = make_train_segment(module, mean_cross_entropy, backend="eager")

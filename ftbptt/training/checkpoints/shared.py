@@ -220,10 +220,10 @@ class SharedCheckpoints:
             block for block in all_blocks if block.start < rows.stop and block.stop > rows.start
         ]
         keys = [key.string for key in _matches(rf"(run|{rank_key})(?!\d)", metadata)]
-        content = {
-            key: torch.empty(metadata[key].size, dtype=metadata[key].properties.dtype)  # type: ignore[union-attr]
-            for key in [*keys, *(block.key for block in blocks)]
-        }
+        content = {}
+        for key in [*keys, *(block.key for block in blocks)]:
+            saved: Any = metadata[key]
+            content[key] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
         with warnings.catch_warnings():  # each rank reads by itself, on purpose
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(content, storage_reader=reader, no_dist=True)
@@ -292,9 +292,12 @@ def _flatten(name: str, tree: Any) -> dict[str, Tensor]:
         f"{name}{keystr(path)}": leaf.detach() for path, leaf in leaves if isinstance(leaf, Tensor)
     }
     numbers = iter(range(len(tensors)))
-    skeleton = tree_map(  # with the number of a tensor in its place
-        lambda leaf: torch.tensor(next(numbers)) if isinstance(leaf, Tensor) else leaf, tree
-    )
+
+    def numbered(leaf: Any) -> Any:
+        """The number of a tensor in its place."""
+        return torch.tensor(next(numbers), device="cpu") if isinstance(leaf, Tensor) else leaf
+
+    skeleton = tree_map(numbered, tree)
     data = torch.frombuffer(bytearray(as_bytes([list(tensors), skeleton])), dtype=torch.uint8)
     return {name: data, **tensors}
 
@@ -302,7 +305,7 @@ def _flatten(name: str, tree: Any) -> dict[str, Tensor]:
 def _unflatten(name: str, content: dict[str, Tensor]) -> Any:
     """The inverse of :func:`_flatten`."""
     data = io.BytesIO(content[name].numpy().tobytes())
-    paths, skeleton = torch.load(data, weights_only=True)
+    paths, skeleton = torch.load(data, weights_only=True, map_location="cpu")
     return tree_map(
         lambda leaf: content[paths[int(leaf)]] if isinstance(leaf, Tensor) else leaf, skeleton
     )

@@ -160,8 +160,8 @@ class PackedSequences:
         self._load_window(start, stop)
         steps, example = stop - start, self._get_example()
         x, y = self._zeros(example.x, steps), self._zeros(example.y, steps)
-        reset = torch.zeros(steps, self.rows, dtype=torch.bool)
-        mask = torch.zeros(steps, self.rows, dtype=torch.bool)
+        like = tree_leaves(x)[0]
+        reset, mask = (like.new_zeros(steps, self.rows, dtype=torch.bool) for _ in range(2))
         for row, (edges, held) in enumerate(zip(self._edges, self._held, strict=True)):
             at = start
             while at < min(stop, edges[-1]):
