@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from ..training.streams import cross_entropy, stream, tagger, zeros
 from .lightning_models import (
@@ -169,6 +170,39 @@ def test_zeros_of_a_layer_that_was_replaced() -> None:
     own.readout = nn.Linear(5, 3).double()
     (out,) = run.predict(own, loader([x]))
     assert_equal(out, own(x, None)[0], 1e-12)
+
+
+def swapped(step: nn.Module) -> None:
+    """The same parameters in another order."""
+    cell = step.cell
+    del step.cell
+    step.cell = cell
+
+
+def pruned(step: nn.Module) -> None:
+    """So are those of a layer whose weight is a product with a mask, here of ones."""
+    prune.custom_from_mask(step.cell, "weight_hh", torch.ones(20, 5))
+
+
+def with_a_frozen_one(step: nn.Module) -> None:
+    step.first = nn.Parameter(torch.ones(()), requires_grad=False)
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+@pytest.mark.parametrize("change", [swapped, pruned, with_a_frozen_one])
+def test_parameters_in_another_order_between_batches(change: Any, windows: int) -> None:
+    """Gradients belong to the same ones, also those of windows that wait for an update."""
+
+    class Changed(Tagger):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                change(self.step)
+
+    own, kept = Changed(), model()
+    for module in (own, kept):
+        fit(module, [stream(12, seed=1), stream(8, seed=2)], accumulate_grad_batches=windows)
+    found = {name.removesuffix("_orig"): p for name, p in own.named_parameters()}
+    assert_equal([found[name] for name, _ in kept.named_parameters()], list(kept.parameters()))
 
 
 def test_evaluation_by_valid_steps() -> None:

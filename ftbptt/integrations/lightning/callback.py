@@ -102,9 +102,14 @@ class TBPTTRun(Callback):
     def learner(self, params: Tree) -> Learner:
         """The learner that accumulates gradients of these parameters, of a batch that begins."""
         self._has_trained = True
-        if self._learner is None:
+        before, optimizer = self._learner, self._module.trainer.optimizers[0]
+        # A learner knows parameters by their order, which pruning changes, as does a new submodule.
+        if before is None or before.optimizer is not optimizer or not _same(before.params, params):
             # Lightning clips and scales, in its own hooks.
-            self._learner = Learner(params, self._module.trainer.optimizers[0])
+            self._learner = Learner(params, optimizer)
+            if before is not None:
+                self._learner.take_over(before)
+        assert self._learner is not None
         if not self.pending:
             self._learner.begin_update()
         return self._learner
@@ -292,6 +297,11 @@ class TBPTTRun(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
+
+
+def _same(before: Tree, params: Tree) -> bool:
+    """Whether these are the same tensors in the same order."""
+    return [*map(id, tree_leaves(before))] == [*map(id, tree_leaves(params))]
 
 
 def _check_like(state: Tree, start: Tree) -> Tree:

@@ -173,6 +173,14 @@ class Learner:
                 )
         self._shapes_checked = True
 
+    def take_over(self, other: Learner) -> None:
+        """Goes on with what another learner has gathered, for the parameters that both have."""
+        if other.gathered is not None:
+            grads, weight = other.gathered
+            known = {id(p): grad for p, grad in zip(other.trained, grads, strict=True)}
+            own = [known[id(p)] if id(p) in known else torch.zeros_like(p) for p in self.trained]
+            self.gathered = own, weight
+
     def forget(self) -> None:
         """Drops the gradients so far: a window that is run again must not count twice."""
         self.gathered = None
