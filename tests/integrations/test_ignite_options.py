@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ftbptt.training import Chunk, train_stream
 
@@ -146,6 +147,31 @@ def test_accumulation_goes_across_batches_and_ends_with_the_epoch() -> None:
     trainer.run(batches(3), max_epochs=2)
     # In each fourth chunk, before its event; the ninth alone at the end of the epoch.
     assert steps == [3, 7, 9, 12, 16, 18]
+
+
+def test_accumulation_with_a_loss_that_has_parameters() -> None:
+    """The first chunk, which is also tried compiled, weighs no more than others: here by half."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()).double())
+
+        def forward(self, out: Tensor, y: Tensor) -> Tensor:
+            return mse(out * self.scale, y)
+
+    found = []
+    for backend in ("eager", "auto"):
+        model, loss = model_of("LSTM")[0], Scaled()
+        optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.2)
+        trainer, _ = trainer_of(
+            model, loss=loss, optimizer=optimizer, k1=2, k2=4, accumulate=2, backend=backend
+        )
+        words = "the loss itself uses parameters"
+        with nullcontext() if backend == "eager" else pytest.warns(RuntimeWarning, match=words):
+            trainer.run(batches(1))
+        found.append([*model.parameters(), *loss.parameters()])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("backend", ["eager", "auto"])

@@ -60,7 +60,7 @@ class CompiledChunk:
             raise NotCompiled(first_line(error)) from error
 
     def run(self, chunk: Chunk, state: Tree, save_at: int | None) -> Outcome:
-        """The gradients are those of the loss, unscaled, of all parameters that have one."""
+        """The gradients, scaled as the scaler does, are of all parameters that are not frozen."""
         scale = scale_of(self._scaler, next(iter(self.params.values())).device)
         result, saved = self._segments.train(self.params, state, chunk, save_at, scale)
         grads = {name: result.grads[name] for name, p in self.params.items() if p.requires_grad}

@@ -20,19 +20,24 @@ def backward(loss: Tensor, weight: float, scaler: GradScaler | None) -> None:
 def backward_alone(
     params: Mapping[str, nn.Parameter], loss: Tensor, weight: float, scaler: GradScaler | None
 ) -> dict[str, Tensor | None]:
-    """As :func:`backward`; returns the gradients of this loss alone, without the weight."""
+    """As :func:`backward`; returns the gradients of this loss alone, without the weight.
+
+    The backward has the weight: it may reach other parameters, as those of a loss.
+    """
     before = {name: p.grad for name, p in params.items()}
     for p in params.values():
         p.grad = None
     try:
-        backward(loss, 1, scaler)
+        backward(loss, weight, scaler)
     finally:
         grads = {name: p.grad for name, p in params.items()}
         for name, p in params.items():
             p.grad, grad = before[name], grads[name]
             if grad is not None:
-                _add(p, grad, weight)
-    return grads
+                _add(p, grad, 1)
+    if weight == 1:
+        return grads
+    return {name: None if grad is None else grad / weight for name, grad in grads.items()}
 
 
 def add_gradients(
