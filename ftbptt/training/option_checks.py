@@ -72,6 +72,10 @@ def check_values(
             f"autocast: expected {' or '.join(map(str, AUTOCAST))}, found {autocast}. Without "
             "autocast= the segment computes in the dtype of its arguments."
         )
+    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+        raise ValueError(
+            f"reduce_dtype: expected a floating dtype such as torch.bfloat16, found {reduce_dtype}."
+        )
     if reduce_dtype is torch.float16:
         raise ValueError(
             "reduce_dtype: sums over the steps of all ranks would overflow in float16. Use "

@@ -50,6 +50,7 @@ from .streams import stream, zeros
         ({"ema_decay": 1.0}, ValueError, "ema_decay: expected a number from 0 to below 1"),
         ({"on_nonfinite": "warn"}, ValueError, "on_nonfinite: expected one of stop, skip, raise"),
         ({"reduce_dtype": "bf16"}, TypeError, "reduce_dtype: expected a dtype such as torch.bfl"),
+        ({"reduce_dtype": torch.int32}, ValueError, "reduce_dtype: expected a floating dtype"),
         ({"reduce_dtype": torch.float16}, ValueError, "reduce_dtype: sums over the steps of all"),
         ({"fresh": "no"}, TypeError, "fresh: expected True or False, found 'no'"),
         ({"interval": "1"}, TypeError, "interval: expected a number, found '1'"),
