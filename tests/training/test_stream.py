@@ -272,3 +272,19 @@ def test_ensemble_by_vmap(clip_norm: float | None) -> None:
         honest_updates(own, zeros(), *data[i], optimizer, k1=4, k2=4, on_update=lambda *_: None)
         assert_equal([p[i] for p in params.values()], list(own.parameters()))
         assert_equal([update.grad_norm[i] for update in updates], norms)
+
+
+def test_an_ensemble_that_is_frozen() -> None:
+    module = tagger()
+    params = {
+        name: nn.Parameter(torch.stack([p.detach()] * 3), requires_grad=False)
+        for name, p in module.named_parameters()
+    }
+    segment = make_train_segment(module, mean_cross_entropy, backend="eager")
+    x, y = (torch.stack([leaf] * 3) for leaf in stream(8))
+    state = tuple(torch.stack([leaf] * 3) for leaf in zeros())
+    run = train_stream(
+        torch.func.vmap(segment), params, state, (x, y), sgd(params), k1=4, progress=False,
+        time_dim=1,
+    )  # fmt: skip
+    assert [float(update.grad_norm) for update in run] == [0.0, 0.0]

@@ -15,7 +15,7 @@ def total_norm(grads: Sequence[Tensor], loss: Tensor) -> Tensor:
     It is an ensemble whose ``loss`` has axes, if all gradients begin with these.
     """
     models = loss.shape
-    if not models or any(grad.shape[: len(models)] != models for grad in grads):
+    if not models or not grads or any(grad.shape[: len(models)] != models for grad in grads):
         return get_total_norm(grads)
     norms = [torch.linalg.vector_norm(grad.reshape(*models, -1), dim=-1) for grad in grads]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
