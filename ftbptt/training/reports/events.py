@@ -45,7 +45,8 @@ class Events:
     ``before_window(window, chunk)``, ``after_window(window, output)``
         Before and after each segment with a gradient; with micro-batches, for each of them. They
         get a :class:`Window`, its :class:`Chunk` and a :class:`~ftbptt.SegmentOutput`, whose
-        gradients a ``scaler`` has scaled.
+        gradients a ``scaler`` has scaled. The update clips and unscales these in place: copy what
+        is to be kept of them.
     ``before_update(grads)``
         Before the optimizer's step, with its list of gradients, unscaled and clipped.
     ``after_update(update)``
