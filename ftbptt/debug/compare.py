@@ -171,7 +171,7 @@ def _in_float64(loop: EagerLoop, params: Tree, state: Tree, x: Tree, y: Tree) ->
     """Runs the loop in float64, without autocast."""
     step = loop.recipe.step
     if step.module is not None:
-        step = replace(step, module=_copied(step.module).double())
+        step = replace(step, module=_in_double(_copied(step.module)))
     arguments = [
         None if tree is None else tree_map(_to_double, tree) for tree in (params, state, x, y)
     ]
@@ -193,6 +193,15 @@ def _copied(module: nn.Module) -> nn.Module:
     kept = tree_leaves([vars(part) for part in module.modules()])
     with_history = [leaf for leaf in kept if isinstance(leaf, Tensor) and not leaf.is_leaf]
     return copy.deepcopy(module, {id(leaf): leaf.detach().clone() for leaf in with_history})
+
+
+def _in_double(module: nn.Module) -> nn.Module:
+    """The module, cast in place, complex buffers too, which ``double()`` leaves as they are."""
+    for part in module.double().modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_complex():
+                setattr(part, name, _to_double(buffer))
+    return module
 
 
 def _to_double(leaf: Tensor) -> Tensor:

@@ -142,6 +142,24 @@ def test_a_buffer_of_integers_among_the_parameters(in_dims: Any) -> None:
     assert "grads['count']" in [leaf.path for leaf in result.leaves]
 
 
+def test_a_complex_buffer() -> None:
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into = nn.Linear(4, 4)
+            self.register_buffer("rotation", torch.randn(4, 4, dtype=torch.complex64) / 4)
+
+        def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            h = h @ self.rotation + self.into(x_t)
+            return h.real, h
+
+    _, h, x, y = arguments()
+    module = Rotated()
+    segment = make_train_segment(module, mse, backend="eager")
+    assert compare_to_reference(segment, named(module), h.to(torch.complex64), x, y).agrees
+    assert module.rotation.dtype == torch.complex64
+
+
 def test_no_target() -> None:
     """A loss that reads ``out`` alone."""
     params, state, x, _ = arguments()
