@@ -318,6 +318,7 @@ def test_an_ensemble() -> None:
     models = tuple(torch.stack([leaf] * 3) for leaf in state)
     ensemble = vmap(segment.evaluate, in_dims=(0, 0, None, None))
     found = evaluate_stream(ensemble, params, models, data, k=4, time_dim=0)
+    assert found.steps == 27
     for i, own in enumerate(modules):
         # The method of a segment is taken for the segment.
         alone = evaluate_stream(segment.evaluate, dict(own.named_parameters()), state, data)
@@ -331,6 +332,22 @@ def test_an_ensemble() -> None:
     message = r"computes gradients. Pass vmap\(train_segment.evaluate, in_dims=...\)"
     with pytest.raises(TypeError, match=message):
         evaluate_stream(vmap(segment), params, models, data, time_dim=0)
+
+
+def test_an_ensemble_on_chunks_of_which_one_has_a_mask() -> None:
+    """The state has the models in front of the rows, of which there are as many in both chunks."""
+    modules = [tagger(seed).double() for seed in range(2)]
+    params, _ = torch.func.stack_module_state(modules)
+    segment = make_train_segment(modules[0], cross_entropy, backend="eager")
+    ensemble = vmap(segment.evaluate, in_dims=(0, 0, None, None))
+    (x, y), mask = stream(9, rows=3), flags(9, 3, 0.5)
+    mask[:4] = True
+    state = tuple(torch.stack([leaf] * 2) for leaf in zeros(3))
+    chunks = [Chunk(x[:4], y[:4]), Chunk(x[4:], y[4:], None, mask[4:])]
+    found = evaluate_stream(ensemble, params, state, chunks, k=4, time_dim=0)
+    assert found.steps == int(mask.sum())
+    expected = ensemble(params, state, x, y, mask=mask).loss
+    torch.testing.assert_close(found.loss, expected)
 
 
 def test_no_train_segment() -> None:

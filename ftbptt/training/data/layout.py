@@ -119,7 +119,7 @@ class DataLayout:
         all steps after ``context``, so that parts of a batch weigh as many as their sequences.
         """
         rows, layout, steps = self.rows(chunk, state), self.layout(chunk.x), self.steps(chunk)
-        all_rows = rows or 1
+        all_rows = self._all_rows(chunk, state)
         weight: int | Tensor = (steps - context) * all_rows
         if chunk.mask is not None and not isinstance(layout, InDimsLayout):
             weight = valid_steps(chunk.mask, steps, all_rows, context, layout)
@@ -127,10 +127,17 @@ class DataLayout:
 
     def valid_steps(self, chunk: Chunk, state: Tree) -> int | Tensor:
         """The number of valid steps, summed over rows."""
-        rows, steps = self.rows(chunk, state) or 1, self.steps(chunk)
+        rows, steps = self._all_rows(chunk, state), self.steps(chunk)
         if chunk.mask is None:
             return steps * rows
         return valid_steps(chunk.mask, steps, rows, 0, self.layout(chunk.x))
+
+    def _all_rows(self, chunk: Chunk, state: Tree) -> int:
+        """The number of rows, 1 without any; in an ensemble's state they are behind the models."""
+        rows = self.rows(chunk, state)
+        if rows is None and self.inner is None:
+            rows = count_rows(chunk, state, self.layout(chunk.x), lambda leaf: 1, 2)
+        return rows or 1
 
     # -- parts of the rows ------------------------------------------------------------------------
 
