@@ -299,4 +299,4 @@ def _norm(gradients: list[Tensor]) -> float:
         for gradient in gradients
         if differentiable(gradient)
     ]
-    return float(torch.stack(norms).norm())
+    return float(torch.stack(norms).norm()) if norms else 0.0

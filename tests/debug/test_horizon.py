@@ -233,6 +233,20 @@ def test_without_recurrence_one_step_is_enough() -> None:
     assert horizon.suggest_k2(1e-6) == 1
 
 
+def test_without_parameters() -> None:
+    """The norms are those of the state alone; there is no gradient that could be biased."""
+
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = 0.5 * h + x_t
+        return h, h
+
+    segment = make_train_segment(step, lambda out, y: out.mean(), backend="eager")
+    x, state = torch.ones(9, 2).double(), torch.zeros(2).double()
+    horizon = gradient_horizon(segment, {}, state, x, None, max_lag=4)
+    assert horizon.decay == pytest.approx(0.5)
+    assert set(horizon.reached.values()) == set(horizon.bias.values()) == {0.0}
+
+
 def test_print_and_plot(tmp_path: Path) -> None:
     horizon = fading(0.8)
     lines = str(horizon).splitlines()
