@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._interrupt import uninterrupted
@@ -314,7 +315,9 @@ class Trainer:
         saved_buffers = state["buffers"]
         check_names("buffers", sorted(buffers), sorted(saved_buffers))
         check_like("buffers", "model", buffers, [saved_buffers[name] for name in buffers])
-        device = tree_leaves(learner.params)[0].device
+        tensors = [*tree_leaves(learner.params), *tree_leaves(self.windows.initial)]
+        devices = (leaf.device for leaf in tensors if leaf is not None)
+        device = next(devices, torch.device("cpu"))
         start = self.windows.segments.start(learner.params)
         self.resume_point = ResumePoint.from_state(state, self.windows.initial, start, device)
         self._move_to(self.resume_point)

@@ -428,3 +428,27 @@ def test_a_state_that_the_segment_knows(given: bool, tmp_path: Path) -> None:
         seen.append(losses)
     assert len(seen[0]) == 8
     assert_same(*seen)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_without_parameters(given: bool, tmp_path: Path) -> None:
+    class Nothing:
+        def init(self, params: Any) -> Any:
+            return None
+
+        def update(self, grads: Any, state: Any, params: Any) -> Any:
+            return params, state
+
+    def step(params: Any, x_t: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        return total + x_t, total + x_t
+
+    own = make_train_segment(
+        step, lambda out, y: out.mean(), backend="eager", initial_state=torch.zeros(2)
+    )
+    state = torch.zeros(2) if given else None
+    for epochs in (1, 2):
+        run = train_stream(
+            own, {}, state, (torch.ones(8, 2), None), Nothing(), k1=4, epochs=epochs,
+            progress=False, checkpoint=tmp_path / "run.pt", resume=True,
+        )  # fmt: skip
+        assert [float(update.loss) for update in run] == [2.5, 6.5]
