@@ -19,6 +19,7 @@ from .lightning_models import (
     Tagger,
     assert_equal,
     fit,
+    loader,
     model,
     trainer,
 )
@@ -52,6 +53,7 @@ X, Y = stream(10)
         (({"a": X, "b": X[:9]}, Y), ValueError, r"x\['b'\]: has 9 steps on axis 0, but x\['a'\]"),
         ({"x": X, "y": Y}, TypeError, r"batch: expected \(x, y\).*found a dict"),
         ((X,), TypeError, r"batch: expected \(x, y\).*found a list of 1"),
+        ((X[:0], Y[:0]), ValueError, "batch: has 0 steps. Leave empty sequences out"),
         ((X, Y.sum()), ValueError, "y: expected time on axis 0, found shape"),
         ((X, Y, "first"), TypeError, r"batch: expected \(x, y\), found three parts: the third may"),
         (
@@ -69,6 +71,23 @@ X, Y = stream(10)
 def test_bad_batches(batch: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         fit(model(), [batch])
+
+
+@pytest.mark.parametrize(
+    ("batch", "kind", "words"),
+    [
+        (
+            (X, Y, X[:, 0, 0] > 0),
+            TypeError,
+            r"batch: expected \(x, y\), found three parts: the third",
+        ),
+        ((X, Y, None, None, 1), TypeError, r"batch: expected \(x, y\).*found a list of 5"),
+        ((X[:0], Y), ValueError, "batch: has 0 steps"),
+    ],
+)
+def test_bad_batches_to_predict_for(batch: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        trainer().predict(model(), loader([batch]))
 
 
 def test_arrays_of_numpy() -> None:

@@ -136,7 +136,8 @@ class Batches:
         with error_prefix("batch"):
             item = as_chunk(item)
         item = as_tensors(item)
-        self._axes.length(item)
+        if not self._axes.length(item):
+            raise ValueError("batch: has 0 steps. Leave empty sequences out.")
         reset, mask = (
             None if flags is None else self._row_layout.flags_first(flags)
             for flags in (item.reset, item.mask)

@@ -240,8 +240,11 @@ class TBPTTModule(LightningModule):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tree:
         """``out`` for a batch as in training, or for ``x`` alone."""
         batches, item = self._current_batches(), self.chunk(batch)
-        item = Chunk(*item) if isinstance(item, (tuple, list)) else Chunk(item)
-        chunk = batches.chunk(item._replace(y=None))
+        if not isinstance(item, (tuple, list)):
+            item = Chunk(item)
+        elif isinstance(item, Chunk) or len(item) in (1, 2, 4):
+            item = Chunk(*item)._replace(y=None)
+        chunk = batches.chunk(item)  # which refuses other tuples, as in training
         start = self._start(batches, chunk)
         state = self._run.stage_state("predict", dataloader_idx, batch_idx, start)
         out, state = batches.predict(state, chunk, self.k_eval)
