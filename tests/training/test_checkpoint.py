@@ -202,6 +202,19 @@ def test_between_the_renames(
     assert (step(saved), step(previous(saved))) == (4, 2)
 
 
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    folder, link = tmp_path / "runs", tmp_path / "latest.pt"
+    folder.mkdir()
+    link.symlink_to(folder / "7.pt")
+    for step in (1, 2):
+        save_checkpoint(link, {"step": step})
+    assert link.is_symlink()
+    assert sorted(file.name for file in folder.iterdir()) == ["7.pt", "7.pt.previous"]
+    assert load_checkpoint(folder / "7.pt") == load_checkpoint(link) == {"step": 2}
+    (folder / "7.pt").unlink()
+    assert load_checkpoint(link) == {"step": 1}
+
+
 def test_what_a_killed_run_left_does_no_harm(saved: Path) -> None:
     unfinished = saved.with_name("run.pt.tmp")
     unfinished.write_bytes(saved.read_bytes()[:77])

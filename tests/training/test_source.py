@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -297,3 +298,23 @@ def test_a_source_of_ones_own() -> None:
 
     assert isinstance(Endless(), Source)
     assert len(losses_of(Endless(), updates=5, epochs=None)) == 5
+
+
+def test_a_source_that_leaves_steps_out() -> None:
+    """They would be skipped without a word."""
+
+    class Short:
+        total = 12
+
+        def begin(self, epoch: int) -> None:
+            pass
+
+        def read(self, start: int, stop: int) -> Chunk | None:
+            steps = min(stop, start + 3, self.total) - start
+            if not steps:
+                return None
+            return Chunk(torch.ones(steps, 3, 3).double(), torch.zeros(steps, 3, dtype=torch.int64))
+
+    assert len(losses_of(Short(), k1=3)) == 4
+    with pytest.raises(ValueError, match=re.escape("data: read(0, 4) returned 3 steps, but total")):
+        losses_of(Short(), k1=4)

@@ -111,13 +111,17 @@ class Cursor:
             if self.axes is None:
                 self.axes = self.axes_of(chunk.x)
                 check_axes(self.source, self.axes)
-            if total is None or window.end > total:  # the stream may end within the window
-                steps = self.axes.steps(chunk)
-                if steps < window.end - first:
-                    shortened = self.truncation.cut(window, first + steps)
-                    if shortened is None:
-                        return None
-                    window = shortened
+            steps = self.axes.steps(chunk)
+            if steps < window.end - first:
+                if total is not None and first + steps < total:
+                    raise ValueError(
+                        f"data: read({first}, {window.end}) returned {steps} steps, but total says "
+                        f"that there are {total}. Return all of them; fewer are the end."
+                    )
+                shortened = self.truncation.cut(window, first + steps)
+                if shortened is None:
+                    return None
+                window = shortened
             if self.truncation.learns(window):
                 break
             index += 1
