@@ -69,18 +69,9 @@ class Executables:
         with_grad, early = info.with_grad, info.early
         tensors = [resolved(leaf) for leaf in tensors]
         with torch.no_grad(), without_autocast(call.settings.autocast):
-            if executable is None:
-                executable = self.of(call, tensors)
-            known = executable
-            while executable.instead is not None:
-                executable = executable.instead
-            executable = self._up_to_date(call, tensors, executable)
-            if executable is not known:
-                known.instead = executable
+            executable = self._current(call, tensors, executable)
             plan = executable.plan
             info.out_spec = plan.out_spec
-            for source, copy in (*plan.copied, *plan.loss.copied):  # it may have been written to
-                copy.copy_(source)
             groups = call.groups(tensors)
             if with_grad and not self._warned and plan.is_detached:
                 self._warn_of_zero_gradients(plan)
@@ -99,6 +90,26 @@ class Executables:
 
             device_type = tensors[0].device.type
             return on_first_that_works(run, first.backend, self._recipe.step.name, device_type)
+
+    def current(self, call: Call, tensors: Sequence[Tensor]) -> Executable:
+        """What such a call would run now, after a change of what the step or the loss reads too."""
+        with torch.no_grad(), without_autocast(call.settings.autocast):
+            return self._current(call, tensors, None)
+
+    def _current(
+        self, call: Call, tensors: Sequence[Tensor], known: Executable | None
+    ) -> Executable:
+        """The same, from one that such a call has run before, if any."""
+        executable = known = known or self.of(call, tensors)
+        while executable.instead is not None:
+            executable = executable.instead
+        executable = self._up_to_date(call, tensors, executable)
+        if executable is not known:
+            known.instead = executable
+        plan = executable.plan
+        for source, copy in (*plan.copied, *plan.loss.copied):  # it may have been written to
+            copy.copy_(source)
+        return executable
 
     def of(self, call: Call, tensors: Sequence[Tensor]) -> Executable:
         """The executable for a call, made if it is the first of its kind."""

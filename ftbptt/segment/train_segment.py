@@ -179,7 +179,7 @@ class TrainSegment:
         GRUCell: ...
         """
         call, tensors, _ = self._laid_out(Arguments(params, state, x, y, reset, mask))
-        executable = self._executables.of(call, tensors)
+        executable = self._executables.current(call, tensors)
         steps = call.groups(tensors)["x"][0].shape[0]
         return explain(executable, self.recipe.step.name, steps)
 
@@ -195,7 +195,7 @@ class TrainSegment:
     ) -> tuple[Plan, dict[str, list[Tensor]]]:
         """The plan of such a call, and its arguments, flat and with time in front, by group."""
         call, tensors, _ = self._laid_out(Arguments(params, state, x, y, reset, mask))
-        return self._executables.of(call, tensors).plan, call.groups(tensors)
+        return self._executables.current(call, tensors).plan, call.groups(tensors)
 
     def layout(self, x: Tree) -> Layout:
         """Where time and rows lie in data like ``x``."""

@@ -112,6 +112,31 @@ def test_explain(name: str, segments: Segments) -> None:
         assert "GEMM" in text.upper()
 
 
+def test_what_is_explained_and_measured_is_what_runs_now() -> None:
+    """Also where nothing has called the segment since the step reads another number."""
+    config = {"factor": 0.5, "squared": False}
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = config["factor"] * h + x_t * params["w"]
+        return h * h if config["squared"] else h, h
+
+    segment = make_train_segment(step, lambda out, y: out.sum(), backend="eager")
+    x, state = torch.ones(9, 2, 3), torch.zeros(2, 3)
+    given = {"w": torch.ones(3)}, state, x, None
+
+    def decay() -> float:
+        return ftbptt.gradient_horizon(segment, *given, max_lag=3).decay
+
+    assert decay() == pytest.approx(0.5)
+    config["factor"] = 0.25
+    with pytest.warns(RuntimeWarning, match="compiled again: .*'factor'.* has changed"):
+        assert decay() == pytest.approx(0.25)
+    before = segment.explain(*given)
+    config["squared"] = True
+    with pytest.warns(RuntimeWarning, match="compiled again: .*'squared'.* has changed"):
+        assert segment.explain(*given).saved != before.saved
+
+
 def test_all_leaves_of_the_result_are_the_users_own(segments: Segments) -> None:
     """Writing into the result must not reach into what was given, nor into the plan."""
     segment, given = segments("exchanged_state", "eager"), problem("exchanged_state")
