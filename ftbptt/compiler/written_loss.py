@@ -51,7 +51,8 @@ class WrittenLoss:
 class WrittenGraph:
     """``(*outs, *ys, *mask) -> [loss, *d_out]``, a gradient for each output ``with_grad``.
 
-    ``-> [loss]`` where that is None.
+    ``-> [loss]`` where that is None. The loss gets copies: it may write to them, and the outputs
+    and targets are the caller's.
     """
 
     loss: FlatLoss
@@ -84,7 +85,7 @@ class WrittenGraph:
 
     def _value(self, args: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
-            return self.loss(*args)
+            return self.loss(*map(torch.clone, args))
 
     @torch.enable_grad()
     def _with_gradient(self, args: Sequence[Tensor]) -> list[Tensor]:
@@ -92,8 +93,7 @@ class WrittenGraph:
         outs, others = args[: len(flags)], args[len(flags) :]
         leaves = [o.detach().requires_grad_(flag) for o, flag in zip(outs, flags, strict=True)]
         wanted = list(compress(leaves, flags))
-        # Copies: a loss may write to them, and the caller gets the outputs.
-        (value,) = self.loss(*[leaf.clone() for leaf in leaves], *others)
+        (value,) = self.loss(*map(torch.clone, (*leaves, *others)))
         if not self.is_checked:
             _check_gradient(value, wanted)
             self.is_checked = True

@@ -214,14 +214,22 @@ def test_a_loss_without_a_gradient() -> None:
     segment(*data())  # it is told once
 
 
-def test_a_loss_that_writes_to_the_outputs() -> None:
+def test_a_loss_that_writes_to_what_it_is_given() -> None:
+    """The caller's targets, and the outputs that are returned, stay as they are."""
+
     def loss(out: Tensor, y: Tensor) -> Tensor:
         out[out > 0] *= 2
-        return out.square().mean()
+        y += 1
+        return (out - y[..., :1]).square().mean()
 
-    found = made(loss)(*data())
-    expected = reference_segment(MODEL, lambda out, y: loss(out.clone(), y), *data())
-    assert_close(found, expected)
+    segment, (params, state, x, y) = made(loss), data()
+    expected = reference_segment(
+        MODEL, lambda out, y: loss(out.clone(), y.clone()), params, state, x, y
+    )
+    before = y.clone()
+    assert_close(segment(params, state, x, y), expected)
+    assert_close(segment.evaluate(params, state, x, y)[1:], expected[1:])
+    assert torch.equal(y, before)
 
 
 def test_a_stream_and_what_looks_into_one() -> None:
