@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, reference_segment
 
 from ..cells.problems import Draw, H, Problem, mse
 from ..oracle import check
@@ -59,3 +59,33 @@ def test_gradients_share_no_memory(backend: str) -> None:
     before = grads["part"].clone()
     grads["whole"].zero_()
     assert torch.equal(grads["part"], before)
+
+
+class Shifted(torch.autograd.Function):
+    """``x + bias``, for a bias of more bits than x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.sum(0, dtype=torch.float32)
+
+
+def test_a_sum_in_a_wider_dtype() -> None:
+    """As for a bias in float32 in mixed precision: what is summed must not be rounded before."""
+
+    def step(params: Tree, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = Shifted.apply(x + 0.1 * h, params["bias"])
+        return h, h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (out.float() - y).square().sum()
+
+    draw = Draw(0)
+    params, state = {"bias": draw(H).float()}, draw(4, H).bfloat16()
+    data = state, draw.sequence(4, H)(40).bfloat16(), draw.sequence(4, H)(40).float()
+    found = make_train_segment(step, loss, backend="eager")(params, *data).grads["bias"]
+    expected = reference_segment(step, loss, params, *data).grads["bias"]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

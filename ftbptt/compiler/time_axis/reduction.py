@@ -202,7 +202,9 @@ def _term(node: Node, varying: set[Node], inputs: set[Node]) -> Term:
     if is_scatter and args[0] in varying and args[1] in varying:
         return EmbeddingGradient(node)
     summed = _summed_operands(node, varying)
-    return Apply(node, frozenset(summed)) if summed else StepSum(node)
+    # Sums of narrower operands would be rounded before a wider dtype takes them up.
+    exact = all(value_of(arg).dtype == value_of(node).dtype for arg in summed)
+    return Apply(node, frozenset(summed)) if summed and exact else StepSum(node)
 
 
 def _summed_operands(node: Node, varying: set[Node]) -> set[Node]:
@@ -225,9 +227,10 @@ def _summed_operands(node: Node, varying: set[Node]) -> set[Node]:
 
 
 def _sums_rows(node: Node) -> bool:
-    """Whether the node sums a floating point matrix over its first axis."""
+    """Whether the node sums a floating point matrix over its first axis, in its own dtype."""
     value, dims = value_of(node.args[0]), node.args[1]
-    return value.dim() == 2 and list(dims) == [0] and value.is_floating_point()
+    is_exact = value.is_floating_point() and value.dtype == value_of(node).dtype
+    return value.dim() == 2 and list(dims) == [0] and is_exact
 
 
 def _swapped_operands(
