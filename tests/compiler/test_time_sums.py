@@ -62,14 +62,17 @@ def test_gradients_share_no_memory(backend: str) -> None:
 
 
 class Shifted(torch.autograd.Function):
-    """``x + bias``, for a bias of more bits than x."""
+    """``x + bias``, for a bias of more bits than x, or a single one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.is_single = not bias.dim()
         return x + bias.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        if ctx.is_single:
+            return grad, grad.sum(dim=None)
         return grad, grad.sum(0, dtype=torch.float32)
 
 
@@ -89,3 +92,14 @@ def test_a_sum_in_a_wider_dtype() -> None:
     found = make_train_segment(step, loss, backend="eager")(params, *data).grads["bias"]
     expected = reference_segment(step, loss, params, *data).grads["bias"]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_over_all_axes() -> None:
+    def step(params: Tree, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = Shifted.apply(torch.tanh(x + 0.5 * h), params["bias"])
+        return h, h
+
+    draw = Draw(0)
+    y = draw.sequence(4, H)
+    made = Problem(step, {"bias": draw()}, draw(4, H), draw.sequence(4, H), y, mse)
+    check(make_train_segment(step, mse, backend="eager"), made, 3)

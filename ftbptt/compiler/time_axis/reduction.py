@@ -228,9 +228,9 @@ def _summed_operands(node: Node, varying: set[Node]) -> set[Node]:
 
 def _sums_rows(node: Node) -> bool:
     """Whether the node sums a floating point matrix over its first axis, in its own dtype."""
-    value, dims = value_of(node.args[0]), node.args[1]
+    value, dims = value_of(node.args[0]), node.args[1]  # None: all axes
     is_exact = value.is_floating_point() and value.dtype == value_of(node).dtype
-    return value.dim() == 2 and list(dims) == [0] and is_exact
+    return value.dim() == 2 and list(dims or ()) == [0] and is_exact
 
 
 def _swapped_operands(
