@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftbptt import make_train_segment, tap
+from ftbptt import make_train_segment, reference_segment, tap
 from ftbptt.segment.consecutive_calls import ConsecutiveCalls
 from ftbptt.training import train_stream
 
 from ..cells.problems import B, H, per_row
-from .spoiled_calls import arguments, dict_step
+from ..oracle import assert_close
+from .spoiled_calls import K, arguments, dict_step
 
 WORDS = (
     r"ftbptt: state\['h'\] requires a gradient, but a segment detaches the state that it is given, "
@@ -113,3 +114,24 @@ def test_a_memory_that_an_encoder_made() -> None:
         outs.append(out)
     per_row(torch.stack(outs), y).mean().backward()
     torch.testing.assert_close(found, encoder.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("h", "words"),
+    [
+        (0.0, r"initial_state\['h'\]: expected a tensor, found float. Return tensors"),
+        (torch.zeros(H).double(), "of torch.float64 where the state has torch.float32. Give both"),
+    ],
+)
+def test_a_start_of_another_dtype(h: Any, words: str) -> None:
+    own = segment(initial_state=lambda params: {"h": h})
+    with pytest.raises(TypeError, match=words):
+        own(**arguments(), reset=torch.zeros(K, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("h", [torch.ones(H).half(), torch.ones(()).double(), torch.tensor(1)])
+def test_a_start_that_the_state_can_hold(h: Tensor) -> None:
+    given, reset = arguments(), torch.arange(K) % 2 == 1
+    options: Any = {"initial_state": lambda params: {"h": h}}
+    expected = reference_segment(dict_step, per_row, **given, reset=reset, **options)
+    assert_close(segment(**options)(**given, reset=reset), expected, 1e-5)

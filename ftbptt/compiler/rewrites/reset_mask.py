@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..._checks import check_tensors
 from ..._trees import differentiable, in_order_of, tree_flatten, tree_unflatten
 from ...contract.layout import where_rows
 from ..signature import Recipe, Signature, with_autocast
@@ -104,12 +105,19 @@ def _initial_parts(
                 f"initial_state: returned a leaf of shape {list(leaf.shape)} where the state "
                 f"has {list(state_leaf.shape)}. Return that, or one that broadcasts to it."
             )
-        parts += packing.unpack(leaf.expand(state_leaf.shape))
+        # A single number takes the dtype of the state that it is put beside, if it is of its kind.
+        if torch.result_type(leaf, state_leaf.example()) != state_leaf.dtype:
+            raise TypeError(
+                f"initial_state: returned a leaf of {leaf.dtype} where the state has "
+                f"{state_leaf.dtype}. Give both in one dtype."
+            )
+        parts += packing.unpack(leaf.to(state_leaf.dtype).expand(state_leaf.shape))
     return parts
 
 
 def _leaves_like_state(tree: Any, s: Signature) -> list[Tensor]:
     """The leaves of a computed ``initial_state``, in the order of those of the state."""
+    check_tensors("initial_state", tree, "Return tensors, in the structure of the state.")
     like = tree_unflatten([None] * len(s.state), s.specs.state)
     leaves, spec = tree_flatten(in_order_of(like, tree))
     if spec != s.specs.state:
