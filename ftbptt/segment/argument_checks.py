@@ -14,7 +14,7 @@ from .._compat.modules import has_hooks
 from .._trees import Tree, keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 from .._warnings import warn
 from ..compiler.signature import Level, Recipe
-from ..contract.step import own_names
+from ..contract.step import Step, own_names
 from .call import GROUPS
 
 _LEAF, _EMPTY = tree_flatten(0)[1], tree_flatten(())[1]
@@ -74,12 +74,19 @@ _GRADIENT_OF_X = (
 )
 
 
-def check_no_gradient_is_lost(params: Tree, state: Tree, x: Tree, y: Tree) -> None:
-    """Raises ValueError for data that waits for a gradient; warns of hooks on parameters.
+def check_no_gradient_is_lost(step: Step, params: Tree, state: Tree, x: Tree, y: Tree) -> None:
+    """Raises ValueError for data or buffers that wait for a gradient; warns of parameters' hooks.
 
     Warns also of a state that is to be trained; one that was computed may have a history, which is
     cut. ``x`` may wait for a gradient in a segment with taps, which has it.
     """
+    for name, buffer in step.buffers().items():
+        if buffer.requires_grad and not (isinstance(params, dict) and name in own_names(params)):
+            raise ValueError(
+                f"step {step.name}: its buffer {name!r} requires a gradient, but buffers get none, "
+                "so that it, or what computed it, would not be trained. Give it among params, "
+                f"{{**params, {name!r}: buffer}}; else detach it."
+            )
     for name, data, remedy in (("x", x, _GRADIENT_OF_X), ("y", y, "Detach it.")):
         for path, leaf in tree_flatten_with_path(data)[0]:
             if isinstance(leaf, Tensor) and leaf.requires_grad:

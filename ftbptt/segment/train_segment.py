@@ -272,7 +272,8 @@ class TrainSegment:
             if checked is not None and not loses_gradient:
                 return self.run_checked(checked, arguments.leaves, params, state, info)
         if with_grad:
-            check_no_gradient_is_lost(params, state, () if self.tapped else x, y)
+            x_without = () if self.tapped else x
+            check_no_gradient_is_lost(self.recipe.step, params, state, x_without, y)
         call, tensors, layout = self._laid_out(given)
         if mapped:
             if inside_derivative():
@@ -339,9 +340,10 @@ class TrainSegment:
     def surroundings(self, device_type: str) -> tuple[Any, ...]:
         """What a call depends on besides its arguments: buffers, initial state and settings."""
         buffers = self.recipe.step.buffers()
+        tensors = (*buffers.values(), *self._initial_leaves())
         return (
             *buffers,
-            *[(t.shape, t.dtype, t.device) for t in (*buffers.values(), *self._initial_leaves())],
+            *[(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors],
             *settings_of(self.recipe, device_type),
         )
 

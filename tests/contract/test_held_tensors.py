@@ -232,3 +232,35 @@ def test_a_parameter_is_assigned() -> None:
         with pytest.raises(RuntimeError, match="step Decays assigns to its parameter 'w'"):
             call(*given)
         assert module.w is given[0]["w"]
+
+
+class OfBuffer(nn.Module):
+    """With weights that another network computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(H))
+        self.register_buffer("made", torch.ones(H))
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.w * x + self.made * h)
+        return h, h
+
+
+def test_a_buffer_that_waits_for_a_gradient() -> None:
+    """Also where calls with the same shapes are known by then."""
+    module, other = OfBuffer(), nn.Linear(1, H)
+    segment = make_train_segment(module, mse, backend="eager")
+    data = torch.zeros(B, H), torch.randn(K, B, H), torch.zeros(K, B, H)
+    segment(named(module), *data)
+    module.made = made = other(torch.ones(1))
+    with pytest.raises(ValueError, match="step OfBuffer: its buffer 'made' requires a gradient, b"):
+        segment(named(module), *data)
+    segment.evaluate(named(module), *data)
+    found = segment(named(module) | {"made": made}, *data)  # as the message says
+    expected = reference_segment(module, mse, named(module) | {"made": made}, *data)
+    assert_close(found, expected, 1e-6)
+    made.backward(found.grads["made"])
+    assert other.bias.grad.any()
+    module.made = made.detach()
+    assert_close(segment(named(module), *data).loss, found.loss, 1e-6)
