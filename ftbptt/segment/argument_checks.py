@@ -18,6 +18,10 @@ from ..contract.step import Step, own_names
 from .call import GROUPS
 
 _LEAF, _EMPTY = tree_flatten(0)[1], tree_flatten(())[1]
+_PADDED = (
+    "and give mask=, or let sequences follow each other in fewer rows with reset= "
+    "(ftbptt.training.PackedSequences)."
+)
 _WITHOUT_INPUT = "For a step without an input give torch.zeros(K), which says how many steps."
 
 
@@ -36,8 +40,7 @@ class Argument:
         elif isinstance(tree, PackedSequence):
             raise TypeError(
                 f"{name}: a PackedSequence has another number of rows at each step. Pad it "
-                "(torch.nn.utils.rnn.pad_packed_sequence) and give mask=, or let sequences follow "
-                "each other in fewer rows with reset= (ftbptt.training.PackedSequences)."
+                f"(torch.nn.utils.rnn.pad_packed_sequence) {_PADDED}"
             )
         else:
             self.leaves, self.spec = tree_flatten(tree)
@@ -55,6 +58,11 @@ class Argument:
                 raise TypeError(
                     f"{self.path(i)}: expected a tensor, found {type(leaf).__name__}. Every leaf "
                     f"of {name} must be a tensor: {convert}keep what is not data out of it."
+                )
+            if leaf.is_nested:
+                raise TypeError(
+                    f"{self.path(i)}: a nested tensor has rows of different lengths. Pad it "
+                    f"(torch.nested.to_padded_tensor(value, 0)) {_PADDED}"
                 )
             if leaf.layout is not torch.strided:
                 raise TypeError(

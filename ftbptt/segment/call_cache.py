@@ -37,7 +37,10 @@ class FlatArguments:
         key: list[Any] = []
         for tree in trees:
             tree_leaves: list[Tensor] = []
-            if not flatten(tree, tree_leaves, key):
+            try:
+                if not flatten(tree, tree_leaves, key):
+                    return None
+            except RuntimeError:  # a nested tensor has no shape; it is refused later
                 return None
             leaves.append(tree_leaves)
         first = next((leaf for tree_leaves in leaves for leaf in tree_leaves), None)

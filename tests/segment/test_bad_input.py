@@ -234,6 +234,14 @@ def test_packed_sequences() -> None:
     refused(TypeError, rf"x: a PackedSequence has another number of rows.*{advice}", x=packed)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout: torch.layout) -> None:
+    rows = torch.nested.nested_tensor([torch.zeros(3, D), torch.zeros(2, D)], layout=layout)
+    advice = r"Pad it \(torch.nested.to_padded_tensor\(value, 0\)\) and give mask=, or let seq"
+    refused(TypeError, rf"x: a nested tensor has rows of different lengths\. {advice}", x=rows)
+
+
 def test_no_steps() -> None:
     x, y = torch.zeros(0, B, D), torch.zeros(0, B, H)
     refused(ValueError, r"x: has 0 steps; a segment needs at least one", x=x, y=y)
