@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._checks import check_int
 from .._compat.modules import uncompiled
 from .._trees import Tree, tree_leaves, tree_map
 from .step import Step, StepFunction, layers_of, out_and_state
@@ -39,7 +40,8 @@ def as_step(
     recurrent layer inside, else 0).
 
     Raises TypeError for what is none of these, such as a module of TorchScript, and for an option
-    that has no meaning for it; ValueError for a layer that reads time in both directions.
+    that has no meaning for it; ValueError for a negative axis, and for a layer that reads time in
+    both directions.
 
     >>> as_step(nn.LSTMCell(3, 5)).name
     'LSTMCell'
@@ -52,6 +54,8 @@ def as_step(
     if isinstance(step, Step):
         _refuse(options, "what as_step has made")
         return step
+    if state_batch_dim is not None:  # counted from the front: leaves differ in their axes
+        state_batch_dim = check_int("state_batch_dim", state_batch_dim, 0)
     if isinstance(step, type) or not callable(step):
         raise TypeError(
             f"step: expected a module, or a function step(params, x_t, state) -> (out_t, state), "

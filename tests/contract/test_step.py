@@ -283,3 +283,10 @@ def test_a_scripted_module_is_refused() -> None:
 def test_options_without_a_meaning(step: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(TypeError, match=words):
         as_step(step, **options)
+
+
+@pytest.mark.parametrize(("axis", "kind"), [(-1, ValueError), (True, TypeError), ("0", TypeError)])
+def test_rows_on_an_axis_that_is_none(axis: Any, kind: type[Exception]) -> None:
+    """Counted from the back it would be another one in each leaf."""
+    with pytest.raises(kind, match="state_batch_dim: expected"):
+        as_step(step_function, state_batch_dim=axis)
