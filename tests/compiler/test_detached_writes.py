@@ -162,3 +162,28 @@ def test_what_autograd_does_not_see_is_refused(change: Callable[[Tensor], Tensor
 
 def test_data_that_is_only_read() -> None:
     checked(problem(lambda h: h * h.data + h.data.clone().mul_(0.5)))
+
+
+BY_OTHER_NAMES = [
+    lambda h: h.clip_(-0.3, 0.3),
+    lambda h: h.square_().subtract_(0.5, alpha=0.5),
+    lambda h: h.multiply_(3.0).divide_(2.0).negative_(),
+    lambda h: torch.nn.SELU(inplace=True)(h),
+    lambda h: torch.selu_(torch.square_(h)),
+    lambda h: h * h.detach().clone().greater_(0),
+    lambda h: h + (h.T @ h).fill_diagonal_(0.5)[:B],
+]
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+@pytest.mark.parametrize("number", range(len(BY_OTHER_NAMES)))
+def test_functions_that_write_by_other_names(number: int, is_hidden: bool) -> None:
+    """Of those torch has no functional form in a trace."""
+
+    def change(h: Tensor) -> Tensor:
+        if is_hidden:
+            with torch.no_grad():
+                h.clip_(-0.4, 0.4)
+        return BY_OTHER_NAMES[number](h)
+
+    checked(problem(lambda h: torch.tanh(change(0.5 * h.tanh()))))

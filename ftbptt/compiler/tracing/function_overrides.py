@@ -208,7 +208,37 @@ def _grid_sample(
     return torch.ops.aten.grid_sampler_2d(x, grid, 0, 0, align_corners)
 
 
+def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
+
+
+def _selu(input: Tensor, inplace: bool = False) -> Any:
+    return input.copy_(torch.selu(input)) if inplace else NotImplemented
+
+
+def _fill_diagonal(x: Tensor, fill_value: Any, wrap: bool = False) -> Any:
+    if x.dim() != 2 or wrap:
+        return NotImplemented
+    x.diagonal().fill_(fill_value)
+    return x
+
+
+# Other names, mostly, of functions that write in place: functionalize has a rule for these only.
+_WRITTEN = [
+    "absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "clip",
+    "divide", "fix", "float_power", "greater", "greater_equal", "less", "less_equal", "multiply",
+    "negative", "not_equal", "polygamma", "selu", "square", "subtract", "true_divide",
+]  # fmt: skip
+
 _COMPOSED: dict[Any, Callable[..., Any]] = {
+    **{
+        getattr(owner, f"{name}_"): _in_place(getattr(owner, name))
+        for owner in (torch, Tensor)
+        for name in _WRITTEN
+        if hasattr(owner, f"{name}_")
+    },
+    F.selu: _selu,
+    Tensor.fill_diagonal_: _fill_diagonal,
     **RECURRENT,
     F.embedding_bag: embedding_bag,
     F.batch_norm: _batch_norm,
