@@ -95,6 +95,29 @@ def test_weighted_bags() -> None:
     checked(bag, Draw(0).sequence(B, 7)(K))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("embed", [F.embedding, F.embedding_bag])
+def test_vectors_of_a_largest_norm(embed: Callable[..., Tensor]) -> None:
+    """They are made shorter unseen by autograd: the gradient of a computed table stays."""
+
+    def bag(x_t: Tensor, table: Tensor, h: Tensor) -> Tensor:
+        found = embed(x_t, 2 * table, max_norm=1.0, norm_type=1.0)
+        return found if embed is F.embedding_bag else found.sum(1)
+
+    checked(bag, tokens(B, 3))
+
+
+def test_a_parameter_of_a_largest_norm() -> None:
+    """It would be written to."""
+    module = torch.nn.Embedding(5, H, max_norm=1.0)
+    module.forward = lambda x_t, h: (h, h + torch.nn.Embedding.forward(module, x_t))
+    segment = make_train_segment(module, lambda out, y: out.sum(), backend="eager")
+    before = module.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"changes params\['weight'\] in place"):
+        segment(dict(module.named_parameters()), torch.zeros(B, H), tokens(B), None)
+    assert torch.equal(module.weight, before)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_sparse_gradients_of_bags_are_dense(weighted: bool) -> None:
     def bag(x_t: Tensor, table: Tensor, h: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""``F.embedding_bag`` as plain operations: torch's has outputs of integers, and no vmap rule."""
+"""``F.embedding_bag`` as plain operations: torch's has outputs of integers, and no vmap rule.
+
+And ``F.embedding`` with a largest norm.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def embedding(
+    input: Tensor, weight: Tensor, padding_idx: Any = None, max_norm: Any = None,
+    norm_type: float = 2.0, *options: Any, **named: Any,
+) -> Any:  # fmt: skip
+    """With ``max_norm``, which torch writes to the weight where no trace sees that it is hidden."""
+    if max_norm is None:
+        return NotImplemented
+    torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
+    return F.embedding(input, weight, padding_idx, None, norm_type, *options, **named)
 
 
 def embedding_bag(
@@ -25,7 +39,6 @@ def embedding_bag(
     is_of_offsets = input.dim() == 1 and isinstance(offsets, Tensor) and offsets.dim() == 1
     if (
         not (is_of_rows or is_of_offsets)
-        or max_norm is not None
         or mode not in ("sum", "mean", "max")
         or (is_weighted and (mode != "sum" or per_sample_weights.shape != input.shape))
         or (mode == "max" and (scale_grad_by_freq or sparse))
@@ -36,7 +49,7 @@ def embedding_bag(
             "embedding_bag(scale_grad_by_freq=True) cannot be compiled: torch takes the counts of "
             "other tokens (2.11 to 2.15). Use embedding(..., scale_grad_by_freq=True).sum(1)."
         )
-    embedded = F.embedding(input, weight)
+    embedded = F.embedding(input, weight, None, max_norm, norm_type)
     if is_weighted:
         embedded = embedded * per_sample_weights.unsqueeze(-1)
     if padding_idx is not None and padding_idx < 0:

@@ -22,7 +22,7 @@ from ..._trees import differentiable, tree_leaves, tree_map
 from ..straight_through import with_gradient_of
 from .custom_gradient import apply_operator
 from .detached_writes import DATA, HiddenAliases, written_outside, written_tensor
-from .embedding_bag import embedding_bag
+from .embedding_bag import embedding, embedding_bag
 from .rnn import RECURRENT
 
 
@@ -240,6 +240,7 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.selu: _selu,
     Tensor.fill_diagonal_: _fill_diagonal,
     **RECURRENT,
+    F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.batch_norm: _batch_norm,
     F.gaussian_nll_loss: _gaussian_nll_loss,
