@@ -191,6 +191,17 @@ def test_gradient_of_a_maximum(backend: str) -> None:
     check(make_train_segment(made.step, made.loss, backend=backend), made, 40)
 
 
+def test_factors_of_a_step_that_all_rows_are_solved_with() -> None:
+    """For which vmap's own rule gives other numbers."""
+    lu, pivots = torch.linalg.lu_factor(Draw(1)(H, H) + torch.eye(H).double())
+
+    def out(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+        factors = lu * (1.5 + torch.tanh(x.mean()))
+        return torch.linalg.lu_solve(factors, pivots, (h @ w).unsqueeze(-1)).squeeze(-1)
+
+    check_both(problem_with(lambda w, x, h: torch.tanh(x + h @ w), out))
+
+
 @pytest.mark.slow
 def test_weighted_keys_and_values() -> None:
     """RWKV. Inductor let what reads the result of a loop run before the loop, fused with others."""

@@ -34,6 +34,16 @@ def _trilinear(
     return (by_output * b.unsqueeze(1)).sum(-1)
 
 
+def _lu_solve(lu: Tensor, pivots: Tensor, b: Tensor, **options: Any) -> Any:
+    """With as many axes in front of both: else vmap over the factors is wrong (2.13)."""
+    if lu.shape[:-2] == b.shape[:-2]:
+        return NotImplemented
+    axes = torch.broadcast_shapes(lu.shape[:-2], b.shape[:-2])
+    lu, b = (matrix.expand(*axes, *matrix.shape[-2:]) for matrix in (lu, b))
+    pivots = pivots.expand(*axes, pivots.shape[-1])
+    return aten.linalg_lu_solve.default(lu, pivots, b, **options)
+
+
 def _distances(a: Tensor, b: Tensor, p: float = 2.0, mode: Any = None) -> Tensor:
     """``cdist`` as a norm, of whose gradient K stays a symbol."""
     return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
@@ -245,6 +255,7 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.dot.default: _dot,
     aten.addmv.default: _plus_product(_mv),
     aten._trilinear.default: _trilinear,
+    aten.linalg_lu_solve.default: _lu_solve,
     aten._cdist_forward.default: _distances,
     aten._euclidean_dist.default: _distances,
     aten.copy.default: _copy,
