@@ -14,7 +14,7 @@ from itertools import islice
 
 from torch import Tensor, fx
 
-from .._compat.tracing import FakeTensorMode
+from .._compat.tracing import UNTRACEABLE, FakeTensorMode
 from .._trees import TreeSpec, differentiable
 from .adjoint import LoopPair, StepRoles, make_loops
 from .flat_loss import FlatLoss
@@ -140,7 +140,14 @@ def make_plan(
     else:
         loss = WrittenLoss(flat_loss)
         forbid_naming_places("loss", recipe.loss, by_step, "step", FROM_STEP_TO_LOSS)
-    loops = _make_loops(recipe, s, traced, graph, preparation, trained, loss.with_grad, mode)
+    try:
+        loops = _make_loops(recipe, s, traced, graph, preparation, trained, loss.with_grad, mode)
+    except UNTRACEABLE as error:
+        raise RuntimeError(
+            f"step {recipe.step.name} cannot be compiled: the gradient of one of its operations "
+            'depends on the values of a tensor, as that of scatter_reduce(reduce="prod") does. '
+            "Write it with other operations; reference_segment runs it unchanged."
+        ) from error
     return Plan(
         signature=s,
         captures=traced.captures,

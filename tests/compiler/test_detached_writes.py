@@ -187,3 +187,18 @@ def test_functions_that_write_by_other_names(number: int, is_hidden: bool) -> No
         return BY_OTHER_NAMES[number](h)
 
     checked(problem(lambda h: torch.tanh(change(0.5 * h.tanh()))))
+
+
+def test_what_another_name_cannot_write() -> None:
+    """As in the loop: the result would be cut to whole numbers."""
+
+    def step(params: Any, x_t: Any, state: Any) -> Any:
+        h, count = state
+        count = count + 1
+        count.multiply_(0.5)
+        return h, (h + x_t * params["w"], count)
+
+    segment = make_train_segment(step, lambda out, y: out.mean(), backend="eager")
+    state = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match=r"result type torch.float32 can't be cast to torch.int"):
+        segment({"w": torch.ones(3)}, state, torch.zeros(4, 2, 3), None)

@@ -288,6 +288,16 @@ def test_a_loop_of_torch() -> None:
         call(step)
 
 
+def test_a_gradient_that_reads_values() -> None:
+    def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h + x_t * params["w"])
+        index = torch.zeros_like(h, dtype=torch.int64)
+        return torch.ones_like(h).scatter_reduce(1, index, h, "prod"), h
+
+    with pytest.raises(RuntimeError, match="the gradient of one of its operations depends on the"):
+        call(step)
+
+
 def test_a_python_branch_on_shapes_and_options_is_fine() -> None:
     def step(params: Tree, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         if h.shape[-1] == H and params["w"].dtype == torch.float32:

@@ -209,7 +209,13 @@ def _grid_sample(
 
 
 def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
+    def write(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result = function(x, *args, **kwargs)
+        if not torch.can_cast(result.dtype, x.dtype):  # copy_ would, without a word
+            raise RuntimeError(f"result type {result.dtype} can't be cast to {x.dtype}")
+        return x.copy_(result)
+
+    return write
 
 
 def _selu(input: Tensor, inplace: bool = False) -> Any:
