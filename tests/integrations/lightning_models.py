@@ -27,6 +27,7 @@ class Tagger(TBPTTModule):
     def renew(self, lr: float = 0.5, carry: bool = False, k_eval: int = 256, **windows: int) -> Any:
         """As new, with other options, but what was compiled is kept."""
         self.step.load_state_dict(tagger().state_dict())
+        self.train()  # a trainer that has failed leaves it in eval mode
         for p in self.parameters():
             p.requires_grad_(True)
             p.grad = None
