@@ -151,15 +151,18 @@ def with_scheduler(own: Tagger, **config: Any) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": config}
 
 
-_made: dict[Any, Tagger] = {}
+_made: dict[Any, tuple[Tagger, int]] = {}  # with the number of times that it was given out
+_MOST_USES = 6  # what tests patch may name its trainer: after the eighth one a warning says so
 
 
 def model(kind: type[Tagger] = Tagger, time_dim: int = 0, **options: Any) -> Any:
-    """A module as new; what was compiled for one of its kind is kept."""
+    """A module as new; what was compiled for one of its kind is kept for some tests."""
     key = kind, time_dim
-    if key not in _made:
-        _made[key] = kind(time_dim)
-    return _made[key].renew(**options)
+    made, uses = _made.get(key, (None, _MOST_USES))
+    if made is None or uses == _MOST_USES:
+        made, uses = kind(time_dim), 0
+    _made[key] = made, uses + 1
+    return made.renew(**options)
 
 
 def trainer(**flags: Any) -> lightning.Trainer:
