@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from ftbptt import make_train_segment
 from ftbptt.contract.output import EarlyGradients
 from ftbptt.distributed.reduction import buckets_of
+from ftbptt.distributed.shares import share_of
 from ftbptt.training import train_stream
 
-from .cases import Case, build, loss
+from .cases import Case, Problem, build, loss
 from .cells import KINDS, Stack
 from .turns import in_turns
 
@@ -40,16 +41,24 @@ def parameters(hidden: int) -> list[nn.Parameter]:
 def updates(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any]:
     """Seconds of an update with and without communication, in turns, and the bytes sent for one.
 
-    *in step*: without communication, if all waited for the slowest at each update.
+    *in step*: without communication, if all waited for the slowest at each update. Both read the
+    rank's rows where they lie among those of all.
     """
+    size, rank = dist.get_world_size(), dist.get_rank()
+
+    def of(rows: int) -> Problem:
+        return build(Case("scaling", "lstm", 16 * STEPS, rows, INPUTS, hidden))
+
+    x, own = of(ROWS * size).x, share_of(ROWS * size, rank, size)
     streams = {}
-    for name, rows in (("together", ROWS * dist.get_world_size()), ("alone", ROWS)):
-        problem = build(Case("scaling", "lstm", 16 * STEPS, rows, INPUTS, hidden))
-        params, state, x = problem.params, problem.state, problem.x
+    for name in ("together", "alone"):
+        problem = of(ROWS * size if name == "together" else ROWS)
+        params, state = problem.params, problem.state
+        data = x if name == "together" else x[:, own.start : own.stop]
         segment = make_train_segment(problem.model, loss)
         optimizer = torch.optim.Adam(params.values())
         streams[name] = train_stream(
-            segment, params, state, (x, x), optimizer, k1=STEPS, epochs=None, progress=False,
+            segment, params, state, (data, data), optimizer, k1=STEPS, epochs=None, progress=False,
             interval=1e9, mesh=mesh if name == "together" else None,
         )  # fmt: skip
     times: dict[str, list[float]] = {name: [] for name in (*streams, "in step")}
@@ -74,7 +83,7 @@ def updates(mesh: Mesh, hidden: int, rounds: int, each: int) -> dict[str, Any]:
     return {
         "seconds": times,
         "bytes": rank_sync.bytes_reduced // streams["together"].index,
-        **hand_over(segment, params, state, x[:STEPS], rounds),
+        **hand_over(segment, params, state, data[:STEPS], rounds),
     }
 
 
