@@ -258,7 +258,11 @@ class Stream(Iterator[Update]):
             self._saved != self.index
             and self._trainer.is_consistent
             and not self._guard.lost
-            and self._monitor.meter.unread_is_finite()
+            # In an ensemble, models that are not finite have stopped, as they were before that.
+            and (
+                self._learner.stopped_models.flags is not None
+                or self._monitor.meter.unread_is_finite()
+            )
         )
         index = self._unless_spoiled() if is_new else None
         if self._store.offer(index, self.state_dict, last=last):

@@ -198,6 +198,7 @@ class Trainer:
             norm = total_norm(grads, stats.loss)
         if norm is not None and self._stops_at(grads, norm):
             return None
+        learner.stopped_models.silence(grads)
         self._announce(grads)
         if norm is None and learner.changes_gradients:
             norm = total_norm(grads, stats.loss)
@@ -213,17 +214,22 @@ class Trainer:
         """Whether the gradients are not finite, or their norm, by which they would be clipped."""
         scaler = self.learner.scaler
         skips = scaler is not None and scaler.is_enabled()  # it leaves such an update out itself
-        if skips or self.guard.is_sound(norm):
+        if skips:
             return False
-        clips = self.learner.clip_norm is not None
-        if not clips and all(grad.isfinite().all() for grad in grads):  # a sum of float16 overflows
+        if self.learner.clip_norm is None:  # then only a sum of float16 may have overflowed
+            is_read = self.guard.reads_now(norm)
+            if not is_read or norm.isfinite().all() or all(g.isfinite().all() for g in grads):
+                return False
+        if self.guard.is_sound(norm, grads):
             return False
-        self.ended |= self.guard.stops(
-            f"the gradient's norm is {in_words(norm)} in update {self.index}, though its loss is "
+        value = in_words(norm, self.learner.stopped_models.new)
+        stops = self.guard.stops(
+            f"the gradient's norm is {value} in update {self.index}, though its loss is "
             "finite, as with a NaN in steps of the data that are masked",
             "The run stops before that update; the parameters are those before it.",
         )
-        return True
+        self.ended |= stops
+        return stops or self.guard.mode == "skip"
 
     def _announce(self, grads: Tree) -> None:
         """Calls the handlers that run before the optimizer's step."""

@@ -101,6 +101,8 @@ class WindowRunner:
             if self._last_x_shape is not None:
                 time_axis = self.segments.axes(job.chunk.x).x
                 _add_shape_note(error, x_shape, self._last_x_shape, time_axis)
+                if self.initial is not None:
+                    _add_state_note(error, carried, self.initial)
             elif self.initial is None and carried is not None:
                 shapes = [list(leaf.shape) for leaf in tree_leaves(carried)]
                 error.add_note(
@@ -166,18 +168,35 @@ class WindowRunner:
         output, state_within = segments.train(learner.params, state, chunk, keep, scale, early)
         if events.after_window:
             emit(events.after_window, window, output)
-        if self.guard.is_sound(output.loss):
-            learner.add(output.grads, weight)
-            return WindowStats(output.loss, weight, steps, tokens), output.state, state_within
-        row = None if rows is None else segments.first_row + first_row
-        layout = segments.layout(chunk.x)
-        cause = nonfinite_window(learner.params, output, chunk, layout, window.start, row)
-        if self.guard.stops(
-            f"the loss of update {update} is {in_words(output.loss)}: {cause}",
-            "The run stops before that update; the parameters are those before it.",
-        ):
-            return None
-        return None, output.state, state_within
+        if not self.guard.is_sound(output.loss, learner.of_trained(output.grads)):
+            row = None if rows is None else segments.first_row + first_row
+            layout = segments.layout(chunk.x)
+            cause = nonfinite_window(learner.params, output, chunk, layout, window.start, row)
+            value = in_words(output.loss, learner.stopped_models.new)
+            if self.guard.stops(
+                f"the loss of update {update} is {value}: {cause}",
+                "The run stops before that update; the parameters are those before it.",
+            ):
+                return None
+            if self.guard.mode == "skip":
+                return None, output.state, state_within
+        learner.add(output.grads, weight)
+        stats = WindowStats(learner.stopped_models.marked(output.loss), weight, steps, tokens)
+        return stats, output.state, state_within
+
+
+def _add_state_note(error: Exception, carried: Tree, initial: Tree) -> None:
+    """Adds a note if the segment returned a state of other shapes than the one it started from."""
+    pairs = zip(tree_leaves(carried), tree_leaves(initial), strict=False)
+    for returned, given in pairs:
+        if returned.shape != given.shape:
+            error.add_note(
+                f"ftbptt: the run started from state= of shape {list(given.shape)}, but the "
+                f"segment returned one of {list(returned.shape)}, which this window starts from. "
+                "Under torch.func.vmap give the state its axis from the start, and map over it: "
+                "in_dims=(0, 0, ...)."
+            )
+            return
 
 
 def _add_shape_note(

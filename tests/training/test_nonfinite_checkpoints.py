@@ -167,7 +167,7 @@ def test_noticed_only_when_losses_are_read(
     mode: str, interval: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: the parameters are spoiled by then, but not the checkpoint."""
-    monkeypatch.setattr(Guard, "is_sound", lambda self, value: True)
+    monkeypatch.setattr(Guard, "reads_now", lambda self, value: False)
     file = tmp_path / "run.pt"
     updates = started(
         bad_stream(40, 2, 17, 1), checkpoint=file, checkpoint_every=3, on_nonfinite=mode,
@@ -191,7 +191,7 @@ def test_noticed_only_when_losses_are_read(
 
 
 def test_ctrl_c_before_losses_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Guard, "is_sound", lambda self, value: True)
+    monkeypatch.setattr(Guard, "reads_now", lambda self, value: False)
     file = tmp_path / "run.pt"
     updates = started(
         bad_stream(40, 2, 17, 1), checkpoint=file, checkpoint_every=3, interval=1e6

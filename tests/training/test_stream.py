@@ -274,6 +274,26 @@ def test_ensemble_by_vmap(clip_norm: float | None) -> None:
         assert_equal([update.grad_norm[i] for update in updates], norms)
 
 
+def test_an_ensemble_whose_state_has_no_axis_of_models() -> None:
+    """The first window returns one that has."""
+    cell = nn.GRUCell(3, 5)
+    params, _ = torch.func.stack_module_state([cell] * 4)
+    params = {name: p.detach().requires_grad_() for name, p in params.items()}
+    segment = make_train_segment(cell, lambda out, y: out.mean(), backend="eager")
+    run = train_stream(
+        torch.func.vmap(segment, in_dims=(0, None, None, None)), params, torch.zeros(2, 5),
+        (torch.randn(8, 2, 3), None), sgd(params), k1=4, progress=False, time_dim=0,
+    )  # fmt: skip
+    next(run)
+    with pytest.raises(ValueError, match="hidden") as error:
+        next(run)
+    assert (
+        "ftbptt: the run started from state= of shape [2, 5], but the segment returned one of "
+        "[4, 2, 5], which this window starts from. Under torch.func.vmap give the state its axis "
+        "from the start, and map over it: in_dims=(0, 0, ...)."
+    ) in error.value.__notes__
+
+
 def test_an_ensemble_that_is_frozen() -> None:
     module = tagger()
     params = {

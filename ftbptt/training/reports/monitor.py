@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..updates.learner import Learner
-from ..updates.nonfinite import Guard, nonfinite_parameter
+from ..updates.nonfinite import Guard, in_words, nonfinite_parameter
 from ..updates.update import Update
 from .events import Events, emit
 from .report import Meter, ProgressBar, Report
@@ -51,7 +51,8 @@ class Monitor:
         """
         if self.unreported is None:
             return None
-        report = self.meter.report(self.unreported)
+        watches_models = self._learner.stopped_models.flags is not None
+        report = self.meter.report(self.unreported, of_finite=watches_models)
         if report is None:
             return None
         self.unreported = None
@@ -71,8 +72,13 @@ class Monitor:
         if self._bar is not None:
             self._bar.show(report)
         emit(self._events.report, report)
-        ends = self.stopped
-        if not math.isfinite(report.loss):
+        ends, new = self.stopped, self._learner.stopped_models.new
+        if new is not None:
+            ends |= self._guard.stops(
+                f"up to update {report.index} the loss or the gradient is {in_words(new, new)}",
+                "The run stops: no model is left. Each stays as it was before that.",
+            )
+        elif not math.isfinite(report.loss):
             cause = nonfinite_parameter(self._learner.params) or "its parameters are finite"
             ends |= self._guard.stops(
                 f"the mean loss up to update {report.index} is {report.loss}, first that of update "

@@ -28,7 +28,8 @@ class Report:
     ``index``, ``epoch``, ``position``
         as in :class:`Update`
     ``loss``
-        the mean over all valid steps since the last report (of an ensemble: and over the models)
+        the mean over all valid steps since the last report (of an ensemble: and over the models
+        that go on)
     ``grad_norm``
         the norm of the gradient in update ``index``, before clipping (of an ensemble: the mean)
     ``learning_rate``
@@ -111,14 +112,22 @@ class Meter:
         """The speed from the last report to the last update."""
         return self._tokens / max(self._now - self._since, 1e-9)
 
-    def report(self, update: Update) -> Report | None:
-        """Reads the losses since the last report; None without a valid step. Waits for a GPU."""
+    def report(self, update: Update, *, of_finite: bool = False) -> Report | None:
+        """Reads the losses since the last report; None without a valid step. Waits for a GPU.
+
+        ``of_finite``: those of the models for which they are finite, unless there is none.
+        """
         self._fold()
-        loss = float((self._sum / self._weight).mean())
+        losses, norms = self._sum / self._weight, update.grad_norm
+        finite = losses.isfinite()
+        if of_finite and finite.any():
+            losses = losses[finite]
+            norms = norms[finite] if norms.shape == finite.shape else norms
+        loss = float(losses.mean())
         if math.isnan(loss) and not float(self._weight):  # 0 / 0: else the weight is not read
             self._next = time.perf_counter() + self.interval
             return None
-        grad_norm, learning_rate = float(update.grad_norm.mean()), update.learning_rate
+        grad_norm, learning_rate = float(norms.mean()), update.learning_rate
         learning_rate = None if learning_rate is None else float(learning_rate)
         bad = float(self._bad) if not math.isfinite(loss) else math.inf
         first_index = update.index - self._folded + 1

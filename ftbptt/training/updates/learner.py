@@ -34,6 +34,7 @@ from .optimizers import (
     has_groups,
     load_optimizer,
 )
+from .stopped_models import StoppedModels
 from .window_stats import moved_mean, share
 
 
@@ -93,6 +94,7 @@ class Learner:
             self.ema = [leaf.detach().clone() for leaf in self._averaged_leaves()]
         # The mean of the gradients so far, and its weight in valid steps.
         self.gathered: tuple[list[Tensor], Any] | None = None
+        self.stopped_models = StoppedModels()
         # Whether the step writes to the gradients, as SGD(foreach=True, nesterov=True) does. Known
         # after the first step.
         self.changes_gradients = True
@@ -144,9 +146,7 @@ class Learner:
         """Adds the gradients of a mean loss over ``weight`` valid steps to the weighted mean."""
         if not self._shapes_checked:
             self._check_shapes(grads)
-        new = tree_leaves(grads)
-        if len(new) > len(self.trained_indices):
-            new = [new[i] for i in self.trained_indices]
+        new = self.of_trained(grads)
         if self.gathered is not None:
             old, old_weight = self.gathered
             total = old_weight + weight
@@ -154,6 +154,13 @@ class Learner:
             new = [moved_mean(a, b, fraction) for a, b in zip(old, new, strict=True)]
             weight = total
         self.gathered = new, weight
+
+    def of_trained(self, grads: Tree) -> list[Tensor]:
+        """The gradients of what is trained, of those of all parameters."""
+        leaves: list[Tensor] = tree_leaves(grads)
+        if len(leaves) > len(self.trained_indices):
+            leaves = [leaves[i] for i in self.trained_indices]
+        return leaves
 
     def _check_shapes(self, grads: Tree) -> None:
         """Raises ValueError for gradients whose shapes are not those of the parameters.
@@ -199,6 +206,7 @@ class Learner:
             grads = self._assign(grads)
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
+        self.stopped_models.silence(grads)
         clips = self.clip_norm is not None or self.clip_value is not None
         norm = total_norm(grads, loss) if clips else None
         if self.clip_norm is not None and norm is not None:
@@ -230,6 +238,9 @@ class Learner:
     def step(self, grads: list[Tensor]) -> bool:
         """Makes the update, with the gradients of :meth:`ready`; false if the scaler skipped it."""
         stepped, versions = True, versions_of(grads)
+        leaves_before = (
+            [p.detach().clone() for p in self.trained] if self.stopped_models.matter else []
+        )
         if not isinstance(self.optimizer, Optimizer):
             leaves, spec = tree_flatten(self.params)
             all_grads = [torch.zeros_like(leaf) for leaf in leaves]
@@ -247,9 +258,23 @@ class Learner:
             # The scaler skips a step with infinite gradients, and lowers its scale after it.
             stepped = self.scheduler is None or self.scaler.get_scale() >= before
         self.changes_gradients = versions != versions_of(grads)
+        if leaves_before:
+            self._keep_stopped(leaves_before)
         if self._update_ema is not None and self.ema is not None:
             self._update_ema(self.ema, self._averaged_leaves(), 0)
         return stepped
+
+    def _keep_stopped(self, before: list[Tensor]) -> None:
+        """Undoes a step for the models that have stopped; ``before``: the trained leaves then."""
+        leaves, spec = tree_flatten(self.params)
+        with torch.no_grad():
+            for i, leaf in zip(self.trained_indices, before, strict=True):
+                kept = self.stopped_models.kept(leaf, leaves[i])
+                if isinstance(self.optimizer, Optimizer):
+                    leaves[i].copy_(kept)
+                else:
+                    leaves[i] = kept
+        self.params = tree_unflatten(leaves, spec)
 
     def follow_schedule(self) -> None:
         """Steps the scheduler. To be called after each step of the optimizer."""
@@ -289,6 +314,7 @@ class Learner:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "ema": self.ema,
+            "stopped_models": self.stopped_models.state_dict(),
         }
 
     def _kinds(self) -> dict[str, str | None]:
@@ -345,6 +371,8 @@ class Learner:
         if self.ema is not None:
             for average, value in zip(self.ema, state["ema"], strict=True):
                 average.copy_(value)
+        if leaves:
+            self.stopped_models.load_state_dict(state.get("stopped_models"), leaves[0].device)
 
 
 def _full_state(optimizer: Optimizer) -> dict[str, Any] | None:

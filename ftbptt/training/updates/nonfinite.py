@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from ...contract.layout import Layout
 from ...contract.output import SegmentOutput
 from ..data.chunk import Chunk
 from .learner import Learner
+
+_OTHERS_GO_ON = "Such a model stays as it was before that; the others go on."
 
 
 class Guard:
@@ -47,19 +50,33 @@ class Guard:
         """
         return value.is_cpu or self.mode == "skip"
 
-    def is_sound(self, value: Tensor) -> bool:
-        """Whether ``value`` is finite, or not looked at now."""
+    def is_sound(self, value: Tensor, grads: Sequence[Tensor] = ()) -> bool:
+        """Whether ``value``, a loss or a norm, is finite, or not looked at now.
+
+        In mode "stop" the models of an ensemble for which it is not are stopped; it is sound then,
+        if none of them is new. ``grads`` are those that it belongs to.
+        """
+        stopped = self.learner.stopped_models
+        watched = self.mode == "stop" and stopped.watch(value, grads)
         if not self.reads_now(value):
             return True
+        if watched:
+            return stopped.new is None
         return bool(torch.isfinite(value).all()) if value.dim() else math.isfinite(value)
 
     def stops(self, problem: str, if_stopped: str) -> bool:
         """Warns of the problem, and says whether the run is to stop.
 
-        ``if_stopped`` is what the warning adds if it does. Raises FloatingPointError in mode
-        "raise".
+        It goes on in mode "skip", or with the models that are left. ``if_stopped`` is what the
+        warning adds if it stops. Raises FloatingPointError in mode "raise".
         """
-        mode = self.mode
+        mode, stopped = self.mode, self.learner.stopped_models
+        if stopped.new is not None:
+            stopped.told()
+            if not stopped.are_all:
+                self.begin()  # their parameters may have become NaN, and stay so
+                warn(f"ftbptt: {problem}. {_OTHERS_GO_ON}", RuntimeWarning)
+                return False
         # A NaN from the start is never meant: it would be in every loss.
         if self.spoiled() or any(p.isnan().any() for p in self.learner.trained):
             self.lost = True
@@ -74,13 +91,16 @@ class Guard:
         return mode == "stop"
 
 
-def in_words(value: Tensor) -> str:
-    """A loss or norm that is not finite: the number; under vmap, which entries are not."""
+def in_words(value: Tensor, bad: Tensor | None = None) -> str:
+    """A loss or norm that is not finite: the number; under vmap, which entries are not.
+
+    ``bad``: flags of those to tell of; None for all.
+    """
     if not value.dim():
         return str(value.item())
-    bad = (~value.isfinite()).nonzero().tolist()
-    first = ", ".join(map(str, bad[0]))
-    return f"not finite in {len(bad)} of {value.numel()} entries of vmap, first in [{first}]"
+    indices = (~value.isfinite() if bad is None else bad).nonzero().tolist()
+    first = ", ".join(map(str, indices[0]))
+    return f"not finite in {len(indices)} of {value.numel()} entries of vmap, first in [{first}]"
 
 
 def nonfinite_window(

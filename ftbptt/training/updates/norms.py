@@ -9,15 +9,17 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 
-def total_norm(grads: Sequence[Tensor], loss: Tensor) -> Tensor:
-    """The norm of all gradients together, or of each model's.
-
-    It is an ensemble whose ``loss`` has axes, if all gradients begin with these.
-    """
+def is_ensemble(grads: Sequence[Tensor], loss: Tensor) -> bool:
+    """Whether ``loss`` has axes with which all gradients begin: those of models, under vmap."""
     models = loss.shape
-    if not models or not grads or any(grad.shape[: len(models)] != models for grad in grads):
+    return bool(models and grads) and all(grad.shape[: len(models)] == models for grad in grads)
+
+
+def total_norm(grads: Sequence[Tensor], loss: Tensor) -> Tensor:
+    """The norm of all gradients together, or of each model's."""
+    if not is_ensemble(grads, loss):
         return get_total_norm(grads)
-    norms = [torch.linalg.vector_norm(grad.reshape(*models, -1), dim=-1) for grad in grads]
+    norms = [torch.linalg.vector_norm(grad.reshape(*loss.shape, -1), dim=-1) for grad in grads]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
