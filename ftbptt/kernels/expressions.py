@@ -120,9 +120,11 @@ def cast(x: Expression, dtype: torch.dtype) -> Expression:
 
 
 def _rounded(x: Expression) -> Expression:
-    """A 16-bit constant rounded to its dtype, since kernels compute 16-bit dtypes in float32."""
-    if isinstance(x, Literal) and x.dtype in (torch.bfloat16, torch.float16):
-        return Literal(torch.tensor(x.value, dtype=x.dtype).item(), x.dtype)
+    """A constant as its dtype has it: kernels compute 16-bit dtypes in float32, and what reads it
+    may be of a wider dtype."""
+    if isinstance(x, Literal):
+        number = torch.tensor(x.value, dtype=_DTYPES[type(x.value)])
+        return Literal(number.to(x.dtype).item(), x.dtype)
     return x
 
 

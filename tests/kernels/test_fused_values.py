@@ -189,6 +189,18 @@ def test_dtypes_mixed_in_a_step(dtype: torch.dtype) -> None:
     scan.check(tolerance=32 * max(torch.finfo(dtype).eps, torch.finfo(torch.bfloat16).eps))
 
 
+def test_constants_are_rounded_to_their_dtype() -> None:
+    """Also where they are read in a wider one."""
+
+    def step(_: Any, x: Sequence[Tensor], carried: Sequence[Tensor]) -> Any:
+        h = carried[0] * torch.full((9,), 0.1, dtype=torch.float32) + x[0]
+        tenth = torch.full_like(h, 0.1, dtype=torch.float32)
+        whole = torch.full((9,), 2.7, dtype=torch.float64).long()
+        return [h], [0 * h + 0.1 >= tenth, h + tenth, h * whole, h * tenth.double().half()]
+
+    Scan(step, [], [random(4, 5, 9)], [random(5, 9, seed=1)]).check(tolerance=1e-15)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_sign_of_a_flag(dtype: torch.dtype) -> None:
     """A flag is all bits of a vector register: as a number it is NaN."""
