@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .._compat.running import is_view_of
 from ..compiler.blocks import ScanBlock
@@ -128,7 +128,7 @@ def _replace_var_mean(node: Node) -> None:
 def _replace_stack(node: Node) -> None:
     dim = join_axis(node)
     parts = [new_meta_node(node.graph, aten.unsqueeze.default, part, dim) for part in node.args[0]]
-    node.replace_all_uses_with(_joined(parts, dim, value_of(node).shape))
+    node.replace_all_uses_with(_joined(parts, dim, value_of(node)))
 
 
 def _replace_slice_scatter(node: Node) -> None:
@@ -166,12 +166,13 @@ def _with_slice(base: Node, src: Node, dim: int, start: int, end: int) -> Node:
         parts.insert(0, new_meta_node(src.graph, aten.slice.Tensor, base, dim, 0, start))
     if end < size:
         parts.append(new_meta_node(src.graph, aten.slice.Tensor, base, dim, end, size))
-    return _joined(parts, dim, value_of(base).shape)
+    return _joined(parts, dim, value_of(base))
 
 
-def _joined(parts: list[Node], dim: int, shape: Sequence[int]) -> Node:
+def _joined(parts: list[Node], dim: int, like: Tensor) -> Node:
+    """The parts, which may be of other dtypes, as a value of this shape and dtype."""
     cat = parts[0].graph.call_function(aten.cat.default, (parts, dim))
-    cat.meta["val"] = value_of(parts[0]).new_empty(shape, device="meta")
+    cat.meta["val"] = like.new_empty(like.shape, device="meta")
     return cat
 
 
@@ -314,7 +315,7 @@ def _replace_view_as_real(node: Node) -> None:
         if user.target is aten.select.int and user.args[1] % (last + 1) == last:
             user.replace_all_uses_with(parts[user.args[2]])
     parts = [new_meta_node(graph, aten.unsqueeze.default, part, last) for part in parts]
-    node.replace_all_uses_with(_joined(parts, last, value_of(node).shape))
+    node.replace_all_uses_with(_joined(parts, last, value_of(node)))
 
 
 def _replace_view_as_complex(node: Node) -> None:

@@ -218,6 +218,19 @@ def test_special_numbers_in_reductions() -> None:
     check({name: {**REDUCTIONS, "amin": lambda h: h.amin(-1)}[name] for name in names}, carry)
 
 
+def test_parts_of_several_dtypes() -> None:
+    """What is joined has the dtype that torch gives it, whichever part is first."""
+    operations: dict[str, Operation] = {
+        "stack": lambda h: torch.stack([(3 * h).long(), h, h.float()], -1),
+        "stack_of_flags": lambda h: torch.stack([h > 0, (3 * h).long()], 1),
+        "cat": lambda h: torch.cat([h > 0, (3 * h).long(), h], -1),
+        "slice_scatter": lambda h: h.slice_scatter((3 * h[:, 1:3]).long(), 1, 0, 2),
+        "slice_scatter_wider": lambda h: h.float().slice_scatter(h[:, 1:3].sin(), 1, 0, 2),
+        "select_scatter": lambda h: h.select_scatter(h[:, 2] > 0, 1, 0),
+    }
+    check(operations, random(3, 5))
+
+
 REFUSED: dict[str, tuple[str, Operation]] = {
     "cumsum": ("cumsum", lambda h: h.cumsum(-1)),
     "sort": ("sort", lambda h: h.sort(-1).values),
