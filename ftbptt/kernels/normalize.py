@@ -137,7 +137,8 @@ def _replace_slice_scatter(node: Node) -> None:
     shape = list(value_of(base).shape)
     dim = args.get("dim", 0) % len(shape)
     size = shape[dim]
-    start, end = _index(args.get("start"), size, 0), _index(args.get("end"), size, size)
+    start = _index(args.get("start"), size, 0)
+    end = max(start, _index(args.get("end"), size, size))  # as of an empty slice
     if step == 1:
         node.replace_all_uses_with(_with_slice(base, src, dim, start, end))
         return

@@ -82,6 +82,7 @@ JOINS: dict[str, Operation] = {
     "slice_scatter_all": lambda h: torch.slice_scatter(h, h.sin(), -2),
     "slice_scatter_odd": lambda h: torch.cat([h, h], -1).slice_scatter(h.sin(), -1, 1, None, 2),
     "slice_scatter_even": lambda h: torch.cat([h, h], -2).slice_scatter(h.sin(), -2, 0, None, 2),
+    "slice_scatter_none": lambda h: torch.slice_scatter(h, h[..., 3:1].sin(), -1, 3, 1),
     "select_scatter": lambda h: torch.select_scatter(h, h[..., 0].sin(), -1, -1),
     "roll": lambda h: h.roll(1, -1) + h.sin().roll((-2, 1), (-2, -1)) + h.roll(4, -2) + h.roll(7),
     "pad": lambda h: F.pad(h.sin(), (1, 2)),
