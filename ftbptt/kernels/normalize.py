@@ -24,7 +24,7 @@ from ..compiler.gemms import MOST_VECTORS
 from ..compiler.graphs import VIEWS, Node, aten, join_axis, value_of
 from .accesses import RowView
 from .expressions import Unsupported, is_constant, is_elementwise, reduced_axes, refuse
-from .row_order import RowOrder, new_meta_node
+from .row_order import RowOrder, is_same_everywhere, new_meta_node
 
 
 class NormalForm(NamedTuple):
@@ -368,7 +368,7 @@ def _on_views(node: Node, view: Node) -> Node | None:
     graph, shape = node.graph, list(value_of(node).shape)
 
     def view_of(arg: Node) -> Node:
-        if not is_constant(arg):
+        if not is_same_everywhere(arg):
             if list(value_of(arg).shape) != shape:
                 arg = new_meta_node(graph, aten.expand.default, arg, shape)
             return new_meta_node(graph, view.target, arg, *view.args[1:])
@@ -384,7 +384,7 @@ def _on_views(node: Node, view: Node) -> Node | None:
 
 def _can_view(arg: Node, view: Node, shape: list[int]) -> bool:
     """Whether the view can be applied to this operand without a copy."""
-    if is_constant(arg):
+    if is_same_everywhere(arg):
         return True
     value = value_of(arg)
     memory = torch.empty_strided(value.shape, value.stride(), device="meta")

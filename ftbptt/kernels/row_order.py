@@ -29,6 +29,14 @@ def new_meta_node(graph: fx.Graph, target: Any, *args: Any) -> Node:
     return node
 
 
+def is_same_everywhere(operand: Node) -> bool:
+    """Whether an elementwise operation reads one number of it, whatever its view of the others.
+
+    A tensor without axes stays one: by that, torch has it take the dtype of those with axes.
+    """
+    return is_constant(operand) or value_of(operand).dim() == 0
+
+
 Axes = tuple[int, ...]
 
 
@@ -107,7 +115,7 @@ def _permute_elementwise(node: Node, shape: list[int], axes: Axes) -> None:
     graph, order = node.graph, _rows_first(axes, len(shape))
 
     def permuted(arg: Node) -> Node:
-        if is_constant(arg):
+        if is_same_everywhere(arg):
             return arg
         if list(value_of(arg).shape) != shape:
             arg = new_meta_node(graph, aten.expand.default, arg, shape)

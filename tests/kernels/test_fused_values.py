@@ -201,6 +201,20 @@ def test_constants_are_rounded_to_their_dtype() -> None:
     Scan(step, [], [random(4, 5, 9)], [random(5, 9, seed=1)]).check(tolerance=1e-15)
 
 
+def test_a_threshold_of_a_wider_dtype() -> None:
+    """Without axes it is compared in the dtype of what has them, through views of the result."""
+
+    def step(limits: Sequence[Tensor], x: Sequence[Tensor], carried: Sequence[Tensor]) -> Any:
+        both = torch.cat([carried[0], x[0]], 1)
+        low, high = (both >= limits[0]).chunk(2, 1)
+        turned = (carried[0].unsqueeze(2) + x[0].unsqueeze(1)).movedim(2, 0).contiguous()
+        return [torch.where(low, 0.5, x[0])], [low, high, (turned > limits[0]).movedim(0, 2)]
+
+    x, h = torch.full((3, 4, 9), 0.3), torch.full((4, 9), 0.3)
+    x[:, :2], h[::2] = 0.0, 0.0
+    Scan(step, [torch.tensor(0.3, dtype=torch.float64)], [x], [h]).check(tolerance=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_sign_of_a_flag(dtype: torch.dtype) -> None:
     """A flag is all bits of a vector register: as a number it is NaN."""
