@@ -20,7 +20,7 @@ def expand_argmax(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target in _EXTREMES and len(node.args) > 1 and node.args[1] is not None:
             value = value_of(node.args[0])
-            if value.is_floating_point() and value.shape[node.args[1]]:
+            if value.is_floating_point() and value.dim() and value.shape[node.args[1]]:
                 with graph.inserting_before(node):
                     node.args = (_first_place(node, *node.args),)
                 # The same node, since it may be a result of the loop.

@@ -61,6 +61,8 @@ def reduced_axes(node: Node) -> list[int]:
     dims = node.args[1] if len(node.args) > 1 else None
     count = value_of(node.args[0]).dim()
     named = [dims] if isinstance(dims, int) else dims or []
+    if count == 0:  # of a single number, whose axis 0 or -1 may be named
+        return []
     return [dim % count for dim in named] or list(range(count))
 
 

@@ -44,10 +44,10 @@ def test_the_first_of_equals_and_nan(dtype: torch.dtype, dim: int, keep: bool) -
 
 
 def test_what_is_left_alone() -> None:
-    """Integers, which kernels do not reduce, and the place in a flattened tensor."""
+    """Integers, which kernels do not reduce, the place in a flattened tensor, and a number's."""
 
     def both(x: Tensor) -> tuple[Tensor, ...]:
-        return x.argmax(), (x > 0).long().argmax(-1)
+        return x.argmax(), (x > 0).long().argmax(-1), x[0, 0].argmax(0)
 
     mode = FakeTensorMode()
     module = make_fx(both)(mode.from_tensor(ROWS))

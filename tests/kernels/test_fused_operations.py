@@ -232,6 +232,21 @@ def test_parts_of_several_dtypes() -> None:
     check(operations, random(3, 5))
 
 
+def test_reductions_of_a_single_number() -> None:
+    """It has no axes, but torch takes 0 and -1 as one."""
+    operations: dict[str, Operation] = {
+        "sum": lambda h: h.sum(0),
+        "sum_kept": lambda h: h.sum(-1, keepdim=True),
+        "mean": lambda h: h.mean(0),
+        "var": lambda h: h.var(0, correction=0),
+        "amax": lambda h: h.amax(-1),
+        "prod": lambda h: h.prod(0),
+        "softmax": lambda h: h.softmax(0),
+        "logsumexp": lambda h: h.logsumexp(-1),
+    }
+    check(operations, random())
+
+
 REFUSED: dict[str, tuple[str, Operation]] = {
     "cumsum": ("cumsum", lambda h: h.cumsum(-1)),
     "sort": ("sort", lambda h: h.sort(-1).values),
