@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.func import vmap
 
 from ftbptt import make_train_segment
-from ftbptt.backends import EAGER
+from ftbptt.backends import EAGER, FUSED
 
 from ..cells import NOT_BFLOAT16, REPRESENTATIVE, problem, slow_but
 from ..cells.problems import Problem
 from ..oracle import TIMES_EAGER, check_low_precision
-from .scans import Scan, random
+from .scans import Scan, random, scan_of
 from .test_fused_shapes import data_for, gated, grouped
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -213,6 +213,15 @@ def test_a_threshold_of_a_wider_dtype() -> None:
     x, h = torch.full((3, 4, 9), 0.3), torch.full((4, 9), 0.3)
     x[:, :2], h[::2] = 0.0, 0.0
     Scan(step, [torch.tensor(0.3, dtype=torch.float64)], [x], [h]).check(tolerance=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16])
+def test_a_dtype_without_kernels_is_named(dtype: torch.dtype) -> None:
+    def step(_: Any, x: Sequence[Tensor], carried: Sequence[Tensor]) -> Any:
+        return [torch.tanh(carried[0] + x[0])], [carried[0].to(dtype)]
+
+    block = scan_of(step, [], [random(2, 3, 4)], [random(3, 4)])
+    assert FUSED.describe(block).endswith(f"no kernel: CPU kernels do not support {dtype}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

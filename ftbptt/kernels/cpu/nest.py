@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..expressions import Apply, Expression, Literal, parts
+from ..expressions import Apply, Expression, Literal, Unsupported, parts
 from ..rowloop import Map, Memory, Read, Reduce, Value, compute_dtype, is_same_index
 from .schedule import Nest
 
@@ -25,6 +25,8 @@ _COMPLEX_VECTORS = {"add", "sub", "mul", "neg", "conj"}
 
 
 def c_type(dtype: torch.dtype) -> str:
+    if dtype not in _C_TYPES:
+        raise Unsupported(f"CPU kernels do not support {dtype}")
     return _C_TYPES[dtype]
 
 
