@@ -16,12 +16,14 @@ from .graphs import (
     CHEAP,
     VIEWS,
     Node,
+    aten,
     inputs_of,
     is_getitem,
     is_random,
     is_tuple,
     nbytes,
     needed_for,
+    owner_of,
 )
 
 
@@ -36,8 +38,9 @@ def values_to_save(
     """values_to_save : forward values read in reverse, known values, carries -> values to save
 
     ``free`` are values that are in memory anyway; those of them that are read are in the result.
-    With ``recompute=False`` only views and cheap elementwise operations are recomputed, with
-    ``recompute=True`` everything but the carries and random numbers.
+    With ``recompute=False`` only views and cheap elementwise operations are recomputed, but not
+    what is compared with a maximum that is saved; with ``recompute=True`` everything but the
+    carries and random numbers.
 
     In the cut's graph a value is an edge from "in" (can be computed) to "out" (can be read);
     cutting it means to save it, and costs its bytes.
@@ -48,6 +51,7 @@ def values_to_save(
     graph.add_node("sink")
     known = known | free
     stack, seen = list(read), set()
+    compared = _compared_with_extremes(read)
     for node in read:
         if node not in known:
             graph.add_edge((node, "out"), "sink", capacity=math.inf)
@@ -60,6 +64,7 @@ def values_to_save(
         cost = math.inf if is_tuple(node) else nbytes(node) + (0.5 if node.target in VIEWS else 0)
         graph.add_edge((node, "in"), (node, "out"), capacity=cost)
         cheap = node.target in CHEAP or node.target in VIEWS or is_getitem(node)
+        cheap = cheap and node not in compared
         if node in carried or is_random(node) or not (recompute or cheap):
             # Not recomputed; of an operation with several results, its getitems are saved.
             if is_tuple(node):
@@ -74,3 +79,22 @@ def values_to_save(
     _, (reachable, _) = nx.minimum_cut(graph, "source", "sink")
     cut = [node for node in seen if (node, "in") in reachable and (node, "out") not in reachable]
     return cut + list(free & needed_for(read, stop=[*known, *cut]))
+
+
+def _compared_with_extremes(read: Iterable[Node]) -> set[Node]:
+    """What is compared with its largest or smallest element, as in the gradient of ``amax``.
+
+    Recomputed it may be rounded differently, in 16 bits it is not even rounded: no element would
+    equal the saved one.
+    """
+    found = set()
+    for node in needed_for(read):
+        for user in [node, *node.users]:
+            if user.target is aten.eq.Tensor:
+                owners = [owner_of(arg) for arg in user.args]
+                if any(owner.target in _EXTREMES for owner in owners):
+                    found.update(owners)
+    return found
+
+
+_EXTREMES = {aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}

@@ -14,7 +14,7 @@ from ftbptt import make_train_segment, reference_segment
 
 from ..cells import slow_but
 from ..cells.problems import B, Draw, H, Problem, mse
-from ..oracle import assert_close, check
+from ..oracle import assert_close, check, check_low_precision
 from .one_operation import check_both, problem_with
 
 Tree = Any
@@ -189,6 +189,21 @@ def test_gradient_of_a_maximum(backend: str) -> None:
 
     made = problem_with(lambda w, x, h: torch.tanh(h @ w + x), out)
     check(make_train_segment(made.step, made.loss, backend=backend), made, 40)
+
+
+@pytest.mark.parametrize("backend", ["fused"])
+def test_gradient_of_a_maximum_in_16_bits(backend: str) -> None:
+    """What it is compared with is not computed once more, from numbers that were rounded since."""
+
+    def step(w: Tensor, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        value = h * w[0] + x * w[1]
+        h = torch.tanh(value) * 0.5 + value.amax(-1, keepdim=True) * w[2]
+        return h, h
+
+    draw, units = Draw(0), 9
+    data = draw.sequence(B, units), draw.sequence(B, units)
+    made = Problem(step, draw(3, units), draw(B, units), *data, mse).to(torch.bfloat16)
+    check_low_precision(make_train_segment(step, mse, backend=backend), made, 6, 9)
 
 
 def test_factors_of_a_step_that_all_rows_are_solved_with() -> None:
