@@ -45,12 +45,14 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 
 def work_around_defects(program: fx.GraphModule) -> None:
-    """Rewrites the patterns that Inductor compiles wrongly."""
-    _copy_before_index_put(program.graph)
-    _materialize_before_comparison(program.graph)
-    _skip_identity_views_of_loop_inputs(program.graph)
-    _deduplicate_sums(program.graph)
-    program.recompile()
+    """Rewrites the patterns that Inductor compiles wrongly, also in the bodies of loops."""
+    for module in program.modules():
+        if isinstance(module, fx.GraphModule):
+            _copy_before_index_put(module.graph)
+            _materialize_before_comparison(module.graph)
+            _skip_identity_views_of_loop_inputs(module.graph)
+            _deduplicate_sums(module.graph)
+            module.recompile()
 
 
 def _copy_before_index_put(graph: fx.Graph) -> None:
@@ -74,8 +76,17 @@ def _materialize_before_comparison(graph: fx.Graph) -> None:
 
     Inductor (2.11 to 2.13) computes such a value twice, for the maximum and for the comparison. In
     C++ one of the two may use the scalar ``erf`` or ``tanh`` and the other the vectorized one,
-    which round differently, so that no element equals the maximum.
+    which round differently, so that no element equals the maximum. And of 16 bits it rounds only
+    what it writes to memory: also what a loop writes, for a comparison after it.
     """
+    for extreme in (aten.amax.default, aten.amin.default):
+        for node in graph.find_nodes(op="call_function", target=extreme):
+            value = node.args[0]
+            users = [user for user in value.users if user.target is aten.copy_.default]
+            if users:
+                materialized = _materialize(graph, value)
+                for user in (node, *users):
+                    user.replace_input_with(value, materialized)
     for node in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
         for value, other in (node.args[:2], node.args[1::-1]):
             while isinstance(other, fx.Node) and other.target in VIEWS:

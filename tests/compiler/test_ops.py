@@ -191,7 +191,7 @@ def test_gradient_of_a_maximum(backend: str) -> None:
     check(make_train_segment(made.step, made.loss, backend=backend), made, 40)
 
 
-@pytest.mark.parametrize("backend", ["fused"])
+@pytest.mark.parametrize("backend", ["fused", "compile"])
 def test_gradient_of_a_maximum_in_16_bits(backend: str) -> None:
     """What it is compared with is not computed once more, from numbers that were rounded since."""
 
