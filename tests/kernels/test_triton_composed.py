@@ -91,6 +91,21 @@ def test_what_does_not_compose(name: str) -> None:
     assert "def run_composed(" not in source(scan_of(OTHER[name], 17, (2, 3)))
 
 
+@pytest.mark.parametrize("is_result", [True, False])
+def test_what_reads_joined_values_does_not_compose(is_result: bool) -> None:
+    """They lie in memory: also what of them depends on the carry, and only of one step."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        pair = torch.stack([torch.tanh(carried[0]), x[0]], -1)
+        if is_result:
+            return [0.3 * carried[0] + pair[..., 0]], [pair]
+        return [0.3 * carried[0] + x[0]], [torch.sin(pair[..., 0])]
+
+    scan = Scan(step, [], [random(37, 2, 3, seed=1)], [random(2, 3)])
+    assert "def run_composed(" not in source(scan)
+    scan.check()
+
+
 def test_fewer_steps_than_a_tile_are_a_loop(small_tiles: list[str]) -> None:
     scan_of(AFFINE["gate"], 15, (2, 3)).check()
     assert small_tiles == ["loop"] * 2

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..expressions import Apply, Expression, Literal
-from ..rowloop import Map, Memory, Read, RowLoop, Value
+from ..rowloop import Map, Memory, Read, RowLoop, Value, reads
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,15 @@ def affine_next(loop: RowLoop) -> Affine | None:
     """affine_next : RowLoop -> the next carry as an affine function of the carry, or None
 
     Only for a loop with one float32 or float64 carry of one element per row, whose operations are
-    all maps of one element. The expressions of the result read only sequences and invariants.
+    all maps of one element, and read no values joined by ``cat``: those lie in memory, which has
+    room for one step. The expressions of the result read only sequences and invariants.
     """
     maps = [op for op in loop.operations if isinstance(op, Map) and op.value.size == 1]
     if len(loop.carries) != 1 or len(maps) < len(loop.operations):
+        return None
+    computed = {op.value for op in maps}
+    sources = {read.source for op in maps for read in reads(op.expression)}
+    if any(isinstance(source, Value) for source in sources - computed):
         return None
     (carry,), (next_carry,) = loop.carries, loop.nexts
     if carry.size != 1 or carry.dtype not in (torch.float32, torch.float64):
