@@ -171,6 +171,17 @@ def test_one_weight_for_all_heads_and_one_for_each() -> None:
         Scan(step, weights, [random(4, *carry.shape, seed=3)], [carry]).check()
 
 
+def test_weights_that_are_those_of_groups_and_of_heads() -> None:
+    """The same weights in two products, along the first and along the last axis of rows."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        h = torch.sin(torch.bmm(carried[0], given[0]) + x[0])
+        return [torch.bmm(h.transpose(0, 1), given[0]).transpose(0, 1)], [h]
+
+    carry = random(3, 3, 5)
+    Scan(step, [random(3, 5, 5)], [random(4, *carry.shape, seed=1)], [carry]).check()
+
+
 def test_a_weight_for_each_head_beside_one_for_each_head_of_each_row() -> None:
     """As of attention to what each row keeps: no program has rows of one weight of either kind."""
 

@@ -120,7 +120,8 @@ class ProductPrinter(TilePrinter):
 
         ``k_first`` and ``n_first``: the row and column of the weight where the tile starts.
         """
-        key = (op.weight, k_first, k, n_first, n)
+        # A weight of both may vary along the groups of rows in one product, along heads in another.
+        key = (op.weight, op.grouped, op.trailing, k_first, k, n_first, n)
         if key in self.weights:
             return self.weights[key]
         name = self.weights[key] = f"w{len(self.weights)}"
