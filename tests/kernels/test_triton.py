@@ -256,6 +256,7 @@ def test_mathematics() -> None:
         "gelu": torch.nn.functional.gelu,
         "softplus": torch.nn.functional.softplus,
         "where": lambda h: torch.where((h > 0) & (h < 1) | ~(h > -1), h, -0.5),
+        "negative zero": lambda h: torch.atan2(-(h.abs() * 0), -1 - h.abs()),
     }  # fmt: skip
     operations.check(functions, random(3, 7), 1e-9)
 

@@ -59,7 +59,8 @@ def apply(expr: Apply, args: list[str]) -> str:
         return f"tl.{name}({args[0]}, {args[1]}, propagate_nan=tl.PropagateNan.ALL)"
     x, zero = args[0], literal(0, compute_dtype(expr.dtype))
     composed = {
-        "neg": f"(-{x})",
+        # Triton's own subtracts from zero, which makes no negative zero, whose angle is another.
+        "neg": f"({x} * -1.0)" if expr.dtype.is_floating_point else f"(-{x})",
         "reciprocal": f"({literal(1, compute_dtype(expr.dtype))} / {x})",
         "sigmoid": f"tl.sigmoid({x})",
         "relu": f"tl.where({x} < 0, {zero}, {x})",
