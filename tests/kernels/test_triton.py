@@ -263,9 +263,14 @@ def test_mathematics() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8])
 def test_large_integers(dtype: torch.dtype) -> None:
-    """NVIDIA's functions are for floating point numbers only."""
+    """NVIDIA's functions are for floating point numbers only; and no byte is below zero."""
     x, y = numbers.large_integers(dtype)
-    numbers.check(numbers.INTEGER | {"fmod": lambda x, y: torch.fmod(x, y | 1)}, x, y)
+    others: dict[str, numbers.Operation] = {
+        "fmod": lambda x, y: torch.fmod(x, y | 1),
+        "add_negative": lambda x, y: x + -1,
+        "mask": lambda x, y: x & ~1,
+    }
+    numbers.check(numbers.INTEGER | others, x, y)
     assert "powers of integers" in numbers.refused(lambda x, y: x**2, x)
 
 

@@ -38,8 +38,11 @@ def type_of(dtype: torch.dtype) -> str:
 def literal(value: Any, dtype: torch.dtype) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         value = f'float("{value}")'
-    else:
-        value = (float if dtype.is_floating_point else bool if dtype == torch.bool else int)(value)
+    elif dtype.is_floating_point or dtype == torch.bool:
+        value = (float if dtype.is_floating_point else bool)(value)
+    else:  # as torch wraps it: Triton takes no number out of the range of its type
+        least, count = torch.iinfo(dtype).min, 1 << torch.iinfo(dtype).bits
+        value = (int(value) - least) % count + least
     return f"tl.full((1, 1), {value}, {type_of(dtype)})"
 
 
