@@ -258,9 +258,11 @@ def _capture(
         if separate_memory:
             pool = torch.cuda.graph_pool_handle()
         stream.wait_stream(before)
-        with torch.cuda.stream(stream):
-            warm_up()
-        before.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                warm_up()
+        finally:  # after an error too: what it reads is freed, for what ``before`` runs next
+            before.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         clear_cublas_workspaces()
         try:

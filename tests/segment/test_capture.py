@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -219,6 +219,27 @@ def test_inputs_outlive_the_last_replay(
         del segment
     gc.collect()
     assert kept
+
+
+def test_what_a_failed_warm_up_reads_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that ran out of memory: kernels on the capture's stream still read its inputs."""
+    waits: list[tuple[Any, Any]] = []
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            waits.append((self, other))
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError
+
+    callers, own = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: callers)
+    monkeypatch.setattr(capture, "_memory_pool", lambda device: (None, own, None))
+    with pytest.raises(torch.OutOfMemoryError):
+        capture._capture(fail, list, torch.device("cuda", 0), False)
+    assert waits == [(own, callers), (callers, own)]
 
 
 @contextmanager
