@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,17 @@ def test_models_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_module, "load", lambda path: module)
     triton_module.launch("", [], [torch.empty(0)], [1, 70_000, 65])
     assert grids == [(2 * 70_000,)]
+
+
+def test_a_module_is_for_all_who_may_read_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As Inductor's files, and the kernels of a CPU: a cache may be shared."""
+    monkeypatch.setattr(triton_module, "compile_cache_dir", lambda: str(tmp_path))
+    (tmp_path / "other").touch()
+    path = triton_module.write("steps = 3")
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert list(path.parent.iterdir()) == [path]
 
 
 def check_tf32(units: int) -> None:

@@ -42,9 +42,11 @@ def write(source: str) -> Path:
     path = Path(compile_cache_dir()) / "ftbptt" / "triton" / f"kernel_{key}.py"
     if not path.exists() or path.read_text() != source:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
-            file.write(source)
-        os.replace(file.name, path)
+        # Not in a NamedTemporaryFile, which nobody else who uses the folder could read.
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="new-") as folder:
+            new = Path(folder) / path.name
+            new.write_text(source)
+            os.replace(new, path)
     return path
 
 
