@@ -220,10 +220,14 @@ _FEW_ROWS = 2
 
 
 def with_small_products(module: fx.GraphModule) -> fx.GraphModule:
-    """The step with products of very few rows as multiply and sum, which Inductor fuses."""
+    """The step with products of very few rows as multiply and sum, which Inductor fuses.
+
+    Not those of whole numbers: a sum of them is of 64 bits, and does not wrap around.
+    """
     graph = copy.deepcopy(module.graph)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
-        if node.meta["val"].shape[0] <= _FEW_ROWS:
+        value = node.meta["val"]
+        if value.shape[0] <= _FEW_ROWS and (value.is_floating_point() or value.is_complex()):
             with graph.inserting_before(node):
                 product = graph.call_function(_small_product, node.args)
             node.replace_all_uses_with(product)
