@@ -32,7 +32,7 @@ from ftbptt.training import ContiguousStreams, Stream, evaluate_stream, train_st
 
 from .charmodel import CharLM, sample, save_model
 from .counts import count_baselines
-from .options import parser_of
+from .options import check_folder, parser_of
 from .plots import plot_curve
 from .speed import compare_speed
 from .text import TextError, Vocabulary, read_text, split_codes
@@ -276,13 +276,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} must be above 0, found {getattr(options, name)}")
     if not 2 <= options.vocabulary <= 2000:
         parser.error(f"--vocabulary must be from 2 to 2000, found {options.vocabulary}")
-    if options.out.exists() and not options.out.is_dir():
-        parser.error(f"--out must be a folder, found the file {options.out}")
     try:
         torch.empty(1, device=options.device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
         parser.error(f"--device {options.device} cannot be used here: {reason}")
+    check_folder(parser, options.out)
     return options
 
 

@@ -15,6 +15,7 @@ begins any more; what is left out is listed, to be run with --cases.
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import gc
 import math
@@ -39,7 +40,7 @@ from .calls import Call, Skip, one_line
 from .cases import Problem, build, loss
 from .gpu_cases import OURS, GpuCase, cases, quick, resets
 from .gpu_peers import PEERS, wait_for_jax
-from .options import folder_for, parser_of
+from .options import check_folder, folder_for, parser_of
 from .oracle import SAME_TIMES, TIMES
 from .targets import row
 
@@ -304,33 +305,42 @@ def forward_latency(gpu_case: GpuCase, device: torch.device, rounds: int) -> dic
     return row(f"{gpu_case.title}, a step forward", step, "<=", 3.0, " µs")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit status is 1 if a result was wrong or there is no GPU."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ends with a message if they make no sense, or there is no GPU."""
     parser = parser_of("gpu", __doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds, any device")
-    parser.add_argument("--out", type=Path, help="folder (default bench/results)")
-    parser.add_argument("--cases", help="names with commas between them (default: all)")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small sizes, few rounds, any device")
+    add("--out", type=Path, help="folder (default bench/results)")
+    add("--cases", help="names with commas between them (default: all)")
     options = parser.parse_args(arguments)
     names = list(dict.fromkeys(gpu_case.case.name for gpu_case in cases()))
     names_asked = names if options.cases is None else options.cases.split(",")
     if unknown := [name for name in names_asked if name not in names]:
         parser.error(f"--cases: {unknown[0]} is none of {', '.join(names)}")
-    selected = [gpu_case for gpu_case in cases() if gpu_case.case.name in names_asked]
+    is_part = options.quick
+    options.cases = [gpu_case for gpu_case in cases() if gpu_case.case.name in names_asked]
     if not (torch.cuda.is_available() or options.quick):
         parser.exit(1, "bench.gpu: torch sees no GPU here; --quick runs small sizes without one\n")
+    options.out = folder_for(options.out, is_part=is_part)
+    check_folder(parser, options.out)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit status is 1 if a result was wrong or there is no GPU."""
+    options = parse(arguments)
     # So that JAX leaves memory to the other peers.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    folder = folder_for(options.out, is_part=options.quick)
     rounds = 2 if options.quick else 20
     results: dict[str, Any] = {"machine": report.machine(), "suite": "gpu", "rounds": rounds}
     if device.type == "cuda":
         results["machine"]["gpu"] = torch.cuda.get_device_name(device)
     ceilings = measure_ceilings(device, 256 if options.quick else 8192)
-    chosen = [quick(gpu_case) if options.quick else gpu_case for gpu_case in selected]
+    chosen = [quick(gpu_case) if options.quick else gpu_case for gpu_case in options.cases]
     results.update(ceilings=ceilings, targets=[], tables=[], cases={}, failed={})
     results["left_out"] = [gpu_case.title for gpu_case in chosen]
-    gpu_report.write(results, folder)
+    gpu_report.write(results, options.out)
     began = time.perf_counter()
     with tqdm(chosen, unit="case", dynamic_ncols=True) as bar:
         for gpu_case in bar:
@@ -349,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results["failed"][f"{gpu_case.case.name} {gpu_case.precision}"] = one_line(reason)
             faulthandler.cancel_dump_traceback_later()
             results["left_out"].remove(gpu_case.title)
-            gpu_report.write(results, folder)
+            gpu_report.write(results, options.out)
     print(gpu_report.markdown(results))
     states = [p["status"] for case in results["cases"].values() for p in case["peers"].values()]
     return int("wrong" in states or bool(results["failed"]))

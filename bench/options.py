@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 
@@ -18,3 +19,13 @@ def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
 def folder_for(out: Path | None, *, is_part: bool) -> Path:
     """Where results go: to ``out``, if it is given; else those of a part not beside full ones."""
     return out or Path("runs/bench" if is_part else "bench/results")
+
+
+def check_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Makes the folder. Ends with a message, before anything is measured, if it is of no use."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        parser.error(f"--out: no file can be written in {folder}: {error.strerror or error}")

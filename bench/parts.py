@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from . import report
-from .options import folder_for, parser_of
+from .options import check_folder, folder_for, parser_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ def run_parts(
     parser.add_argument("--out", type=Path, help="folder (default bench/results)")
     options = parser.parse_args(arguments)
     folder = folder_for(options.out, is_part=options.quick)
+    check_folder(parser, folder)
     rounds = 3 if options.quick else rounds
     results: dict[str, Any] = {"machine": report.machine(), "suite": suite, "rounds": rounds}
     parts = parts_of(options.quick, rounds, folder)

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from . import limits, oracle, report
 from .cases import Case, build
-from .options import folder_for, parser_of
+from .options import check_folder, folder_for, parser_of
 from .peers import Peer, find
 from .suites import SUITES
 from .targets import targets
@@ -232,6 +232,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.peers = choose_peers(options)
     except ValueError as error:
         parser.error(f"--peers, --backends, --threads: {error}")
+    check_folder(parser, options.out)
     return options
 
 

@@ -6,13 +6,25 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import gpu, gpu_cases, gpu_peers, gpu_report, limits, oracle, report, run, streams
+from bench import (
+    gpu,
+    gpu_cases,
+    gpu_peers,
+    gpu_report,
+    inside,
+    limits,
+    oracle,
+    report,
+    run,
+    streams,
+)
 from bench.calls import Skip
 from bench.cases import Case, build
 from bench.cells import KINDS
@@ -168,6 +180,20 @@ def test_a_wrong_choice_is_an_error(wrong: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit):
         run.parse(wrong)
     assert "--peers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "begin", [run.main, inside.main, lambda arguments: gpu.main(["--quick", *arguments])]
+)
+def test_a_folder_that_cannot_be_written_is_told_at_once(
+    begin: Callable[[list[str]], int], tmp_path: Path, capsys: Any
+) -> None:
+    """All that was measured was lost at the end."""
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit):
+        begin(["--out", str(file)])
+    assert f"--out: no file can be written in {file}: File exists" in capsys.readouterr().err
 
 
 def test_what_was_measured_before_an_interruption_is_written(
