@@ -1,7 +1,7 @@
 """The benchmark on a GPU: one command, a few minutes, nothing to install.
 
     python -m bench.gpu                 everything; writes bench/results/
-    python -m bench.gpu --cases lstm,vmap       only those
+    python -m bench.gpu --cases lstm,vmap       only those; writes runs/bench/
     python -m bench.gpu --quick         small sizes, few rounds, on any device; writes runs/bench/
 
 For each case: every peer's first call; its result against the loop in float64 on the same device (a
@@ -310,14 +310,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of("gpu", __doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="small sizes, few rounds, any device")
-    add("--out", type=Path, help="folder (default bench/results)")
+    add("--out", type=Path, help="folder (default bench/results; for part of the bench runs/bench)")
     add("--cases", help="names with commas between them (default: all)")
     options = parser.parse_args(arguments)
     names = list(dict.fromkeys(gpu_case.case.name for gpu_case in cases()))
     names_asked = names if options.cases is None else options.cases.split(",")
     if unknown := [name for name in names_asked if name not in names]:
         parser.error(f"--cases: {unknown[0]} is none of {', '.join(names)}")
-    is_part = options.quick
+    is_part = options.quick or options.cases is not None
     options.cases = [gpu_case for gpu_case in cases() if gpu_case.case.name in names_asked]
     if not (torch.cuda.is_available() or options.quick):
         parser.exit(1, "bench.gpu: torch sees no GPU here; --quick runs small sizes without one\n")

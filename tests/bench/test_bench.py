@@ -259,6 +259,16 @@ def test_a_memory_process_that_dies_or_hangs_is_an_error(monkeypatch: pytest.Mon
         streams.memory(100, 100)
 
 
+def test_a_part_of_the_gpu_bench_replaces_no_full_results(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a run leaves out is to be run with --cases, which wrote over that run's results."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    assert gpu.parse([]).out == Path("bench/results")
+    assert gpu.parse(["--cases", "lstm,vmap"]).out == Path("runs/bench")
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_a_gpu_peer_that_returns_no_number_is_wrong(number: float) -> None:
     expected = torch.tensor(1.0), {"w": torch.ones(3), "b": torch.ones(3)}
