@@ -32,7 +32,7 @@ from ftbptt.training import ContiguousStreams, Stream, evaluate_stream, train_st
 
 from .charmodel import CharLM, sample, save_model
 from .counts import count_baselines
-from .options import check_folder, parser_of
+from .options import check_can_draw, check_folder, parser_of
 from .plots import plot_curve
 from .speed import compare_speed
 from .text import TextError, Vocabulary, read_text, split_codes
@@ -282,6 +282,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         reason = str(error).strip().splitlines()[0]
         parser.error(f"--device {options.device} cannot be used here: {reason}")
     check_folder(parser, options.out)
+    check_can_draw(parser)
     return options
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import tempfile
 from pathlib import Path
 
@@ -29,3 +30,9 @@ def check_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
             pass
     except OSError as error:
         parser.error(f"--out: no file can be written in {folder}: {error.strerror or error}")
+
+
+def check_can_draw(parser: argparse.ArgumentParser) -> None:
+    """Ends with a message if a picture could not be drawn when all is done."""
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("pictures need matplotlib; install it with pip install .[bench]")

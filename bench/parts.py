@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from . import report
-from .options import check_folder, folder_for, parser_of
+from .options import check_can_draw, check_folder, folder_for, parser_of
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,21 @@ def run_parts(
     rounds: int,
     parts_of: Callable[[bool, int, Path], list[Part]],
     arguments: Sequence[str] | None,
+    *,
+    draws: bool = False,
 ) -> int:
-    """Runs ``parts_of(quick, rounds, folder)`` and writes the results; returns the exit status."""
+    """Runs ``parts_of(quick, rounds, folder)`` and writes the results; returns the exit status.
+
+    ``draws``: a part of it draws a picture.
+    """
     parser = parser_of(suite, about)
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
     parser.add_argument("--out", type=Path, help="folder (default bench/results)")
     options = parser.parse_args(arguments)
     folder = folder_for(options.out, is_part=options.quick)
     check_folder(parser, folder)
+    if draws:
+        check_can_draw(parser)
     rounds = 3 if options.quick else rounds
     results: dict[str, Any] = {"machine": report.machine(), "suite": suite, "rounds": rounds}
     parts = parts_of(options.quick, rounds, folder)

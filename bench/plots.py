@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
 
@@ -20,7 +21,7 @@ def plot_curve(
     source: str,
 ) -> None:
     """Training bits per character over characters; the held-out figures as horizontal lines."""
-    figure = Figure(figsize=(8, 4.8), dpi=120)  # no pyplot: draws to a file, needs no display
+    figure = _figure(8, 4.8)
     axes = figure.subplots()
     millions = [count / 1e6 for count in characters]
     axes.plot(millions, bits, color=COLOURS[0], linewidth=1.2, label="training")
@@ -40,7 +41,7 @@ def plot_curve(
 
 def plot_scaling(path: Path, counts: Sequence[int], curves: Mapping[str, Sequence[float]]) -> None:
     """Predicted efficiency over the number of GPUs."""
-    figure = Figure(figsize=(8, 4.8), dpi=120)
+    figure = _figure(8, 4.8)
     axes = figure.subplots()
     for i, (label, shares) in enumerate(curves.items()):
         style = ("-", "--")[i % 2]
@@ -53,6 +54,12 @@ def plot_scaling(path: Path, counts: Sequence[int], curves: Mapping[str, Sequenc
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(figure, path)
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure  # here: benches that draw nothing do without it
+
+    return Figure(figsize=(width, height), dpi=120)  # no pyplot: needs no display
 
 
 def save_figure(figure: Figure, path: Path) -> None:
@@ -78,7 +85,7 @@ def plot_bars(path: Path, results: Mapping[str, Any]) -> None:
     cases = list(results["cases"].values())
     labels = peer_labels(results)
     height = 0.8 / max(len(labels), 1)
-    figure = Figure(figsize=(9, 1.2 + (0.1 + 0.15 * len(labels)) * len(cases)), dpi=120)
+    figure = _figure(9, 1.2 + (0.1 + 0.15 * len(labels)) * len(cases))
     axes = figure.subplots()
     for place, (name, label) in enumerate(labels.items()):
         rows = [(group, case["peers"].get(name, {})) for group, case in enumerate(cases)]

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from . import limits, oracle, report
 from .cases import Case, build
-from .options import check_folder, folder_for, parser_of
+from .options import check_can_draw, check_folder, folder_for, parser_of
 from .peers import Peer, find
 from .suites import SUITES
 from .targets import targets
@@ -233,6 +233,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(f"--peers, --backends, --threads: {error}")
     check_folder(parser, options.out)
+    check_can_draw(parser)
     return options
 
 

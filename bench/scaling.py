@@ -190,7 +190,7 @@ def parts(quick: bool, rounds: int, folder: Path) -> list[Part]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit status."""
-    return run_parts("scaling", __doc__, 9, parts, arguments)
+    return run_parts("scaling", __doc__, 9, parts, arguments, draws=True)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -257,6 +260,18 @@ def test_a_memory_process_that_dies_or_hangs_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(streams, "MEMORY_TIMEOUT", 0.1)
     with pytest.raises(RuntimeError, match="memory over 100 steps has not answered within 0"):
         streams.memory(100, 100)
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """The benches that draw nothing do without it: on a GPU there is nothing to install."""
+    code = "import sys; sys.modules['matplotlib'] = None; import bench.gpu, bench.streams"
+    root = Path(run.__file__).parent.parent
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    for begin in (run.main, inside.main):
+        with pytest.raises(SystemExit):
+            begin(["--out", str(tmp_path)])
+        assert "pictures need matplotlib" in capsys.readouterr().err
 
 
 def test_a_part_of_the_gpu_bench_replaces_no_full_results(
