@@ -125,9 +125,9 @@ class _ScanLoop:
             return (counter + self.direction * stride, *updated.carried())
 
         # The counter is the index of the step. Its end is a tensor too, which keeps the symbol K
-        # out of the loop.
-        counter = torch.full((), first, dtype=torch.int64)
-        last = torch.full((), end, dtype=torch.int64)
+        # out of the loop. Both are read at each turn, whatever torch.set_default_device says.
+        counter = torch.full((), first, dtype=torch.int64, device="cpu")
+        last = torch.full((), end, dtype=torch.int64, device="cpu")
         inputs = tensors.inputs()
         _, *carried = while_loop(
             is_unfinished, body, (counter, *tensors.carried()), (*inputs, last)
