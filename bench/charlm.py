@@ -93,7 +93,7 @@ def begin(
 ) -> Stream:
     """The run, not yet begun; with ``options.resume`` it goes on where its checkpoint was made.
 
-    Raises :class:`TextError` for a checkpoint of another run.
+    Raises :class:`TextError` for a checkpoint of another run, or fewer rows than processes.
     """
     params = dict(model.named_parameters())
     try:
@@ -115,7 +115,7 @@ def begin(
             mesh=mesh,
         )
     except ValueError as error:
-        raise TextError(f"--resume: {error}") from error
+        raise TextError(f"--resume: {error}" if options.resume else str(error)) from error
 
 
 def train(run: Stream, options: argparse.Namespace, mesh: DeviceMesh | None) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from bench import (
+    charlm,
     gpu,
     gpu_cases,
     gpu_peers,
@@ -31,10 +32,13 @@ from bench import (
 from bench.calls import Skip
 from bench.cases import Case, build
 from bench.cells import KINDS
+from bench.charmodel import CharLM
 from bench.peers import find
 from bench.suites import SUITES
 from bench.targets import targets
+from bench.text import TextError
 from bench.worker import arrays
+from ftbptt.training import ContiguousStreams
 
 RESULTS = Path(run.__file__).with_name("results")
 
@@ -282,6 +286,25 @@ def test_a_part_of_the_gpu_bench_replaces_no_full_results(
     monkeypatch.chdir(tmp_path)
     assert gpu.parse([]).out == Path("bench/results")
     assert gpu.parse(["--cases", "lstm,vmap"]).out == Path("runs/bench")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_only_an_error_of_resuming_is_told_as_one(
+    resume: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also fewer rows than processes were one."""
+    monkeypatch.setattr(charlm, "train_stream", _refuse)
+    arguments = ["--out", str(tmp_path), "--hidden", "2", *(["--resume"] if resume else [])]
+    options, model = charlm.parse(arguments), CharLM(3, 2, 1)
+    data: Any = ContiguousStreams(torch.zeros(100, dtype=torch.int16), 1)
+    segment: Any = None
+    with pytest.raises(TextError) as caught:
+        charlm.begin(model, segment, data, options, None)
+    assert str(caught.value) == ("--resume: mesh: few rows" if resume else "mesh: few rows")
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise ValueError("mesh: few rows")
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
