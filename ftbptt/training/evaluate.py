@@ -11,11 +11,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .._checks import check_device, check_function, check_int, kind_of
-from .._trees import Tree, tree_leaves, tree_map
+from .._trees import Tree, keystr, tree_flatten_with_path, tree_leaves, tree_map
 from ..contract.layout import Layout
 from ..contract.output import SegmentOutput
 from ..segment.train_segment import TrainSegment
 from .data.chunk import Chunk
+from .data.layout import Counts
 from .data.prefetch import Mover
 from .data.source import as_source, check_axes
 from .random_truncation import RandomTruncation
@@ -76,7 +77,7 @@ def evaluate_stream(
     ``metrics`` are ``torchmetrics`` objects, or any with their ``update(preds, target)`` and
     ``compute()``. They get the valid steps of all rows on one axis: ``preds`` is ``out`` as
     ``[N, ...]`` and ``target`` is ``y`` as ``[N, ...]``, or what ``metric_inputs(out, y)`` makes of
-    the chunk ``[K, B, ...]`` before that. They are not reset.
+    the chunk ``[K, B, ...]`` before that, with the same K and B. They are not reset.
 
     Of an ensemble pass ``torch.func.vmap(train_segment.evaluate, in_dims=...)`` as
     ``train_segment``, and as ``time_dim`` the axis of time in the data, as for
@@ -86,7 +87,8 @@ def evaluate_stream(
     A module runs in the mode that it is in: call ``model.eval()`` before, if it has dropout.
 
     Raises TypeError for what is no segment, metric or function, for ``metric_inputs`` that returns
-    no pair, and for metrics of a function; ValueError for data without a step.
+    no pair, and for metrics of a function; ValueError for data without a step, and for a
+    ``metric_inputs`` that returns other steps or rows.
 
     >>> import ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)
@@ -142,10 +144,9 @@ def evaluate_stream(
             weights = weights + counts.weight
             valid_steps = valid_steps + segments.valid_steps(chunk, state)
             if metrics:
-                pair = (result.out, chunk.y)
+                pair, layout = (result.out, chunk.y), segments.layout(chunk.x)
                 if metric_inputs is not None:
-                    pair = _checked_pair(metric_inputs(*pair))
-                layout = segments.layout(chunk.x)
+                    pair = _checked_pair(metric_inputs(*pair), layout, counts)
                 _update(metrics, *_flatten_valid(pair, chunk, layout, counts.rows))
             position += counts.steps
             bar.update(counts.steps)
@@ -178,11 +179,37 @@ def _update(metrics: Mapping[str, Any], preds: Tree, target: Tree) -> None:
             metric.update(preds, target)
 
 
-def _checked_pair(pair: Any) -> tuple[Tree, Tree]:
+def _checked_pair(pair: Any, layout: Layout, counts: Counts) -> tuple[Tree, Tree]:
+    """``(preds, target)``. Raises ValueError if its axes of steps and rows are not the chunk's."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(
             f"metric_inputs: expected it to return (preds, target), found {type(pair).__name__}."
         )
+    axes = ((layout.x_time, layout.x_rows), (layout.y_time, layout.y_rows))
+    for name, tree, (time, rows) in zip(("preds", "target"), pair, axes, strict=True):
+        expected = {time: counts.steps}
+        if counts.rows is not None and rows is not None:
+            expected[rows] = counts.rows
+        for path, leaf in tree_flatten_with_path(tree)[0]:
+            if leaf is None:
+                continue
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"metric_inputs: {name}{keystr(path)}: expected a tensor, found "
+                    f"{type(leaf).__name__}. A metric may convert it in its update()."
+                )
+            # Without an axis of rows it is the same for all of them.
+            found = {axis: leaf.shape[axis] for axis in expected if axis < leaf.dim()}
+            if time not in found or found != {axis: expected[axis] for axis in found}:
+                has = " and ".join(
+                    f"{size} {'steps' if axis == time else 'rows'} on axis {axis}"
+                    for axis, size in expected.items()
+                )
+                raise ValueError(
+                    f"metric_inputs: {name}{keystr(path)} has shape {list(leaf.shape)}, but the "
+                    f"chunk has {has}. Keep these axes: they become one after that, without "
+                    "padding. To leave out other steps too, use the ignore_index of a metric."
+                )
     return pair[0], pair[1]
 
 

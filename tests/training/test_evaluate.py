@@ -254,6 +254,27 @@ def test_trees_of_outputs() -> None:
             "metric_inputs: expected it to return (preds, target), found Tensor.",
         ),
         (
+            {"metric_inputs": lambda out, y: (out.flatten(0, 1), y.flatten())},
+            ValueError,
+            "metric_inputs: preds has shape [27, 4], but the chunk has 9 steps on axis 0 and 3 "
+            "rows on axis 1. Keep these axes",
+        ),
+        (
+            {"metric_inputs": lambda out, y: (out[:, :1], y)},
+            ValueError,
+            "metric_inputs: preds has shape [9, 1, 4], but the chunk has 9 steps on axis 0 and 3 ",
+        ),
+        (
+            {"metric_inputs": lambda out, y: (out, {"y": y[y > 0]})},
+            ValueError,
+            "metric_inputs: target['y'] has shape [",
+        ),
+        (
+            {"metric_inputs": lambda out, y: (out.numpy(), y.numpy())},
+            TypeError,
+            "metric_inputs: preds: expected a tensor, found ndarray. A metric may convert it",
+        ),
+        (
             {"metric_inputs": MeanSquaredError},
             TypeError,
             "metric_inputs: expected a function metric_inputs(out, y), found the class MeanSquared",
@@ -275,7 +296,7 @@ def test_trees_of_outputs() -> None:
     ],
 )
 def test_bad_input(options: dict[str, Any], kind: type[Exception], words: str) -> None:
-    options = {"data": stream(9, rows=3)} | options
+    options = {"data": stream(9, rows=3), "metrics": {"accuracy": accuracy()}} | options
     with pytest.raises(kind, match=re.escape(words)):
         evaluate(options.pop("data"), **options)
 
