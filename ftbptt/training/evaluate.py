@@ -175,8 +175,22 @@ def _check_metrics(metrics: Mapping[str, Any]) -> None:
 
 def _update(metrics: Mapping[str, Any], preds: Tree, target: Tree) -> None:
     if len(tree_leaves(preds)[0]):  # some metrics fail on an empty batch
-        for metric in metrics.values():
-            metric.update(preds, target)
+        for name, metric in metrics.items():
+            try:
+                metric.update(preds, target)
+            except Exception as error:
+                _note_trees(error, name, preds, target)
+                raise
+
+
+def _note_trees(error: Exception, name: str, preds: Tree, target: Tree) -> None:
+    """Adds a note to a metric's error if it was given trees, which torchmetrics cannot read."""
+    kinds = [type(tree).__name__ for tree in (preds, target)]
+    if not (isinstance(preds, Tensor) and isinstance(target, Tensor)):
+        error.add_note(
+            f"ftbptt: metrics[{name!r}] was given a {kinds[0]} as preds and a {kinds[1]} as "
+            "target. metric_inputs(out, y) -> (preds, target) says which tensors it is to get."
+        )
 
 
 def _checked_pair(pair: Any, layout: Layout, counts: Counts) -> tuple[Tree, Tree]:

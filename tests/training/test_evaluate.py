@@ -223,6 +223,14 @@ def test_trees_of_outputs() -> None:
     )  # fmt: skip
     assert found.metrics["error"].item() == pytest.approx(found.loss)
     assert found.steps == 2 * int(data.mask.sum())
+    # without metric_inputs: torchmetrics fails on a dict, and does not know whose it is
+    with pytest.raises(AttributeError) as caught:
+        evaluate_stream(
+            segment, dict(cell.named_parameters()), torch.zeros(2, 5).double(), data,
+            metrics={"error": MeanSquaredError()},
+        )  # fmt: skip
+    note = caught.value.__notes__[0]
+    assert "metrics['error'] was given a dict as preds and a dict as target. metric_inputs" in note
 
 
 # -- bad input ----------------------------------------------------------------------------------
