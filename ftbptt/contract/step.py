@@ -101,6 +101,15 @@ class Step:
         layers = sum(2 if isinstance(layer, nn.LSTM) else 1 for layer in self._layers)
         return self._is_of_a_layer(leaf) and count != layers
 
+    def has_no_rows(self, state: Sequence[Tensor]) -> bool:
+        """Whether it can only be the state of one sequence, as torch's cells and layers take it.
+
+        A plain function, and a layer in a module of the caller's, may have rows there.
+        """
+        if isinstance(self.module, nn.RNNBase):
+            return all(leaf.dim() == 2 for leaf in state)
+        return all(leaf.dim() == 1 and len(leaf) in self._cell_sizes for leaf in state)
+
     # Read at every call, so looked up once: walking a module takes longer than a small segment.
 
     @cached_property
@@ -135,6 +144,11 @@ class Step:
     @cached_property
     def _layers(self) -> list[nn.RNNBase]:
         return [] if self.module is None else layers_of(self.module)
+
+    @cached_property
+    def _cell_sizes(self) -> set[int]:
+        modules = [] if self.module is None else self.module.modules()
+        return {cell.hidden_size for cell in modules if isinstance(cell, nn.RNNCellBase)}
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers: constants of a segment, read anew at each call.

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._checks import warn_of_lost_training
 from .._compat.modules import has_hooks
+from .._compat.running import VmapLevel
 from .._trees import Tree, keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 from .._warnings import warn
 from ..compiler.signature import Level, Recipe
@@ -256,7 +257,22 @@ def check_flag_types(reset: Any, mask: Any, most_axes: int) -> None:
         if found != torch.bool:
             raise TypeError(f"{name}: expected a bool tensor [K] or [K, B], found {found}.")
         if not 1 <= flags.dim() <= most_axes:
-            raise ValueError(f"{name}: expected [K] or [K, B], found shape {list(flags.shape)}.")
+            raise ValueError(
+                f"{name}: expected [K] or [K, B], found shape {list(flags.shape)}."
+                + if_not_mapped(name, flags)
+            )
+
+
+def if_not_mapped(name: str, flags: Tensor) -> str:
+    """What to add to an error of ``reset`` or ``mask`` that came through vmap as it was given."""
+    level = VmapLevel.innermost()
+    if level is None or level.unwrapped(flags)[1] is not None:
+        return ""
+    return (
+        " torch.func.vmap maps only what is given by position. To give each entry its own: "
+        f"vmap(lambda p, s, x, y, f: train_segment(p, s, x, y, {name}=f))(params, state, x, y, "
+        f"{name})."
+    )
 
 
 def check_flag_rows(argument: Argument, states: Argument, recipe: Recipe) -> None:
@@ -266,6 +282,12 @@ def check_flag_rows(argument: Argument, states: Argument, recipe: Recipe) -> Non
         shape = list(flags.shape)
         if len(shape) == 1 or argument.has_mean_axis:
             continue
+        if states.leaves and recipe.step.has_no_rows(states.leaves):
+            raise ValueError(
+                f"{name}: has {shape[1]} rows, but {states.path(0)} of shape "
+                f"{list(states.leaves[0].shape)} has none: it is of one sequence. Give [K], or a "
+                f"batch.{if_not_mapped(name, flags)}"
+            )
         for i, leaf in enumerate(states.leaves):
             axis = recipe.step.row_axis(leaf)
             rows = leaf.shape[axis] if leaf.dim() > axis else None
@@ -275,6 +297,7 @@ def check_flag_rows(argument: Argument, states: Argument, recipe: Recipe) -> Non
                     f"{list(leaf.shape)} has {rows or 'none'} on axis {axis}. Give a state of as "
                     "many rows as the data has, and one bool per row, or [K] for all; if the rows "
                     "of the state lie on another axis, as_step(..., state_batch_dim=) says so."
+                    + if_not_mapped(name, flags)
                 )
             if axis == 1 and recipe.step.may_be_rows_first(leaf, states.leaves):
                 raise ValueError(

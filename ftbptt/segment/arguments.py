@@ -19,6 +19,7 @@ from .argument_checks import (
     check_initial,
     check_lengths,
     check_parameter_names,
+    if_not_mapped,
 )
 from .call import SEQUENCES, Arguments, Call, Counts, settings_of
 
@@ -96,7 +97,9 @@ def _flags_first(
         return None
     first = layout.flags_first(flags)
     if first.shape[0] != steps:
-        raise ValueError(f"{name}: has {first.shape[0]} steps, but x has {steps}.")
+        raise ValueError(
+            f"{name}: has {first.shape[0]} steps, but x has {steps}." + if_not_mapped(name, flags)
+        )
     if mean_axis is None:
         return first
     if first.dim() == 1:  # for all sequences

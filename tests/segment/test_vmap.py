@@ -237,6 +237,52 @@ def test_a_reset_for_all_sequences(segments: Segments) -> None:
         assert_close(found, looped(given, own, reset=[reset] * N))
 
 
+@pytest.mark.parametrize("shape", [(N, 5, B), (N, 5)])
+def test_rows_of_each_entry_as_a_keyword(shape: tuple[int, ...]) -> None:
+    """vmap does not map them: an error shows how."""
+    given, calls = problem("gru_cell"), sequences("gru_cell", 5)
+    segment = make_train_segment(given.step, given.loss, backend="eager")
+    state, x, y = (stacked([call[i] for call in calls]) for i in (1, 2, 3))
+    words = (
+        r"^mask: .* vmap\(lambda p, s, x, y, f: train_segment\(p, s, x, y, mask=f\)\)\(params, s"
+    )
+    with pytest.raises(ValueError, match=words):
+        vmap(segment, in_dims=(None, 0, 0, 0))(
+            given.params, state, x, y, mask=torch.ones(shape, dtype=torch.bool)
+        )
+
+
+class Wrapped(nn.Module):
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(x_t, h)
+        return h, h
+
+
+@pytest.mark.parametrize(
+    "module", [nn.GRUCell(3, 4), Wrapped(nn.GRUCell(3, 4)), nn.GRU(3, 4, num_layers=4)]
+)
+def test_as_many_sequences_as_units_or_layers(module: nn.Module) -> None:
+    """A reset for each sequence, as a keyword, was taken for one of each unit, or layer."""
+    segment = make_train_segment(module, lambda out, y: out.square().mean(), backend="eager")
+    params, reset = dict(module.named_parameters()), torch.rand(5, 4) < 0.4
+    x, state = torch.randn(5, 4, 3), torch.randn(4, 4)
+    if isinstance(module, nn.GRU):
+        state = state.repeat(4, 1, 1)
+    mapped = vmap(lambda s, x, f: segment(params, s, x, None, reset=f), in_dims=(0, 1, 1))
+    mapped(state, x, reset)
+    words = r"reset: has 4 rows, but state of shape .* has none: it is of one sequence\."
+    with pytest.raises(
+        ValueError, match=words + r" Give \[K\], or a batch\. torch\.func\.vmap maps"
+    ):
+        vmap(segment, in_dims=(None, 0, 1, None))(params, state, x, None, reset=reset)
+    with pytest.raises(ValueError, match=words + r" Give \[K\], or a batch\.$"):
+        segment(params, state[0], x[:, 0], None, reset=reset)
+
+
 def test_learned_initial_state_and_none() -> None:
     """Each sequence resets to what its model has learned to start from."""
     given, calls = problem("elman_one_sequence"), sequences("elman_one_sequence", 5)
