@@ -118,7 +118,7 @@ def check_function(name: str, value: Any, arguments: str) -> None:
     if isinstance(value, type):
         raise TypeError(
             f"{expected} the class {value.__name__}. Make an object of it, such as "
-            f"{value.__name__}()."
+            f"{value.__name__}(...)."
         )
     if not callable(value):
         raise TypeError(f"{expected} {type(value).__name__}.")

@@ -242,7 +242,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "backend": ({"backend": "gpu"}, ValueError, "backend: expected one of auto"),
     "loss": ({"loss": 3}, TypeError, r"loss_fn: expected a function loss_fn\(out, y\), found int"),
     "a class as loss": (
-        {"loss": nn.MSELoss}, TypeError, r"loss_fn: .* the class MSELoss\. .* as MSELoss\(\)"
+        {"loss": nn.MSELoss}, TypeError, r"loss_fn: .* the class MSELoss\. .* as MSELoss\(\."
     ),
     "reset": (
         {"reset": torch.ones(3)}, TypeError, r"reset: expected a function reset\(batch\), found Ten"

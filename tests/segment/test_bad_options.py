@@ -70,7 +70,7 @@ def test_devices_that_differ(name: str) -> None:
 
 
 def test_a_loss_that_is_a_class() -> None:
-    words = r"loss: expected a function loss\(out, y\), found the class MSELoss\. .* as MSELoss\(\)"
+    words = r"loss: expected a function loss\(out, y\), found the class MSELoss\. .* as MSELoss\(\."
     with pytest.raises(TypeError, match=words):
         make_train_segment(dict_step, nn.MSELoss)
 

@@ -42,7 +42,7 @@ from .streams import stream, zeros
         ),
         ({"scheduler": torch.optim.lr_scheduler.StepLR}, TypeError, "scheduler: expected one of"),
         ({"stop": 3}, TypeError, r"stop: expected a function stop\(loss\), found int"),
-        ({"stop": EarlyStop}, TypeError, r"stop: .* the class EarlyStop\. Make an object of it"),
+        ({"stop": EarlyStop}, TypeError, r"stop: .* the class EarlyStop\. .* as EarlyStop\(\.\.\."),
         ({"prepare": 3}, TypeError, r"prepare: expected a function prepare\(x, y\), found int"),
         ({"device": "gpu"}, ValueError, "device: expected a name such as 'cuda', found 'gpu'"),
         ({"device": 1.5}, TypeError, "device: expected a name such as 'cuda', found 1.5"),
