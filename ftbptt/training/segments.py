@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._random_state import random_state, set_random_state
 from .._trees import Tree, tree_leaves, tree_map
+from ..contract.layout import InDimsLayout
+from ..contract.loss import without_first
 from ..contract.output import EarlyGradients, SegmentOutput
 from ..segment.consecutive_calls import ConsecutiveCalls
 from ..segment.train_segment import TrainSegment
@@ -203,6 +206,40 @@ class Segments(DataLayout):
             evaluate = variant(self.inner, states=False, scaled=False, context=0).evaluate
         with self._autocasting(chunk):
             return evaluate(params, state, chunk.x, chunk.y, **_flags(chunk))
+
+    # -- what a loss consists of ------------------------------------------------------------------
+
+    def losses(self, output: SegmentOutput, chunk: Chunk) -> Tensor | None:
+        """The loss of each step, ``[K]`` or ``[K, B]``, 0 where it has none; computed once more.
+
+        None for one that is a scalar, or that sees other data than the chunk's.
+        """
+        inner, layout = self.inner, self.layout(chunk.x)
+        if inner is None or inner.tapped or isinstance(layout, InDimsLayout):
+            return None
+        time, context = layout.time_dim, self.context
+        pair = [without_first(tree, context, time) for tree in (output.out, chunk.y)]
+        state = random_state()
+        try:
+            with torch.no_grad(), self._autocasting(chunk):
+                value = inner.recipe.loss(*pair)
+        except Exception:  # it is asked only for a message
+            return None
+        finally:
+            set_random_state(state)
+        if value.dim() not in (1, 2):
+            return None
+        axis = time if value.dim() == 2 else 0
+        value = value.movedim(axis, 0)
+        if len(value) != self.steps(chunk) - context:
+            return None
+        value = torch.cat([value.new_zeros(context, *value.shape[1:]), value])
+        if chunk.mask is not None:
+            mask = layout.flags_first(chunk.mask)
+            if mask.dim() < value.dim():
+                mask = mask.unsqueeze(1)
+            value = torch.where(mask, value, 0)
+        return value
 
     def _autocasting(self, chunk: Chunk) -> AbstractContextManager[Any]:
         if self._autocast is None:

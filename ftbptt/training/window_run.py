@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -171,7 +172,10 @@ class WindowRunner:
         if not self.guard.is_sound(output.loss, learner.of_trained(output.grads)):
             row = None if rows is None else segments.first_row + first_row
             layout = segments.layout(chunk.x)
-            cause = nonfinite_window(learner.params, output, chunk, layout, window.start, row)
+            losses = partial(segments.losses, output, chunk)
+            cause = nonfinite_window(
+                learner.params, output, chunk, layout, window.start, row, losses
+            )
             value = in_words(output.loss, learner.stopped_models.new)
             if self.guard.stops(
                 f"the loss of update {update} is {value}: {cause}",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from ftbptt import make_train_segment
 from ftbptt.training import Chunk, train_stream
@@ -119,6 +120,26 @@ def test_a_number_in_a_leaf_of_the_target() -> None:
     y["weights"] = [weights[:, 1].clone()]  # the same for all rows
     made, (said,) = noted(started((x, y), loss=loss))
     assert "is inf: y['weights'][0] is first not finite at step 6; grads['cell" in said
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("options", [{}, {"context": 2, "k2": 6}, {"scaler": GradScaler("cpu")}])
+def test_in_the_loss_alone(batch_first: bool, options: dict[str, Any]) -> None:
+    """The logarithm of a target: data, outputs and gradients are finite."""
+    torch.manual_seed(0)
+    layer = nn.GRU(3, 4, batch_first=batch_first).double()
+    x, y, mask = stream(13, 3)[0], torch.ones(13, 3).double(), torch.ones(13, 3).bool()
+    y[9, 2], y[8, 0], mask[8, 0] = -1, -1, False
+    if batch_first:
+        x, y, mask = (leaf.transpose(0, 1).contiguous() for leaf in (x, y, mask))
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return y.log() * torch.rand(()) - out.mean(-1)
+
+    updates = started(Chunk(x, y, None, mask), layer, state=None, loss=loss, **options)
+    made, (said,) = noted(updates)
+    assert "the loss of update 2 is nan: the loss is first not finite at step 9, row 2" in said
+    assert made == [4, 8]
 
 
 def test_whole_numbers_in_and_a_loss_that_overflows() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,11 +110,13 @@ def nonfinite_window(
     layout: Layout,
     position: int,
     row: int | None,
+    losses: Callable[[], Tensor | None],
 ) -> str:
     """Describes where a window is not finite: in its data, its output, a parameter or a gradient.
 
-    ``position`` is the chunk's first step in the epoch, ``row`` its first row in the batch; None
-    for data without rows.
+    Where data and output are finite, it is in the loss: ``losses()`` are those of each step, if
+    they are known. ``position`` is the chunk's first step in the epoch, ``row`` its first row in
+    the batch; None for data without rows.
     """
     x_rows, y_rows = (None, None) if row is None else (layout.x_rows, layout.y_rows)
     first_row = row or 0
@@ -126,8 +128,13 @@ def nonfinite_window(
         if result.loss.dim()
         else _first_step("out", result.out, layout.x_time, x_rows, position, first_row),
         nonfinite_parameter(params),
-        _first_leaf("grads", result.grads, "is the first gradient that is not finite"),
     ]
+    if not any(descriptions) and not result.loss.dim() and (each := losses()) is not None:
+        rows = None if row is None else 1
+        descriptions.append(_first_step("the loss", each, 0, rows, position, first_row))
+    descriptions.append(
+        _first_leaf("grads", result.grads, "is the first gradient that is not finite")
+    )
     message = "; ".join(text for text in descriptions if text)
     if message:
         return message
