@@ -139,9 +139,12 @@ def evaluate_stream(
             result = segments.evaluate(params, state, chunk)
             state = result.state
             counts = segments.count(chunk, state, 0)
-            weighted_loss = result.loss.double() * counts.weight
+            weight = counts.weight
+            if segments.inner is None and chunk.mask is not None:
+                weight = _weight_of_each(chunk.mask, result.loss, segments.layout(chunk.x), counts)
+            weighted_loss = result.loss.double() * weight
             loss_sum = weighted_loss if loss_sum is None else loss_sum + weighted_loss
-            weights = weights + counts.weight
+            weights = weights + weight
             valid_steps = valid_steps + segments.valid_steps(chunk, state)
             if metrics:
                 pair, layout = (result.out, chunk.y), segments.layout(chunk.x)
@@ -152,13 +155,25 @@ def evaluate_stream(
             bar.update(counts.steps)
     if loss_sum is None:
         raise ValueError("data: has no steps to evaluate on.")
-    loss = loss_sum / max(int(weights), 1)
+    loss = loss_sum / torch.as_tensor(weights).clamp(min=1)
     return Evaluation(
         loss if loss.dim() else float(loss),
         int(valid_steps),
         {name: metric.compute() for name, metric in metrics.items()},
         state,
     )
+
+
+def _weight_of_each(mask: Tensor, loss: Tensor, layout: Layout, counts: Counts) -> int | Tensor:
+    """The weight of a chunk's loss; [M] if it is that of M models with masks of their own.
+
+    Then their axis comes before that of time in the mask.
+    """
+    has_models = mask.dim() > 1 and layout.flag_axes(mask.dim())[0] == 1
+    if loss.shape != mask.shape[:1] or not has_models:
+        return counts.weight
+    valid = mask.flatten(1).sum(1)
+    return valid if mask.dim() > 2 else valid * (counts.tokens // counts.steps)
 
 
 def _check_metrics(metrics: Mapping[str, Any]) -> None:
