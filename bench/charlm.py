@@ -272,8 +272,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", choices=("auto", "eager", "compile"), default="auto", help="of the engine")
     options = parser.parse_args(arguments)
     for name in ("minutes", "hidden", "layers", "batch", "segment", "lr", "temperature"):
-        if not getattr(options, name) > 0:
-            parser.error(f"--{name} must be above 0, found {getattr(options, name)}")
+        if not 0 < getattr(options, name) < math.inf:
+            parser.error(f"--{name} must be a number above 0, found {getattr(options, name)}")
     if not 2 <= options.vocabulary <= 2000:
         parser.error(f"--vocabulary must be from 2 to 2000, found {options.vocabulary}")
     try:

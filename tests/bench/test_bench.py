@@ -288,6 +288,14 @@ def test_a_part_of_the_gpu_bench_replaces_no_full_results(
     assert gpu.parse(["--cases", "lstm,vmap"]).out == Path("runs/bench")
 
 
+@pytest.mark.parametrize("minutes", ["inf", "nan", "0"])
+def test_charlm_trains_for_some_minutes(minutes: str, tmp_path: Path, capsys: Any) -> None:
+    """For ever, the learning rate would never rise from 0."""
+    with pytest.raises(SystemExit):
+        charlm.parse(["--out", str(tmp_path), "--minutes", minutes])
+    assert f"--minutes must be a number above 0, found {float(minutes)}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_only_an_error_of_resuming_is_told_as_one(
     resume: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
