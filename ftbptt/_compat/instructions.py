@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
+from threading import Lock
+from typing import Any
 
 from torch._inductor import config, cpu_vec_isa
 
@@ -27,6 +28,12 @@ class _Avx2(cpu_vec_isa.VecAVX2):  # type: ignore[misc]
         return True
 
 
+_counting = Lock()
+_within = 0  # threads: kernels are compiled in the background, while Inductor compiles a program
+_inductors: Any = cpu_vec_isa
+_asking: Any = None  # Inductor's own function, while there are some
+
+
 @contextmanager
 def reported_instructions() -> Iterator[None]:
     """Within it, Inductor believes what the processor reports, instead of asking the compiler.
@@ -34,11 +41,27 @@ def reported_instructions() -> Iterator[None]:
     AMX and VNNI are left out, which only Inductor's own matrix products use: no program here has
     one. What Inductor has found out for other programs of the process stays as it is.
     """
-    reported = cpu_vec_isa.x86_isa_checker()
-    known = [isa for isa in (_Avx512(), _Avx2()) if str(isa) in reported]
-    listed = (lambda: known) if known else cpu_vec_isa.valid_vec_isa_list
-    with (
-        patch.object(cpu_vec_isa, "valid_vec_isa_list", listed),
-        config.patch({"cpp.vec_isa_ok": True}),
-    ):
-        yield
+    _count(1)
+    try:
+        with config.patch({"cpp.vec_isa_ok": True}):
+            yield
+    finally:
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    """One more thread is within, or one less: the last of them puts back what the first replaced.
+
+    Each by itself would put back what it found, which may be what another one had put there.
+    """
+    global _within, _asking
+    with _counting:
+        if _within == 0:
+            _asking = _inductors.valid_vec_isa_list
+            reported = cpu_vec_isa.x86_isa_checker()
+            known = [isa for isa in (_Avx512(), _Avx2()) if str(isa) in reported]
+            if known:
+                _inductors.valid_vec_isa_list = lambda: known
+        _within += change
+        if _within == 0:
+            _inductors.valid_vec_isa_list = _asking

@@ -158,6 +158,19 @@ def test_vector_instructions_are_believed(monkeypatch: pytest.MonkeyPatch) -> No
     assert cpu_vec_isa.valid_vec_isa_list is before
 
 
+def test_what_inductor_asks_is_put_back_by_the_last_of_several_threads() -> None:
+    """Kernels are compiled in the background meanwhile; it had stayed replaced for ever."""
+    before = cpu_vec_isa.valid_vec_isa_list
+    first, second = reported_instructions(), reported_instructions()
+    first.__enter__()
+    replaced = cpu_vec_isa.valid_vec_isa_list
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert cpu_vec_isa.valid_vec_isa_list is replaced
+    second.__exit__(None, None, None)
+    assert cpu_vec_isa.valid_vec_isa_list is before
+
+
 def test_without_the_program_that_hashes_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine may have a compiler, but no openssl, without which torch 2.13 cannot compile."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
