@@ -11,6 +11,7 @@ nothing, so a fraction of 1 is out of reach.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,9 +126,11 @@ def _gemm_seconds(gemm: Gemm, dtype: torch.dtype) -> float:
         c = torch.empty(gemm.rows, gemm.columns, dtype=dtype)
         ways.append(seconds(lambda: torch.mm(a, b, out=c)))
         ways.append(seconds(lambda: torch.mm(a, b_turned, out=c)))
-        # oneDNN, which nn.LSTM uses and torch.mm does not: faster where MKL has no AVX-512
-        rows, weight = a.to_mkldnn(), b.t().contiguous().to_mkldnn()
-        ways.append(seconds(lambda: F.linear(rows, weight)))
+        # oneDNN, which nn.LSTM uses and torch.mm does not: faster where MKL has no AVX-512. Not
+        # every torch has it, nor does it take bfloat16 on every processor.
+        with contextlib.suppress(RuntimeError):
+            rows, weight = a.to_mkldnn(), b.t().contiguous().to_mkldnn()
+            ways.append(seconds(lambda: F.linear(rows, weight)))
     return gemm.count * min(ways)
 
 

@@ -153,6 +153,16 @@ def test_the_gain_of_threads_leaves_their_number() -> None:
     assert torch.get_num_threads() == threads
 
 
+def test_the_floor_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch on a Mac; and it takes no bfloat16 on a processor without AVX-512."""
+
+    def refuse(_: torch.Tensor) -> None:
+        raise RuntimeError("to_mkldnn: ATen not compiled with MKLDNN support")
+
+    monkeypatch.setattr(torch.Tensor, "to_mkldnn", refuse)
+    assert limits.floor(CASES[0], 100).gemm_seconds > 0
+
+
 def test_every_target_is_of_a_case_and_its_peers() -> None:
     for suite in SUITES.values():
         assert set(suite.targets) <= {case.name for case in suite.cases}
