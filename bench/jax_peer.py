@@ -25,9 +25,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-if torch.cuda.is_available() and jax.default_backend() != "gpu":
-    raise Skip(f"JAX has no GPU here, and runs on the {jax.default_backend()}")
-
 EPSILON = 1e-5  # of torch's LayerNorm
 
 
@@ -108,8 +105,11 @@ def _cell_parameters(p: Any, depth: int) -> Any:
 
 
 def make(problem: Problem, *, waits: bool) -> Call:
-    """A jitted call, which waits for its result or not."""
-    case = problem.case
+    """A jitted call, which waits for its result or not. It runs where the problem lies."""
+    case, is_on_gpu = problem.case, problem.x.is_cuda
+    if is_on_gpu and jax.default_backend() != "gpu":
+        raise Skip(f"JAX has no GPU here, and runs on the {jax.default_backend()}")
+    device = jax.devices("gpu" if is_on_gpu else "cpu")[0]
     cell = CELLS[case.kind]
 
     def value(p: Any, state: Any, x: Any, y: Any) -> Any:
@@ -128,13 +128,13 @@ def make(problem: Problem, *, waits: bool) -> Call:
     segment = jax.value_and_grad(value)
     if case.apart:
         segment = jax.vmap(segment, in_axes=case.in_dims)
-    if torch.cuda.is_available():  # in torch's precision there
+    if is_on_gpu:  # in torch's precision there
         tf32 = torch.backends.cuda.matmul.allow_tf32
         segment = jax.default_matmul_precision("tensorfloat32" if tf32 else "highest")(segment)
     compiled = jax.jit(segment)
 
     def to_jax(tensor: Tensor) -> Any:
-        array = jnp.asarray(tensor.detach().float().cpu().numpy())
+        array = jax.device_put(tensor.detach().float().cpu().numpy(), device)
         return array.astype(jnp.bfloat16) if tensor.dtype == torch.bfloat16 else array
 
     arguments = tuple(

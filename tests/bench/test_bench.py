@@ -69,6 +69,14 @@ def test_every_peer_passes_the_gate(case: Case) -> None:
     assert {name: row.get("why") for name, row in rows.items()} == dict.fromkeys(rows)
 
 
+def test_jax_runs_where_the_problem_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU, the bench of the CPU skipped it, or timed it on the GPU."""
+    pytest.importorskip("jax")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    value, _ = find("jax").make(build(CASES[0]))()
+    assert {device.platform for device in value.devices()} == {"cpu"}
+
+
 def _results(**of_peer: tuple[float, ...]) -> dict[str, Any]:
     """One case of the fused suite, its peers by their milliseconds in each round."""
     rows: dict[str, dict[str, Any]] = {}
