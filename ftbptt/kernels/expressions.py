@@ -44,7 +44,7 @@ _ARITHMETIC = {name: name for name in (
     "sinh", "cosh", "atan", "atan2", "tanh", "sigmoid", "erf", "erfc", "floor", "ceil",
     "round", "trunc", "fmod", "sign", "relu", "acos", "asin",
 )} | dict.fromkeys(("_conj", "conj_physical", "_conj_physical"), "conj")  # fmt: skip
-_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _BITWISE = {"bitwise_and": "bit_and", "bitwise_or": "bit_or", "bitwise_xor": "bit_xor"}
 _LOGICAL = {"logical_and": "bit_and", "logical_or": "bit_or", "logical_xor": "bit_xor"}
 
@@ -324,7 +324,7 @@ _REAL_FUNCTIONS = {
 }  # fmt: skip
 _TABLE: dict[str, Callable[[_Operation], Expression]] = {
     **{name: _unary_float if name in _REAL_FUNCTIONS else _arithmetic for name in _ARITHMETIC},
-    **dict.fromkeys(_COMPARISONS, _compared),
+    **dict.fromkeys(COMPARISONS, _compared),
     **dict.fromkeys(_LOGICAL, _logical),
     **dict.fromkeys(_BITWISE, _bitwise),
     **dict.fromkeys(("logical_not", "bitwise_not"), _not),

@@ -251,6 +251,23 @@ def test_nan_is_the_maximum() -> None:
     assert_same(scan.fused(), scan.run(EAGER), 1e-12)
 
 
+@pytest.mark.parametrize("emits", [(), ("values",), ("maximum",), ("values", "maximum")])
+def test_a_maximum_is_one_of_the_values_that_it_is_of(emits: tuple[str, ...]) -> None:
+    """In 16 bits too, though one of them is read from memory and the other in registers."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        values = (carried[0].flatten(1) @ given[0]).view(x[0].shape) + x[0]
+        maximum = values.amax(-1, keepdim=True)
+        results = {"values": values, "maximum": maximum}
+        return [torch.tanh(values)], [values == maximum, *(results[name] for name in emits)]
+
+    half = {"dtype": torch.bfloat16}
+    carry = random(3, 2, 5, **half)
+    scan = Scan(step, [random(10, 10, **half)], [random(6, 3, 2, 5, seed=1, **half)], [carry])
+    is_maximum = scan.fused()[2]
+    assert is_maximum.any(-1).all()
+
+
 def test_mathematics() -> None:
     """Each function of torch is the right one of Triton's or NVIDIA's."""
     functions: dict[str, operations.Operation] = {

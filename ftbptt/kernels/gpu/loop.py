@@ -14,7 +14,7 @@ import torch
 
 from ..expressions import Expression, Unsupported
 from ..rowloop import Memory, Product, Reduce, RowLoop, compute_dtype
-from .expressions import TYPES, literal, type_of
+from .expressions import literal, type_of
 from .placement import Space, columns
 from .printer import name_of, with_zeros
 from .products import ProductPrinter
@@ -190,11 +190,8 @@ class LoopPrinter(ProductPrinter):
             else:
                 self._map(op)
         for i, value in self.tiles.next_carries.items():
-            self.body.append(f"carry{i} = {self._all_columns(value)}")
-            memory = self.loop.carries[i]
-            if memory.dtype != compute_dtype(memory.dtype):  # round it, as memory would
-                rounded = f"carry{i}.to({TYPES[memory.dtype]})"
-                self.body.append(f"carry{i} = {self._converted(rounded, memory.dtype)}")
+            carry = self._rounded(self._all_columns(value), self.loop.carries[i].dtype)
+            self.body.append(f"carry{i} = {carry}")
 
     def _await_step_before(self) -> None:
         self._barrier(self.body)
@@ -267,6 +264,7 @@ class LoopPrinter(ProductPrinter):
             self._reduce_tile(part if i else name, part, op, space)
             if i:
                 self.body.append(f"{name} = {_COMBINED[op.kind].format(name, part)}")
+        self._round_what_is_read_back(op.value, name)
         self._store(op.value)
 
     def _to_reduce(self, op: Reduce, expression: Expression, space: Space) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..accesses import RowPattern, contiguous
-from ..expressions import Expression, Literal
+from ..expressions import COMPARISONS, Expression, Literal
 from ..rowloop import Map, Memory, Read, RowLoop, Value, compute_dtype
 from .expressions import TYPES, apply, literal, type_of
 from .placement import Space, make_tiles
@@ -165,6 +165,24 @@ class TilePrinter:
             return loaded
         return f"{loaded}.to({TYPES[compute_dtype(dtype)]})"
 
+    def _rounded(self, name: str, dtype: torch.dtype) -> str:
+        """What is computed, as memory of this dtype would give it back."""
+        if compute_dtype(dtype) == dtype:
+            return name
+        return self._converted(f"{name}.to({TYPES[dtype]})", dtype)
+
+    def _round_what_is_read_back(self, value: Value, name: str) -> None:
+        """So that a value is the same in registers as in memory, where both are read.
+
+        In 16 bits it would not be, and the maximum of such values equal to none of them.
+        """
+        memory = value.memory
+        if memory is None or memory.kind == "scratch" or memory not in self.tiles.read_back:
+            return
+        rounded = self._rounded(name, memory.dtype)
+        if rounded != name:
+            self.body.append(f"{name} = {rounded}")
+
     def _barrier(self, lines: list[str]) -> None:
         """Waits until all stores so far are visible to those that load them."""
         lines.append("tl.debug_barrier()")
@@ -202,6 +220,7 @@ class TilePrinter:
         space = self.tiles.space_of(op)
         value = self._tile(self._operand(op.expression, op.value.dtype, space), space)
         self.body.append(f"{name_of(op.value)} = {value}")
+        self._round_what_is_read_back(op.value, name_of(op.value))
         self._store(op.value)
 
     def _read(self, read: Read, space: Space) -> str:
@@ -222,6 +241,8 @@ class TilePrinter:
         args = [self._expression(arg, space) for arg in expr.args]
         if expr.name == "cast":
             return self._cast(args[0], expr.args[0].dtype, expr.dtype)
+        if expr.name in COMPARISONS:  # as if both were from memory: one of them may be
+            args = [self._rounded(a, arg.dtype) for a, arg in zip(args, expr.args, strict=True)]
         return apply(expr, args)
 
     def _cast(self, text: str, source: torch.dtype, target: torch.dtype) -> str:

@@ -33,6 +33,7 @@ class ProductPrinter(TilePrinter):
             row = list(row)
         for offset, length in self.tiles.pieces[op.value]:
             self._product_columns(op, row, offset, length)
+            self._round_what_is_read_back(op.value, name_of(op.value, offset, length))
         if not self.tiles.is_stored(op.value):
             return
         if (0, op.n) in self.tiles.pieces[op.value]:
