@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compiler.graphs import VIEWS, Node, aten, owner_of
+from ..compiler.graphs import VIEWS, Node, aten, is_random, owner_of
 
 
 def _expm1(x: Tensor) -> Tensor:
@@ -76,27 +76,54 @@ def _materialize_before_comparison(graph: fx.Graph) -> None:
 
     Inductor (2.11 to 2.13) computes such a value twice, for the maximum and for the comparison. In
     C++ one of the two may use the scalar ``erf`` or ``tanh`` and the other the vectorized one,
-    which round differently, so that no element equals the maximum. And of 16 bits it rounds only
-    what it writes to memory: also what a loop writes, for a comparison after it.
+    which round differently, so that no element equals the maximum; nor does one in 16 bits, to
+    which only the maximum is rounded, and what a loop writes, for a comparison after it. In a
+    program of both loops the value may be there twice too.
     """
-    for extreme in (aten.amax.default, aten.amin.default):
+    numbers = _numbered(graph)
+    sources: dict[Node, Node] = {}  # of what is materialized
+    for extreme in _EXTREMES:
         for node in graph.find_nodes(op="call_function", target=extreme):
             value = node.args[0]
-            users = [user for user in value.users if user.target is aten.copy_.default]
-            if users:
+            writers = [user for user in value.users if user.target is aten.copy_.default]
+            if writers:
                 materialized = _materialize(graph, value)
-                for user in (node, *users):
+                sources[materialized] = value
+                for user in (node, *writers):
                     user.replace_input_with(value, materialized)
     for node in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
         for value, other in (node.args[:2], node.args[1::-1]):
             while isinstance(other, fx.Node) and other.target in VIEWS:
                 other = other.args[0]
-            reads_value = isinstance(other, fx.Node) and value in other.args
-            if not reads_value or other.target not in (aten.amax.default, aten.amin.default):
+            if not isinstance(other, fx.Node) or other.target not in _EXTREMES:
                 continue
-            materialized = _materialize(graph, value)
-            for user in (node, other):
-                user.replace_input_with(value, materialized)
+            read = other.args[0]
+            if numbers.get(value) != numbers[sources.get(read, read)]:
+                continue
+            if read not in sources:
+                materialized = _materialize(graph, read)
+                sources[materialized] = read
+                other.replace_input_with(read, materialized)
+                read = materialized
+            node.replace_input_with(value, read)
+
+
+_EXTREMES = (aten.amax.default, aten.amin.default)
+
+
+def _numbered(graph: fx.Graph) -> dict[Node, int]:
+    """A number for each node, the same for the same operations on the same values."""
+    numbers: dict[Node, int] = {}
+    by_key: dict[Any, int] = {}
+    for node in graph.nodes:
+        key: Any = node
+        if isinstance(node.meta.get("val"), torch.SymInt):  # the steps, of whichever tensor
+            key = str(node.meta["val"])
+        elif node.op == "call_function" and not is_random(node):
+            args = fx.node.map_arg((node.args, node.kwargs), lambda arg: f"%{numbers[arg]}")
+            key = node.target, str(args)
+        numbers[node] = by_key.setdefault(key, len(by_key))
+    return numbers
 
 
 def _skip_identity_views_of_loop_inputs(graph: fx.Graph) -> None:

@@ -19,7 +19,7 @@ from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.exc import CppCompileError, InductorError
 from torch.utils._sympy.functions import FloorDiv, Mod, ModularIndexing
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, reference_segment
 from ftbptt._compat.instructions import reported_instructions
 from ftbptt._compat.strides import polynomial_strides
 from ftbptt._compat.tracing import FakeTensorMode, make_fx, symbolic_steps
@@ -28,6 +28,7 @@ from ftbptt.backends.compile import build
 from ftbptt.backends.inductor_workarounds import DECOMPOSITIONS
 
 from ..cells import problem
+from ..kernels.scans import random
 from ..oracle import check
 
 
@@ -209,3 +210,21 @@ def test_a_convolution_leaves_no_tensor_in_the_program(monkeypatch: pytest.Monke
     held = [getattr(program, node.target) for node in program.graph.find_nodes(op="get_attr")]
     assert held  # the graphs of loops
     assert all(isinstance(value, nn.Module) for value in held)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_gradient_of_a_maximum(dtype: torch.dtype) -> None:
+    """Of values that the program of a small segment computes twice: each found none to be it."""
+
+    def step(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x + params["w"] * h)
+        return (h * params["v"] + x).amax(-1), h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return out.float().square().mean()
+
+    params = {name: random(8, dtype=dtype, seed=seed) for seed, name in enumerate("wv")}
+    x, state = random(6, 3, 8, dtype=dtype, seed=2), random(3, 8, dtype=dtype, seed=3)
+    found = make_train_segment(step, loss)(params, state, x, x).grads
+    wanted = reference_segment(step, loss, params, state, x, x).grads
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
