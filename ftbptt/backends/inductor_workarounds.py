@@ -82,15 +82,14 @@ def _materialize_before_comparison(graph: fx.Graph) -> None:
     """
     numbers = _numbered(graph)
     sources: dict[Node, Node] = {}  # of what is materialized
-    for extreme in _EXTREMES:
-        for node in graph.find_nodes(op="call_function", target=extreme):
-            value = node.args[0]
-            writers = [user for user in value.users if user.target is aten.copy_.default]
-            if writers:
-                materialized = _materialize(graph, value)
-                sources[materialized] = value
-                for user in (node, *writers):
-                    user.replace_input_with(value, materialized)
+    for value in list(graph.nodes):
+        extremes = [user for user in value.users if user.target in _EXTREMES]
+        writers = [user for user in value.users if user.target is aten.copy_.default]
+        if extremes and writers:
+            materialized = _materialize(graph, value)
+            sources[materialized] = value
+            for user in (*extremes, *writers):
+                user.replace_input_with(value, materialized)
     for node in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
         for value, other in (node.args[:2], node.args[1::-1]):
             while isinstance(other, fx.Node) and other.target in VIEWS:

@@ -228,3 +228,18 @@ def test_the_gradient_of_a_maximum(dtype: torch.dtype) -> None:
     found = make_train_segment(step, loss)(params, state, x, x).grads
     wanted = reference_segment(step, loss, params, state, x, x).grads
     torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
+
+
+def test_a_maximum_within_a_loop() -> None:
+    """Is one of the values that it is of, also in 16 bits."""
+
+    def step(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        values = h * params["w"] + x
+        is_maximum = values == values.amax(-1, keepdim=True)
+        return is_maximum, torch.tanh(values + is_maximum)
+
+    half = {"dtype": torch.bfloat16}
+    params, state = {"w": random(8, **half)}, random(3, 8, seed=1, **half)
+    x = random(6, 3, 8, seed=2, **half)
+    segment = make_train_segment(step, lambda out, y: out.float().mean(), backend="compile")
+    assert segment.evaluate(params, state, x, x).out.any(-1).all()
