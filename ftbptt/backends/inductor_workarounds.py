@@ -84,7 +84,8 @@ def _materialize_before_comparison(graph: fx.Graph) -> None:
     sources: dict[Node, Node] = {}  # of what is materialized
     for value in list(graph.nodes):
         extremes = [user for user in value.users if user.target in _EXTREMES]
-        writers = [user for user in value.users if user.target is aten.copy_.default]
+        copies = [user for user in value.users if user.target is aten.copy_.default]
+        writers = [user for user in copies if user.args[1] is value and user.args[0] is not value]
         if extremes and writers:
             materialized = _materialize(graph, value)
             sources[materialized] = value
