@@ -30,8 +30,8 @@ class _Avx2(cpu_vec_isa.VecAVX2):  # type: ignore[misc]
 
 _counting = Lock()
 _within = 0  # threads: kernels are compiled in the background, while Inductor compiles a program
-_inductors: Any = cpu_vec_isa
-_asking: Any = None  # Inductor's own function, while there are some
+_module: Any = cpu_vec_isa
+_inductors: Any = None  # its own function, while there are some
 
 
 @contextmanager
@@ -54,14 +54,14 @@ def _count(change: int) -> None:
 
     Each by itself would put back what it found, which may be what another one had put there.
     """
-    global _within, _asking
+    global _within, _inductors
     with _counting:
         if _within == 0:
-            _asking = _inductors.valid_vec_isa_list
+            _inductors = _module.valid_vec_isa_list
             reported = cpu_vec_isa.x86_isa_checker()
             known = [isa for isa in (_Avx512(), _Avx2()) if str(isa) in reported]
             if known:
-                _inductors.valid_vec_isa_list = lambda: known
+                _module.valid_vec_isa_list = lambda: known
         _within += change
         if _within == 0:
-            _inductors.valid_vec_isa_list = _asking
+            _module.valid_vec_isa_list = _inductors
