@@ -155,7 +155,7 @@ def evaluate_stream(
             bar.update(counts.steps)
     if loss_sum is None:
         raise ValueError("data: has no steps to evaluate on.")
-    loss = loss_sum / torch.as_tensor(weights).clamp(min=1)
+    loss = loss_sum / torch.as_tensor(weights, device=loss_sum.device).clamp(min=1)
     return Evaluation(
         loss if loss.dim() else float(loss),
         int(valid_steps),

@@ -102,7 +102,7 @@ class WindowRunner:
             if self._last_x_shape is not None:
                 time_axis = self.segments.axes(job.chunk.x).x
                 _add_shape_note(error, x_shape, self._last_x_shape, time_axis)
-                if self.initial is not None:
+                if self.initial is not None and self.segments.under_vmap:
                     _add_state_note(error, carried, self.initial)
             elif self.initial is None and carried is not None:
                 shapes = [list(leaf.shape) for leaf in tree_leaves(carried)]

@@ -93,7 +93,9 @@ def told(run: Stream) -> tuple[list[Any], list[str]]:
 def test_the_others_go_on(kind: str, clip_norm: float | None) -> None:
     """As they would without it; it stays, also when its loss is finite again after a reset."""
     run = ensemble(data({1: 9}), kind, clip_norm=clip_norm)
+    given = run.params
     made, (said,) = told(run)
+    assert (run.params is given) == (kind != "functional")
     assert said.startswith(
         "ftbptt: the loss of update 2 is not finite in 1 of 3 entries of vmap, first in [1]: x is "
         "first not finite at step 9"
@@ -194,6 +196,19 @@ def test_a_resumed_run(after: int, tmp_path: Path) -> None:
         assert all(update.loss[1].isnan() for update in resumed)
     assert_same(resumed.params, whole[-1][1])
     assert load_checkpoint(file)["index"] == 6
+
+
+def test_a_run_of_which_no_model_was_left_is_resumed(tmp_path: Path) -> None:
+    """From the update before, with data that is right this time."""
+    file = tmp_path / "run.pt"
+    run = ensemble(data({0: 9, 1: 9, 2: 9}), checkpoint=file)
+    made, _ = told(run)
+    assert len(made) == 2
+    resumed = ensemble(data({}), checkpoint=file, resume=True)
+    assert len(list(resumed)) == 4
+    good = ensemble(data({}))
+    list(good)
+    assert_same(resumed.params, good.params)
 
 
 def test_windows_that_are_accumulated() -> None:

@@ -274,7 +274,8 @@ class Learner:
                     leaves[i].copy_(kept)
                 else:
                     leaves[i] = kept
-        self.params = tree_unflatten(leaves, spec)
+        if not isinstance(self.optimizer, Optimizer):
+            self.params = tree_unflatten(leaves, spec)
 
     def follow_schedule(self) -> None:
         """Steps the scheduler. To be called after each step of the optimizer."""

@@ -76,5 +76,10 @@ class StoppedModels:
         return self.flags
 
     def load_state_dict(self, flags: Tensor | None, device: torch.device) -> None:
-        """Restores what :meth:`state_dict` returned. The user was told of those."""
+        """Restores what :meth:`state_dict` returned. The user was told of those.
+
+        If none was left the run had ended, and goes on with all: the data may be right this time.
+        """
+        if flags is not None and flags.all():
+            flags = None
         self.flags = self._told = None if flags is None else flags.to(device)
