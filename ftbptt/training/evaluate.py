@@ -29,7 +29,8 @@ class Evaluation:
 
     - ``loss``: the mean over all valid steps (with ``in_dims``: see there); 0 if there are none. Of
       an ensemble a tensor [M], on the device.
-    - ``steps``: the number of valid steps, summed over rows.
+    - ``steps``: the number of valid steps, summed over rows (of an ensemble: of each model, but of
+      all together if they have masks of their own).
     - ``metrics``: by name, what each metric's ``compute()`` returned.
     - ``state``: the state after the last step.
 
@@ -110,6 +111,12 @@ def evaluate_stream(
     if isinstance(segment := getattr(train_segment, "__self__", None), TrainSegment):
         train_segment = segment  # its method evaluate was passed
     segments = Segments(train_segment, time_dim=time_dim)
+    if segments.under_vmap and segments.context:
+        raise ValueError(
+            f"context: the segment was made with context={segments.context}, and under vmap the "
+            "first steps of each chunk would have no loss here. Pass vmap of the evaluate of a "
+            "segment that is made with context=0."
+        )
     k = check_int("k", k, 1)
     if metric_inputs is not None:
         check_function("metric_inputs", metric_inputs, "(out, y)")
@@ -139,13 +146,12 @@ def evaluate_stream(
             result = segments.evaluate(params, state, chunk)
             state = result.state
             counts = segments.count(chunk, state, 0)
-            weight = counts.weight
-            if segments.inner is None and chunk.mask is not None:
-                weight = _weight_of_each(chunk.mask, result.loss, segments.layout(chunk.x), counts)
+            weight = segments.count_of_models(chunk, state, 0, result.loss).weight
             weighted_loss = result.loss.double() * weight
             loss_sum = weighted_loss if loss_sum is None else loss_sum + weighted_loss
             weights = weights + weight
-            valid_steps = valid_steps + segments.valid_steps(chunk, state)
+            valid = weight if segments.inner is None else segments.valid_steps(chunk, state)
+            valid_steps = valid_steps + valid
             if metrics:
                 pair, layout = (result.out, chunk.y), segments.layout(chunk.x)
                 if metric_inputs is not None:
@@ -158,22 +164,10 @@ def evaluate_stream(
     loss = loss_sum / torch.as_tensor(weights, device=loss_sum.device).clamp(min=1)
     return Evaluation(
         loss if loss.dim() else float(loss),
-        int(valid_steps),
+        int(torch.as_tensor(valid_steps).sum()),
         {name: metric.compute() for name, metric in metrics.items()},
         state,
     )
-
-
-def _weight_of_each(mask: Tensor, loss: Tensor, layout: Layout, counts: Counts) -> int | Tensor:
-    """The weight of a chunk's loss; [M] if it is that of M models with masks of their own.
-
-    Then their axis comes before that of time in the mask.
-    """
-    has_models = mask.dim() > 1 and layout.flag_axes(mask.dim())[0] == 1
-    if loss.shape != mask.shape[:1] or not has_models:
-        return counts.weight
-    valid = mask.flatten(1).sum(1)
-    return valid if mask.dim() > 2 else valid * (counts.tokens // counts.steps)
 
 
 def _check_metrics(metrics: Mapping[str, Any]) -> None:

@@ -58,13 +58,15 @@ class Segments(DataLayout):
                 f"make_train_segment(..., time_dim={time_dim})."
             )
         mapped = getattr(train_segment, "__wrapped__", None)  # a segment, or its evaluate
-        self.under_vmap = isinstance(getattr(mapped, "__self__", mapped), TrainSegment)
+        mapped = getattr(mapped, "__self__", mapped)
+        self.under_vmap = isinstance(mapped, TrainSegment)
         if time_dim is None and self.under_vmap:
             raise ValueError(
                 "time_dim: train_segment is under vmap, which adds an axis to x and y. Say where "
                 "time is, counting that axis: time_dim=1 for x of [models, K, ...]."
             )
-        own = train_segment.context if isinstance(train_segment, TrainSegment) else 0
+        known = mapped if self.under_vmap else train_segment
+        own = known.context if isinstance(known, TrainSegment) else 0
         if own and context is not None:
             raise ValueError(
                 f"context: the segment was made with context={own}. Give it there or here, not "

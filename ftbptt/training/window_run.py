@@ -14,6 +14,7 @@ from .data.rows import leaf_with_rows
 from .data.windows import Truncation, Window, kept_within
 from .reports.events import Events, emit, tell_sequence_ends
 from .segments import Segments
+from .updates.ensembles import is_ensemble
 from .updates.learner import Learner
 from .updates.nonfinite import Guard, in_words, nonfinite_window
 from .updates.rank_sync import RankSync
@@ -162,15 +163,15 @@ class WindowRunner:
         if events.before_window:
             emit(events.before_window, window, chunk)
         start = segments.start(learner.params) if state is None else state
-        rows, weight, steps, tokens = segments.count(chunk, start, segments.context)
+        counts = segments.count(chunk, start, segments.context)
         scale, early = learner.scale(), None
         if self.together is not None and segments.hands_over:
-            early = self.together.early(weight, self.guard.is_sound)
+            early = self.together.early(counts.weight, self.guard.is_sound)
         output, state_within = segments.train(learner.params, state, chunk, keep, scale, early)
         if events.after_window:
             emit(events.after_window, window, output)
         if not self.guard.is_sound(output.loss, learner.of_trained(output.grads)):
-            row = None if rows is None else segments.first_row + first_row
+            row = None if counts.rows is None else segments.first_row + first_row
             layout = segments.layout(chunk.x)
             losses = partial(segments.losses, output, chunk)
             cause = nonfinite_window(
@@ -184,8 +185,11 @@ class WindowRunner:
                 return None
             if self.guard.mode == "skip":
                 return None, output.state, state_within
-        learner.add(output.grads, weight)
-        stats = WindowStats(learner.stopped_models.marked(output.loss), weight, steps, tokens)
+        if is_ensemble(learner.of_trained(output.grads), output.loss):
+            counts = segments.count_of_models(chunk, start, segments.context, output.loss)
+        learner.add(output.grads, counts.weight)
+        loss = learner.stopped_models.marked(output.loss)
+        stats = WindowStats(loss, counts.weight, counts.steps, counts.tokens)
         return stats, output.state, state_within
 
 

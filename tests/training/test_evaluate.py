@@ -363,32 +363,6 @@ def test_an_ensemble() -> None:
         evaluate_stream(vmap(segment), params, models, data, time_dim=0)
 
 
-@pytest.mark.parametrize("of_rows", [True, False])
-def test_an_ensemble_whose_models_have_masks_of_their_own(of_rows: bool) -> None:
-    """As the folds of a cross-validation: in each chunk they have other numbers of valid steps."""
-    modules = [tagger(seed).double() for seed in range(3)]
-    params, _ = torch.func.stack_module_state(modules)
-    segment = make_train_segment(modules[0], cross_entropy, backend="eager")
-    x, y = stream(9, rows=3)
-    generator = torch.Generator().manual_seed(4)
-    mask = torch.rand(3, *((9, 3) if of_rows else (9,)), generator=generator) < 0.5
-    mask[1] = False
-
-    def ensemble(*args: Any, reset: Tensor | None = None, mask: Tensor | None = None) -> Any:
-        one = lambda p, s, x, y, m: segment.evaluate(p, s, x, y, mask=m)  # noqa: E731
-        return vmap(one)(*args, mask)
-
-    models = tuple(torch.stack([leaf] * 3) for leaf in zeros(3))
-    data = Chunk(x.expand(3, *x.shape), y.expand(3, *y.shape), mask=mask)
-    found = evaluate_stream(ensemble, params, models, data, k=4, time_dim=1)
-    for i, own in enumerate(modules):
-        alone = evaluate_stream(
-            segment, dict(own.named_parameters()), zeros(3), Chunk(x, y, mask=mask[i]), k=4
-        )
-        assert float(found.loss[i]) == pytest.approx(alone.loss)
-    assert found.loss[1] == 0
-
-
 def test_an_ensemble_on_chunks_of_which_one_has_a_mask() -> None:
     """The state has the models in front of the rows, of which there are as many in both chunks."""
     modules = [tagger(seed).double() for seed in range(2)]

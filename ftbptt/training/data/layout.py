@@ -125,6 +125,26 @@ class DataLayout:
             weight = valid_steps(chunk.mask, steps, all_rows, context, layout)
         return Counts(rows, weight, steps, steps * all_rows)
 
+    def count_of_models(self, chunk: Chunk, state: Tree, context: int, loss: Tensor) -> Counts:
+        """The same of each of M models, if ``loss`` is [M], as of a segment under vmap.
+
+        Of models with masks of their own the weight is [M].
+        """
+        leaves, x = tree_leaves(state), leaf_with_rows(chunk.x)
+        if self.inner is not None or any(leaf.shape[:1] != loss.shape for leaf in leaves):
+            return self.count(chunk, state, context)
+        steps, layout, mask = self.steps(chunk), self.layout(chunk.x), chunk.mask
+        axis = layout.x_time + 1  # of the rows of each model
+        has_rows = x.dim() > axis and all(leaf.shape[1:2] == x.shape[axis:][:1] for leaf in leaves)
+        rows = int(x.shape[axis]) if has_rows else 1
+        weight: int | Tensor = (steps - context) * rows
+        if mask is not None and mask.shape[:1] == loss.shape and layout.flag_axes(mask.dim())[0]:
+            valid = mask[:, context:].flatten(1).sum(1)
+            weight = valid if mask.dim() > 2 else valid * rows
+        elif mask is not None:
+            weight = valid_steps(mask, steps, rows, context, layout)
+        return Counts(self.rows(chunk, state), weight, steps, steps * rows)
+
     def valid_steps(self, chunk: Chunk, state: Tree) -> int | Tensor:
         """The number of valid steps, summed over rows."""
         rows, steps = self._all_rows(chunk, state), self.steps(chunk)

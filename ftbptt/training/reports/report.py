@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..._checks import kind_of
+from ..updates.ensembles import for_each_model
 from ..updates.update import Update
 from ..updates.window_stats import WindowStats
 
@@ -119,12 +120,12 @@ class Meter:
         """
         self._fold()
         losses, norms = self._sum / self._weight, update.grad_norm
-        finite = losses.isfinite()
-        if of_finite and finite.any():
-            losses = losses[finite]
-            norms = norms[finite] if norms.shape == finite.shape else norms
+        known = losses.isfinite() if of_finite else self._weight.broadcast_to(losses.shape) > 0
+        if losses.dim() and known.any():
+            losses = losses[known]
+            norms = norms[known] if norms.shape == known.shape else norms
         loss = float(losses.mean())
-        if math.isnan(loss) and not float(self._weight):  # 0 / 0: else the weight is not read
+        if math.isnan(loss) and not self._weight.any():  # 0 / 0: else the weight is not read
             self._next = time.perf_counter() + self.interval
             return None
         grad_norm, learning_rate = float(norms.mean()), update.learning_rate
@@ -153,12 +154,12 @@ class Meter:
             return
         losses = torch.stack(self._losses).double()
         weights = _column(self._weights, losses.device)
-        self._weight = self._weight.to(losses.device) + weights.sum()
+        self._weight = self._weight.to(losses.device) + weights.sum(0)
         bad = ~losses.isfinite().reshape(len(losses), -1).all(1)
         first = torch.where(bad.any(), self._folded + bad.double().argmax(), math.inf)
         self._bad = torch.minimum(self._bad.to(losses.device), first)
         self._folded += len(losses)
-        weights = weights.reshape(-1, *(1,) * (losses.dim() - 1))
+        weights = for_each_model(weights, losses)
         self._sum = self._sum.to(losses.device) + (losses * weights).sum(0)
         self._losses.clear()
         self._weights.clear()
@@ -187,10 +188,11 @@ class Meter:
 
 
 def _column(weights: Sequence[Any], device: torch.device) -> Tensor:
-    """Numbers, or tensors of one element, as one tensor [N] of float64."""
+    """Numbers or tensors [], as one tensor [N] of float64; [N, M] if one is of M models."""
     if not any(isinstance(weight, Tensor) for weight in weights):
         return torch.tensor(weights, dtype=torch.float64, device=device)
-    return torch.stack([torch.as_tensor(w, device=device).double().reshape(()) for w in weights])
+    tensors = [torch.as_tensor(weight, device=device).double() for weight in weights]
+    return torch.stack(torch.broadcast_tensors(*tensors))
 
 
 class ProgressBar:

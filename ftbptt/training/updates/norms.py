@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-
-def is_ensemble(grads: Sequence[Tensor], loss: Tensor) -> bool:
-    """Whether ``loss`` has axes with which all gradients begin: those of models, under vmap."""
-    models = loss.shape
-    return bool(models and grads) and all(grad.shape[: len(models)] == models for grad in grads)
+from .ensembles import for_each_model, is_ensemble
 
 
 def total_norm(grads: Sequence[Tensor], loss: Tensor) -> Tensor:
@@ -27,4 +23,4 @@ def clip_by_norm(grads: Sequence[Tensor], norm: Tensor, bound: float) -> None:
     """Scales gradients in place, where their :func:`total_norm` is above ``bound``."""
     factor = (bound / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
-        grad.mul_(factor.reshape(factor.shape + (1,) * (grad.dim() - factor.dim())))
+        grad.mul_(for_each_model(factor, grad))

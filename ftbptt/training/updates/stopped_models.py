@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .norms import is_ensemble
+from .ensembles import for_each_model, is_ensemble
 
 
 class StoppedModels:
@@ -70,7 +70,7 @@ class StoppedModels:
 
     def _flags_like(self, leaf: Tensor) -> Tensor:
         assert self.flags is not None
-        return self.flags.reshape(self.flags.shape + (1,) * (leaf.dim() - self.flags.dim()))
+        return for_each_model(self.flags, leaf)
 
     def state_dict(self) -> Tensor | None:
         return self.flags

@@ -23,8 +23,9 @@ class Update:
         the mean over the valid steps of the update: a tensor [] on the device (under ``vmap``
         [M]), so reading it waits for the device
     ``steps``
-        the number of valid steps in the update, all rows together; a tensor [] if there is a mask.
-        With ``in_dims`` all steps count, since its loss is a mean over sequences
+        the number of valid steps in the update, all rows together; a tensor [] if there is a mask
+        (of an ensemble with a mask for each model [M]). With ``in_dims`` all steps count, since its
+        loss is a mean over sequences
     ``state``
         the state after the update's last step, detached
     ``params``

@@ -7,13 +7,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .ensembles import for_each_model
+
 
 class WindowStats(NamedTuple):
     """The loss of a window, and its weight in the loss of an update; both stay on the device.
 
     ``weight`` is the number of valid steps that the loss is a mean over, summed over rows (with
-    ``in_dims``: of all steps). ``steps`` counts steps of time, ``tokens`` the steps of all rows,
-    valid or not.
+    ``in_dims``: of all steps; one for each model of an ensemble with masks of their own). ``steps``
+    counts steps of time, ``tokens`` the steps of all rows, valid or not.
     """
 
     loss: Tensor
@@ -48,6 +50,9 @@ def share(weight: int | Tensor, total: int | Tensor) -> float | Tensor:
 def moved_mean(mean: Tensor, part: Tensor, fraction: float | Tensor) -> Tensor:
     """A running mean with one more part in it, of its dtype.
 
-    The fraction may be a float64 tensor, which would make single numbers float64.
+    The fraction may be a float64 tensor, which would make single numbers float64; of an ensemble,
+    with one for each model.
     """
+    if isinstance(fraction, Tensor) and fraction.dim():
+        fraction = for_each_model(fraction, mean)
     return mean + ((part - mean) * fraction).to(mean.dtype)
