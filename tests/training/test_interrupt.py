@@ -439,3 +439,14 @@ def test_an_error_in_the_next_window_comes_after_the_update(aside: bool, tmp_pat
         run.go()
     assert len(run.seen) == 1
     assert_same(run.go().seen, whole("plain")[0])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_what_was_read_ahead_is_read_again(n: int, tmp_path: Path) -> None:
+    """Also in the first update, before which nothing was."""
+    events = Interrupting("before_update", n, ValueError("of the caller's")).events
+    run = Run("accumulated", 0, tmp_path / "run.pt", events=events)
+    run.updates._cursor.mover.aside = True  # as for a GPU
+    with pytest.raises(ValueError, match="of the caller's"):
+        run.go()
+    assert_same(run.go().seen, whole("accumulated")[0])

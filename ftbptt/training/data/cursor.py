@@ -150,6 +150,8 @@ class Cursor:
 
     def load_state_dict(self, state: dict[str, Any], place: Place) -> None:
         reading, total = state["reading"], self.source.total
+        # What was read ahead since is read again, in its turn.
+        self._ahead = self._reading_before_ahead = None
         self._is_at_end = False
         if total is not None and place.end > total:
             raise ValueError(
