@@ -20,7 +20,7 @@ from .data.layout import Counts
 from .data.prefetch import Mover
 from .data.source import as_source, check_axes
 from .random_truncation import RandomTruncation
-from .segments import Segments
+from .segments import Segments, is_segment
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,15 @@ def evaluate_stream(
     >>> evaluation.steps, evaluation.state.shape
     (2000, torch.Size([2, 5]))
     """
-    if isinstance(train_segment, RandomTruncation):
-        train_segment = train_segment.train_segment
-    if isinstance(getattr(train_segment, "__wrapped__", None), TrainSegment):
+    if is_segment(getattr(train_segment, "__wrapped__", None)):
         raise TypeError(
             "train_segment: a segment under vmap computes gradients. Pass "
             "vmap(train_segment.evaluate, in_dims=...)."
         )
-    if isinstance(segment := getattr(train_segment, "__self__", None), TrainSegment):
+    if is_segment(segment := getattr(train_segment, "__self__", None)):
         train_segment = segment  # its method evaluate was passed
+    if isinstance(train_segment, RandomTruncation):
+        train_segment = train_segment.train_segment
     segments = Segments(train_segment, time_dim=time_dim)
     if segments.under_vmap and segments.context:
         raise ValueError(

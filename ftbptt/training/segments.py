@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ..segment.train_segment import TrainSegment
 from .data.chunk import Chunk, TimeAxes
 from .data.cursor import Span
 from .data.layout import DataLayout
+from .random_truncation import RandomTruncation
 from .variants import variant, with_scale
 
 _NO_AUTOCAST = nullcontext()
@@ -50,16 +51,18 @@ class Segments(DataLayout):
                 "train_segment: expected what make_train_segment returns, or a function of its "
                 f"contract, found {type(train_segment).__name__}.{advice}"
             )
-        inner = getattr(train_segment, "train_segment", train_segment)
+        mapped = getattr(train_segment, "__wrapped__", None)  # a segment, or its evaluate
+        mapped = getattr(mapped, "__self__", mapped)
+        self.under_vmap = is_segment(mapped)
+        inner = None  # of what is under vmap: that has the attributes of what it wraps
+        if not self.under_vmap:
+            inner = getattr(train_segment, "train_segment", train_segment)
         super().__init__(inner if isinstance(inner, TrainSegment) else None, time_dim)
         if self.inner is not None and time_dim is not None:
             raise ValueError(
                 "time_dim: belongs to the segment. Pass it to "
                 f"make_train_segment(..., time_dim={time_dim})."
             )
-        mapped = getattr(train_segment, "__wrapped__", None)  # a segment, or its evaluate
-        mapped = getattr(mapped, "__self__", mapped)
-        self.under_vmap = isinstance(mapped, TrainSegment)
         if time_dim is None and self.under_vmap:
             raise ValueError(
                 "time_dim: train_segment is under vmap, which adds an axis to x and y. Say where "
@@ -248,6 +251,11 @@ class Segments(DataLayout):
             return _NO_AUTOCAST
         device = tree_leaves(chunk.x)[0].device
         return torch.autocast(device.type, self._autocast)
+
+
+def is_segment(function: Any) -> TypeGuard[TrainSegment | RandomTruncation]:
+    """Whether it is what ``make_train_segment`` returns, or ``random_truncation`` of that."""
+    return isinstance(function, (TrainSegment, RandomTruncation))
 
 
 def _flags(chunk: Chunk) -> dict[str, Tensor]:

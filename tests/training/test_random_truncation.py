@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,43 @@ def test_a_stream_of_a_batch_first_layer(options: dict[str, Any]) -> None:
     assert [update.position for update in updates][:3] == ([13, 23, 33] if options.get("fresh")
                                                            else [10, 20, 30])  # fmt: skip
     assert updates[-1].state.shape == (1, 6, 5)
+
+
+def test_an_ensemble_is_trained_and_evaluated_on_it() -> None:
+    """Under vmap all models are cut at the same steps, and time lies behind them."""
+    modules = [tagger(seed) for seed in range(2)]
+    segment = make_train_segment(modules[0], mean_cross_entropy, backend="eager")
+    x, y = (torch.stack(parts) for parts in zip(stream(20), stream(20, seed=2), strict=True))
+
+    def trained(make: Any, params: Any, state: Any, data: Any, **options: Any) -> list[Tensor]:
+        unbiased = random_truncation(segment, 3, generator=torch.Generator().manual_seed(0))
+        run = train_stream(
+            make(unbiased), params, state, data, torch.optim.SGD(params.values(), lr=0.1), k1=8,
+            progress=False, **options,
+        )  # fmt: skip
+        return [update.loss for update in run]
+
+    params, _ = torch.func.stack_module_state(modules)
+    params = {name: p.detach() for name, p in params.items()}
+    state = tuple(torch.stack([leaf] * 2) for leaf in zeros())
+    mapped = partial(torch.func.vmap, randomness="same")
+    with pytest.raises(ValueError, match="time_dim: train_segment is under vmap"):
+        trained(mapped, params, state, (x, y))
+    found = torch.stack(trained(mapped, params, state, (x, y), time_dim=1))
+    assert found.shape == (3, 2)
+    unbiased = random_truncation(segment, 3)
+    evaluate = torch.func.vmap(unbiased.evaluate)
+    evaluated = evaluate_stream(evaluate, params, state, (x, y), k=7, time_dim=1).loss
+    with pytest.raises(ValueError, match="time_dim: train_segment is under vmap"):
+        evaluate_stream(evaluate, params, state, (x, y))
+    with pytest.raises(TypeError, match="a segment under vmap computes gradients"):
+        evaluate_stream(mapped(unbiased), params, state, (x, y), time_dim=1)
+    for i, module in enumerate(modules):
+        own = dict(module.named_parameters())
+        alone = trained(lambda unbiased: unbiased, own, zeros(), (x[i], y[i]))
+        torch.testing.assert_close(found[:, i], torch.stack(alone))
+        loss = evaluate_stream(unbiased.evaluate, own, zeros(), (x[i], y[i])).loss
+        assert float(evaluated[i]) == pytest.approx(loss)
 
 
 def test_cuts_are_resumed(tmp_path: Path) -> None:
