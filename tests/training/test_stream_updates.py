@@ -185,6 +185,33 @@ def test_moving_average(segment: Segments) -> None:
     assert_equal(updates.ema_params, average, 1e-12)
 
 
+def test_moving_average_of_16_bits() -> None:
+    """What it gains in an update is less than bfloat16 resolves; without parameters it is none."""
+    module = nn.GRUCell(3, 5).bfloat16()
+    train_segment = make_train_segment(
+        module, lambda out, y: (out - y).square().mean(), backend="eager"
+    )
+    params = dict(module.named_parameters())
+    average = {name: p.detach().float() for name, p in params.items()}
+    x = stream(200)[0].bfloat16()
+    updates = train_stream(
+        train_segment, params, None, (x, torch.ones(200, 2, 5).bfloat16()), sgd(params), k1=2,
+        progress=False, ema_decay=0.999,
+    )  # fmt: skip
+    for _ in updates:
+        for name, p in params.items():
+            average[name] = average[name].lerp(p.detach().float(), 0.001)
+    for name, p in updates.ema_params.items():
+        torch.testing.assert_close(p, average[name].bfloat16())
+    none = train_stream(
+        make_train_segment(lambda p, x, h: (h, h + x), lambda out, y: out.mean(), backend="eager"),
+        {}, torch.zeros(2), (torch.ones(6, 2), None), FunctionalMomentum(), k1=3, progress=False,
+        ema_decay=0.9,
+    )  # fmt: skip
+    assert len(list(none)) == 2
+    assert none.ema_params == {}
+
+
 def test_functional_optimizer(segment: Segments) -> None:
     train_segment, params = segment()
     before = {name: p.detach().clone() for name, p in params.items()}

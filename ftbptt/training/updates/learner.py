@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..._checks import check_tensors, kind_of
 from ..._compat.running import versions_of
@@ -25,6 +24,7 @@ from ..._trees import (
     tree_unflatten,
 )
 from ..checkpoints.comparison import check_like, check_names, names_of
+from .average import MovingAverage
 from .norms import clip_by_norm, total_norm
 from .optimizers import (
     FunctionalOptimizer,
@@ -88,10 +88,7 @@ class Learner:
             )
         if scaler is not None and not isinstance(optimizer, Optimizer):
             raise TypeError("scaler: needs a torch.optim.Optimizer, which it steps itself.")
-        self._update_ema = None if ema_decay is None else get_ema_multi_avg_fn(ema_decay)
-        self.ema: list[Tensor] | None = None
-        if ema_decay is not None:
-            self.ema = [leaf.detach().clone() for leaf in self._averaged_leaves()]
+        self.ema = None if ema_decay is None else MovingAverage(params, ema_decay)
         # The mean of the gradients so far, and its weight in valid steps.
         self.gathered: tuple[list[Tensor], Any] | None = None
         self.stopped_models = StoppedModels()
@@ -260,8 +257,8 @@ class Learner:
         self.changes_gradients = versions != versions_of(grads)
         if leaves_before:
             self._keep_stopped(leaves_before)
-        if self._update_ema is not None and self.ema is not None:
-            self._update_ema(self.ema, self._averaged_leaves(), 0)
+        if self.ema is not None:
+            self.ema.update(self.params)
         return stepped
 
     def _keep_stopped(self, before: list[Tensor]) -> None:
@@ -282,19 +279,10 @@ class Learner:
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
 
-    def _averaged_leaves(self) -> list[Tensor]:
-        return [leaf for leaf in tree_leaves(self.params) if differentiable(leaf)]
-
     @property
     def ema_params(self) -> Tree:
         """The moving average, in the structure of the parameters; None without ``ema_decay``."""
-        if self.ema is None:
-            return None
-        leaves, spec = tree_flatten(self.params)
-        average = iter(self.ema)
-        return tree_unflatten(
-            [next(average) if differentiable(leaf) else leaf for leaf in leaves], spec
-        )
+        return None if self.ema is None else self.ema.like(self.params)
 
     def after_report(self, loss: float) -> None:
         """Steps a scheduler that needs the loss, which has just been read."""
@@ -314,7 +302,7 @@ class Learner:
             "optimizer": opt_state,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "ema": self.ema,
+            "ema": None if self.ema is None else self.ema.leaves,
             "stopped_models": self.stopped_models.state_dict(),
         }
 
@@ -370,8 +358,7 @@ class Learner:
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
-            for average, value in zip(self.ema, state["ema"], strict=True):
-                average.copy_(value)
+            self.ema.load(state["ema"])
         if leaves:
             self.stopped_models.load_state_dict(state.get("stopped_models"), leaves[0].device)
 
