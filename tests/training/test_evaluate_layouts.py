@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MeanSquaredError
 
 from ftbptt import make_train_segment
-from ftbptt.training import Chunk, evaluate_stream
+from ftbptt.training import Chunk, evaluate_stream, train_stream
 
 from .evaluations import accuracy, evaluate, flags
 from .streams import stream, tagger
@@ -192,3 +193,45 @@ def test_an_average_of_the_loss_itself() -> None:
 
     found = evaluate(stream(22, rows=3), k=5, metrics={"loss": MeanLoss()})
     assert found.metrics["loss"].item() == pytest.approx(found.loss, rel=1e-5)
+
+
+def test_a_part_of_the_state_that_all_rows_share() -> None:
+    """Such as a count of steps: there are rows nevertheless, which are counted and flattened."""
+
+    def step(params: Any, x_t: Tensor, state: Any) -> Any:
+        h, count = state
+        h = torch.tanh(x_t @ params["w"] + h)
+        return h, (h, count + 1)
+
+    segment = make_train_segment(step, square_error, backend="eager")
+    params, state = {"w": torch.randn(3, 4)}, (torch.zeros(2, 4), torch.zeros(()))
+    x, y = torch.randn(17, 2, 3), torch.randn(17, 2, 4)
+    found = evaluate_stream(
+        segment, params, state, (x, y), k=9,
+        metrics={"error": MeanSquaredError(), "y": FirstOfTwo()},
+    )  # fmt: skip
+    assert torch.equal(torch.cat(found.metrics["y"]), y.flatten(0, 1))
+    assert found.metrics["error"].item() == pytest.approx(found.loss, rel=1e-5)
+    assert found.steps == 34
+    x[4, 1] = math.nan
+    options: dict[str, Any] = {"k1": 5, "progress": False}
+    updates = list(
+        train_stream(
+            segment, params, state, (x[5:], y[5:]), torch.optim.SGD(params.values()), **options
+        )
+    )
+    assert [update.steps for update in updates] == [10, 10, 4]
+    with pytest.warns(RuntimeWarning, match="x is first not finite at step 4, row 1"):
+        updates = list(
+            train_stream(
+                segment, params, state, (x, y), torch.optim.SGD(params.values()),
+                on_nonfinite="skip", **options,
+            )
+        )  # fmt: skip
+    assert updates[0].position == 10
+    assert float(updates[0].state[1]) == 5
+    run = train_stream(
+        segment, params, state, (x, y), torch.optim.SGD(params.values()), micro_batches=2, **options
+    )
+    with pytest.raises(ValueError, match=r"micro_batches: state\[1\] has shape \[\], without the"):
+        next(run)

@@ -167,6 +167,12 @@ class DataLayout:
             raise ValueError(
                 "micro_batches: x, y and the state have no rows in common that could be split."
             )
+        for path, leaf in tree_flatten_with_path(state)[0]:
+            if leaf is not None and leaf.dim() <= self.row_axis(leaf):
+                raise ValueError(
+                    f"micro_batches: state{keystr(path)} has shape {list(leaf.shape)}, without the "
+                    "axis of rows, which are split. Give each row its own."
+                )
         return split_rows(chunk, state, parts, self.layout(chunk.x), self.row_axis)
 
     def join_states(self, states: list[Tree]) -> Tree:
@@ -208,7 +214,8 @@ class DataLayout:
     def restart_nonfinite_rows(self, state: Tree, initial: Tree, rows: int | None) -> Tree:
         """The state, with rows that are not finite replaced by those of ``initial`` (None: zeros).
 
-        Data without rows (None) is replaced as one. None stays: the state that a step starts from.
+        Data without rows (None) is replaced as one, and so is a state of which all rows share a
+        part. None stays: the state that a step starts from.
         """
         if state is None:
             return None
@@ -216,7 +223,7 @@ class DataLayout:
             initial = tree_map(torch.zeros_like, state)
         initial = tree_map(self._with_row_axis, in_order_of(state, initial), state)
         leaves = tree_leaves(state)
-        if rows is None:
+        if rows is None or any(leaf.dim() <= self.row_axis(leaf) for leaf in leaves):
             return state if all(leaf.isfinite().all() for leaf in leaves) else initial
         for leaf in leaves:
             axis = self.row_axis(leaf)

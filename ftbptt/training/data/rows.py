@@ -25,7 +25,8 @@ def count_rows(
 
     ``batched_axes`` is the fewest axes that ``x`` has with rows. Where neither that nor a flag
     decides, an axis of ``x`` is taken for rows, and not for features, if ``y`` and the state have
-    it too. (Of ``y`` one leaf is enough: beside the targets there may be a weight of each step.)
+    it too. (Of ``y`` one leaf is enough: beside the targets there may be a weight of each step. A
+    leaf of the state without that axis, such as a count of steps, is the same for all rows.)
     """
     for flags in (chunk.reset, chunk.mask):
         if flags is not None and (axis := layout.flag_axes(flags.dim())[1]) is not None:
@@ -39,11 +40,9 @@ def count_rows(
     if x.dim() == 2 and targets and all(leaf.dim() < 2 for leaf in targets):
         return None
     rows = int(x.shape[layout.x_rows])
-    state_has_rows = all(
-        leaf.dim() > row_axis(leaf) and leaf.shape[row_axis(leaf)] == rows
-        for leaf in tree_leaves(state)
-        if isinstance(leaf, Tensor)
-    )
+    leaves = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    sizes = [leaf.shape[row_axis(leaf)] for leaf in leaves if leaf.dim() > row_axis(leaf)]
+    state_has_rows = all(size == rows for size in sizes) and (sizes or not leaves)
     return rows if state_has_rows else None
 
 
