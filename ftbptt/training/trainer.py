@@ -283,9 +283,9 @@ class Trainer:
             self._epochs_ended = epoch + 1
         if self.limits.epochs is not None and epoch + 1 >= self.limits.epochs:
             return False
+        self.cursor.begin(epoch + 1)  # which may be interrupted: until then this epoch has ended
         self.place = Place(epoch + 1, 0, 0, self.windows.initial)
         self._had_windows = False
-        self.cursor.begin(epoch + 1)
         emit(self.events.epoch_start, epoch + 1)
         return True
 

@@ -450,3 +450,27 @@ def test_what_was_read_ahead_is_read_again(n: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of the caller's"):
         run.go()
     assert_same(run.go().seen, whole("accumulated")[0])
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_interrupted_where_the_next_epoch_begins(
+    error: type[BaseException], saved: bool, tmp_path: Path
+) -> None:
+    """As while a ``DataLoader`` starts its workers."""
+    pieces, begins = [Pieces(noise=False)[i] for i in range(5)], []
+
+    class Failing:
+        def __iter__(self) -> Iterator[Any]:
+            begins.append(0)
+            if len(begins) in (2, 3):
+                raise error
+            return iter(pieces)
+
+    once = Run("plain", 0, data=pieces, epochs=2).go()
+    file = tmp_path / "run.pt" if saved else None
+    run = Run("plain", 0, file, data=Failing(), epochs=2)
+    for _ in range(2):
+        with pytest.raises(error):
+            run.go()
+    assert_same(run.go().seen, once.seen)
