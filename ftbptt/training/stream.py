@@ -236,7 +236,7 @@ class Stream(Iterator[Update]):
 
         The run also saves itself: every ``checkpoint_every`` updates, at the end, where a loop over
         it is left, on an error and on Ctrl-C. With a mesh, all ranks must call this. Raises
-        RuntimeError for a run without ``checkpoint=``.
+        RuntimeError for a run without ``checkpoint=``, and as :meth:`state_dict`.
         """
         if self._store is None:
             raise RuntimeError("this run has no checkpoint: train_stream(..., checkpoint='run.pt')")
@@ -282,8 +282,15 @@ class Stream(Iterator[Update]):
         """The run after the last update: tensors, numbers, strings, lists and dicts.
 
         The tensors are the run's own, which the next update changes: copy what is to be kept. Of a
-        sharded optimizer it is a collective: call it on all ranks.
+        sharded optimizer it is a collective: call it on all ranks. Raises RuntimeError while the
+        optimizer's step is made, and after one that failed: the parameters are of no update then.
         """
+        if not self._trainer.is_consistent:
+            raise RuntimeError(
+                f"state_dict: the optimizer's step of update {self.index} was not made to its end, "
+                "so the parameters are neither those before it nor those after it. Save the run "
+                "between two updates, or resume it from its last checkpoint."
+            )
         self._begin_to_be_saved()
         return {
             "format": 1,

@@ -167,7 +167,13 @@ def test_an_error_within_the_optimizer(tmp_path: Path, monkeypatch: pytest.Monke
     finally:
         signal.signal(signal.SIGINT, before)
     assert handled == [signal.SIGINT]  # the caller's own handler, which was put back
+    with pytest.raises(RuntimeError, match="step of update 3 was not made to its end, so the"):
+        first.updates.save()
     assert load_checkpoint(tmp_path / "run.pt")["index"] == 2
+    Interrupted.at = 99
+    next(first.updates)
+    first.updates.save()
+    assert load_checkpoint(tmp_path / "run.pt")["index"] == 4
 
 
 def test_interrupted_while_it_is_resumed(tmp_path: Path) -> None:
