@@ -366,3 +366,20 @@ def test_where_another_device_is_the_default() -> None:
     with torch.device("meta"):
         found = shared._unflatten("run", shared._flatten("run", tree))
     assert repr(found) == repr(tree)
+
+
+def _saved_within_an_update(mesh: DeviceMesh, folder: str | None) -> list[float]:
+    """By an event, where windows were accumulated already."""
+
+    def save(window: Any, output: Any) -> None:
+        if folder is not None and window.index % 3 == 1:
+            run.save()
+
+    run = new_run(mesh, checkpoint=folder, accumulate=3, events=Events(after_window=save))
+    return [float(update.grad_norm) for update in run]
+
+
+def test_a_run_that_is_saved_within_an_update(two: Ranks, tmp_path: Path) -> None:
+    """All windows of that update count."""
+    expected = two.call(_saved_within_an_update, None)
+    assert two.call(_saved_within_an_update, str(tmp_path / "run")) == expected

@@ -222,7 +222,10 @@ class RankSync:
         Raises as :meth:`update`.
         """
         saves = _SAVING_WHEN_DUE if when_due else _SAVING
-        return bool(self.update(index, stops=stops, saves=saves).stopping)
+        gathered = self.learner.gathered  # a caller may save within an update
+        joint = self.update(index, stops=stops, saves=saves)
+        self.learner.gathered = gathered
+        return bool(joint.stopping)
 
     def close(self, index: int) -> None:
         """Waits until all ranks end the run, before update ``index``.
