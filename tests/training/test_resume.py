@@ -452,3 +452,12 @@ def test_without_parameters(given: bool, tmp_path: Path) -> None:
             progress=False, checkpoint=tmp_path / "run.pt", resume=True,
         )  # fmt: skip
         assert [float(update.loss) for update in run] == [2.5, 6.5]
+
+
+def test_saved_before_it_goes_on(tmp_path: Path) -> None:
+    """Once more a run from elsewhere: what it has written is not taken for another's."""
+    first = Run("plain", 0).go(3)
+    run = Run("plain", 7, tmp_path / "run.pt")
+    run.updates.load_state_dict(first.updates.state_dict())
+    run.updates.save()
+    assert_same(run.go().seen, whole("plain")[0][3:])

@@ -107,6 +107,7 @@ class FileStore:
     def offer(self, index: int | None, content: Callable[[], Content], *, last: bool) -> bool:
         if index is not None:
             save_checkpoint(self.path, content())
+            self._existed = True  # a run that is restored may be saved before it begins
         return index is not None
 
     def load(self) -> Content | None:
@@ -144,6 +145,7 @@ class SharedStore:
             common |= {"ranks": self.ranks.size, "furthest": furthest}
             rows = {name: by_rank.pop(name) for name in _BY_ROW}
             self.checkpoints.save(index, Parts(common, by_rank, rows))
+            self._existed = True
         if last:
             self.ranks.all_do(self.checkpoints.wait)
         return agreed and index is not None
