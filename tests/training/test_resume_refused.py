@@ -61,6 +61,11 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(OSError, match=r"checkpoint: no file can be written in .*file \(.*Give"):
             Run("plain", 0, tmp_path / "file" / "run.pt")
+    link = tmp_path / "link"  # which could be written, but what it leads to could not
+    link.symlink_to(tmp_path / "file" / "run.pt")
+    with pytest.raises(OSError, match=r"checkpoint: no file can be written in .*file \(.*Give"):
+        Run("plain", 0, link)
+    link.unlink()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=r"checkpoint: .*pipe is no regular file. Give the name"):
         Run("plain", 0, tmp_path / "pipe", resume=False)

@@ -42,7 +42,7 @@ class CheckpointError(ValueError):
     """
 
 
-def _followed(path: str | Path) -> Path:
+def followed(path: str | Path) -> Path:
     """Where the file is: a link stays one, and the other files are where it leads."""
     path = Path(path)
     return path.resolve() if path.is_symlink() else path
@@ -50,7 +50,7 @@ def _followed(path: str | Path) -> Path:
 
 def previous(path: str | Path) -> Path:
     """Where :func:`save_checkpoint` moves the checkpoint that was at ``path``."""
-    path = _followed(path)
+    path = followed(path)
     return path.with_name(f"{path.name}.previous")
 
 
@@ -76,7 +76,7 @@ def save_checkpoint(path: str | Path, content: Any) -> None:
     ...     sorted(file.name for file in Path(folder).iterdir())
     ['run.pt', 'run.pt.previous']
     """
-    path = _followed(path)
+    path = followed(path)
     if path.is_dir():  # os.replace would move a folder away as well
         raise IsADirectoryError(f"checkpoint: {path} is a folder. Give the name of a file.")
     if is_special(path):
@@ -177,7 +177,7 @@ def load_checkpoint(path: str | Path) -> Any:
     ...     load_checkpoint(f"{folder}/run.pt")
     {'step': 3}
     """
-    path = _followed(path)
+    path = followed(path)
     problems = []
     # The temporary file is the last, and whole, if the run was killed between the two renames.
     others = (previous(path), _unfinished(path))

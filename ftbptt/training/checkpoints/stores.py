@@ -14,6 +14,7 @@ from torch import Tensor
 from ...distributed.ranks import Ranks
 from .file import (
     check_writable,
+    followed,
     has_checkpoint,
     is_special,
     load_checkpoint,
@@ -83,7 +84,7 @@ def store_at(
         )
     replaces = exists and not resume
     if ranks is None:
-        check_writable(path.parent)
+        check_writable(followed(path).parent)
         return FileStore(path, exists, replaces)
     ranks.all_do(partial(check_writable, path))
     _check_shared(ranks, path)
