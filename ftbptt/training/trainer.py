@@ -58,6 +58,7 @@ class Trainer:
         self.learner, self.guard, self.events = windows.learner, windows.guard, windows.events
         self.limits, self.rank_sync = limits, rank_sync
         self.keeps_resume_point = keeps_resume_point
+        cursor.goes_back(keeps_resume_point)
         self.place = Place(0, 0, 0, windows.initial)  # of the next window
         self.state_after = windows.initial  # after the last step of the last window
         # Where the run stood before the update in progress; None between two updates.
@@ -83,8 +84,7 @@ class Trainer:
 
     def set_resume_point(self) -> None:
         """The next update begins: if it is interrupted, it is saved and made again from here."""
-        if self.keeps_resume_point:
-            self.resume_point = self._current_point()
+        self.resume_point = self._current_point() if self.keeps_resume_point else None
 
     def rewind(self) -> None:
         """Goes back to where the interrupted update began."""

@@ -480,3 +480,40 @@ def test_interrupted_where_the_next_epoch_begins(
         with pytest.raises(error):
             run.go()
     assert_same(run.go().seen, once.seen)
+
+
+def test_an_iterator_is_read_again_by_a_run_from_elsewhere(tmp_path: Path) -> None:
+    """What fails on the way, or in the update after that, does not end it."""
+    first = Run("generator", 0).go(3)
+    saved = first.updates.state_dict()
+    for saves in (False, True):
+        file = tmp_path / "run.pt" if saves else None
+        events = Interrupting("before_window", 1, ValueError("of the caller's")).events
+        run = Run("generator", 0, file, events=events)
+        run.updates.load_state_dict(saved)
+        with pytest.raises(ValueError, match="of the caller's"):
+            run.go()
+        assert_same(run.go().seen, whole("generator")[0][3:])
+    pieces = Pieces(noise=True)
+
+    def chunks() -> Iterator[Any]:
+        for i in range(5):
+            if i == 1:
+                raise KeyboardInterrupt
+            yield pieces[i]
+
+    run = Run("generator", 0, data=chunks())
+    run.updates.load_state_dict(saved)
+    with pytest.raises(KeyboardInterrupt):
+        run.go()
+    with pytest.raises(RuntimeError, match=r"data: the iterator failed at chunk 2 \(KeyboardInter"):
+        run.go()
+
+
+def test_what_an_iterator_gave_is_not_kept_for_nothing() -> None:
+    """Without a checkpoint no update is made again, also where the state of the run was read."""
+    run = Run("generator", 0)
+    next(run.updates)
+    run.updates.state_dict()
+    run.go()
+    assert not run.updates._cursor.source._replay.recorded  # type: ignore[attr-defined]

@@ -41,6 +41,8 @@ class ChunkStream:
         self.chunks, self.axes_of = chunks, axes_of
         self.axes = TimeAxes()  # known with the first chunk
         self.total: int | None = None
+        # Whether a run may go back to a reading: what an iterator gave since the last is then kept.
+        self.goes_back = True
         self.pulled = 0  # chunks taken from the iterator in this epoch
         self._iterator: Iterator[Any] | None = None
         self._taken: list[Any] = []  # the next item, until it is held as a chunk
@@ -202,15 +204,19 @@ class ChunkStream:
     # -- reading again ----------------------------------------------------------------------------
 
     def reading(self) -> dict[str, Any]:
-        if self._is_iterator:
+        if self._is_iterator and self.goes_back:
             self._replay.take_snapshot(_Snapshot(self.pulled, self._end, tuple(self._held)))
         return {"pulled": self.pulled, **self._start, "random": dict(self._start["random"])}
 
     def read_again(self, reading: dict[str, Any], epoch: int, start: int) -> None:
-        if self._is_iterator:
+        if self._is_iterator and self._replay.is_recording:
             snapshot = self._replay.snapshot_after(reading["pulled"])
             self.pulled, self._end = snapshot.pulled, snapshot.end
             self._held = deque(snapshot.held)
+            return
+        if self._is_iterator:  # this was interrupted before: it goes on where that left it
+            with self.randomness.drawing():
+                self._pull_again(reading["pulled"], start)
             return
         self.randomness.rejoin()
         with self.randomness.drawing():

@@ -70,6 +70,11 @@ class Cursor:
         self._ahead = self._reading_before_ahead = None
         self._is_at_end = False
 
+    def goes_back(self, wanted: bool) -> None:
+        """Says whether :meth:`load_state_dict` may be given a state of this same reader."""
+        if isinstance(self.source, ChunkStream):
+            self.source.goes_back = wanted
+
     def close(self) -> None:
         """Ends the reading, so that the workers of a ``DataLoader`` stop."""
         if isinstance(self.source, ChunkStream):
