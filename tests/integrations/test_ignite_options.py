@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ignite.engine import Events
 from torch import Tensor, nn
 
 from ftbptt.training import Chunk, train_stream
@@ -126,6 +127,24 @@ def test_a_carried_state_starts_over_with_the_data() -> None:
     seen.clear()
     trainer.run(data, max_epochs=4, epoch_length=3)
     assert seen == ([1] + [2] * 8) * 2
+
+
+def test_a_carried_state_starts_over_after_an_epoch_that_was_terminated() -> None:
+    """Whose data starts over, without the event that tells of its end."""
+    model, data, _ = model_of("LSTM")
+    trainer, _ = trainer_of(model, state="carry", backend="eager")
+    carried: list[bool] = []
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def note(engine: Any) -> None:
+        carried.append(engine.state.hidden is not None)
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=2))
+    def stop(engine: Any) -> None:
+        engine.terminate_epoch()
+
+    trainer.run(data, max_epochs=2)
+    assert carried == [False, True, False, True, True]
 
 
 @pytest.mark.parametrize("backend", ["eager", "auto"])

@@ -281,7 +281,7 @@ class _Iteration:
 def _carry(engine: Engine, initial: Tree) -> None:
     """Keeps the hidden state in ``engine.state``, and resets it where the data starts over."""
 
-    def restart(engine: Engine) -> None:
+    def restart(engine: Engine, iter_counter: int = 0) -> None:  # given by the last of the events
         engine.state.hidden = initial  # type: ignore[attr-defined]
 
     def start(engine: Engine) -> None:
@@ -292,7 +292,8 @@ def _carry(engine: Engine, initial: Tree) -> None:
     restart(engine)
     engine.state_dict_user_keys.append("hidden")
     engine.add_event_handler(Events.STARTED, start)
-    engine.add_event_handler(Events.DATALOADER_STOP_ITERATION, restart)
+    for data_starts_over in (Events.DATALOADER_STOP_ITERATION, Events.TERMINATE_SINGLE_EPOCH):
+        engine.add_event_handler(data_starts_over, restart)
 
 
 def _detached(hidden: Tree, device: torch.device | None) -> Tree:
