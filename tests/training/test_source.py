@@ -318,3 +318,27 @@ def test_a_source_that_leaves_steps_out() -> None:
     assert len(losses_of(Short(), k1=3)) == 4
     with pytest.raises(ValueError, match=re.escape("data: read(0, 4) returned 3 steps, but total")):
         losses_of(Short(), k1=4)
+
+
+def test_a_loader_that_writes_over_what_it_gave() -> None:
+    """Where a window needs both chunks; not if each is done with, or lies beside the other."""
+    x, y = stream(12, 3)
+
+    def reusing(x: Tensor, y: Tensor) -> Iterator[Any]:
+        buffers = torch.empty_like(x[:3]), torch.empty_like(y[:3])
+        for start in range(0, 12, 3):
+            for buffer, whole in zip(buffers, (x, y), strict=True):
+                buffer.copy_(whole[start : start + 3])
+            yield buffers
+
+    def filling(x: Tensor, y: Tensor) -> Iterator[Any]:
+        buffer = torch.empty_like(x)
+        for start in range(0, 12, 3):
+            buffer[start : start + 3] = x[start : start + 3]
+            yield buffer[start : start + 3], y[start : start + 3]
+
+    expected = losses_of((x, y), k1=3)
+    assert losses_of(reusing(x, y), k1=3) == expected
+    assert losses_of(filling(x, y), k1=6) == losses_of((x, y), k1=6)
+    with pytest.raises(ValueError, match=r"data, chunk 2: is in the memory of a chunk before it"):
+        losses_of(reusing(x, y), k1=6)

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from ..._compat.running import version_of, versions_of
 from ..._compat.training import has_workers, with_workers
 from ..._interrupt import uninterrupted
 from ..._messages import first_line
 from ..._random_state import random_state, set_random_state
-from ..._trees import Tree
+from ..._trees import Tree, tree_leaves
 from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, error_prefix
 from .randomness import DataRandomness
 
@@ -49,6 +52,8 @@ class ChunkStream:
         self._failure: str | None = None  # of the iterator: the name of its error
         self._epoch = 0
         self._held: deque[_HeldChunk] = deque()
+        # The tensors of those held as the next item was taken, and how often each was written then.
+        self._held_before: list[tuple[list[Tensor], list[int]]] = []
         self._end = 0  # the first step of the next chunk
         self.randomness = DataRandomness(chunks)
         # What there was before the epoch, as in a reading; the random numbers also before the first
@@ -89,6 +94,7 @@ class ChunkStream:
         self._iterator, self.pulled, self._end, self._failure = iterator, 0, 0, None
         self._held.clear()
         self._taken.clear()
+        self._held_before.clear()
 
     def close(self) -> None:
         """Drops the epoch's iterator, and with it the workers of a ``DataLoader``."""
@@ -144,6 +150,7 @@ class ChunkStream:
                 if not number:
                     self.axes = self.axes_of(chunk.x)
                 self.axes.length(chunk)
+                self._check_not_written_over(chunk)
         end = self._end + self.axes.steps(chunk)
         with uninterrupted():
             if self._replay.is_recording:
@@ -153,6 +160,7 @@ class ChunkStream:
             self.pulled += 1
             if recorded is None:
                 self._taken.clear()
+                self._held_before.clear()
         return True
 
     def _take(self) -> bool:
@@ -171,6 +179,8 @@ class ChunkStream:
                 set_random_state(random[_FIRST_CHUNK])
             else:
                 random[_FIRST_CHUNK] = random_state()
+        held = [_leaves(held.chunk) for held in self._held]
+        self._held_before = [(leaves, versions_of(leaves)) for leaves in held]
         try:  # in one step: Ctrl-C does not come when the item is neither here nor there
             self._taken.extend(islice(self._iterator, 1))
         except BaseException as error:
@@ -182,6 +192,17 @@ class ChunkStream:
                 with uninterrupted():
                     self.randomness.branch()
         return bool(self._taken)
+
+    def _check_not_written_over(self, chunk: Chunk) -> None:
+        """Raises ValueError if the chunk is in the memory of one that windows still read."""
+        for held, versions in self._held_before:
+            for leaf, version, new in zip(held, versions, _leaves(chunk), strict=False):
+                if leaf.data_ptr() == new.data_ptr() and version_of(leaf) != version:
+                    raise ValueError(
+                        "is in the memory of a chunk before it, and was written over that, of "
+                        "which steps are still to be read. Give new tensors each time, such as "
+                        "buffer.clone()."
+                    )
 
     def _begin_again(self) -> None:
         """Takes a new iterator: one that failed would leave out chunks, or be at its end."""
@@ -238,6 +259,10 @@ class ChunkStream:
                     f"{self.pulled}. Resume with the data that the run was started with."
                 )
             self._drop_before(start)
+
+
+def _leaves(chunk: Chunk) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tuple(chunk)) if leaf is not None]
 
 
 class _Snapshot(NamedTuple):
