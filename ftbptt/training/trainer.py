@@ -127,7 +127,7 @@ class Trainer:
 
     def next_update(self) -> Update | None:
         """The next update; None if the run has ended."""
-        while self.limits.updates is None or self.index < self.limits.updates:
+        while not self._is_at_limit():
             stats, more = self._run_windows()
             self._had_windows |= more  # before the update: after that, an error leaves the run
             if self.rank_sync is None:
@@ -141,6 +141,13 @@ class Trainer:
             if not more and not self._next_epoch():
                 return None
         return None
+
+    def _is_at_limit(self) -> bool:
+        """Whether there are to be no more updates; in the last epoch, none after its end."""
+        epochs, updates = self.limits.epochs, self.limits.updates
+        # A run may be resumed with fewer epochs than it has had.
+        is_past = epochs is not None and self.place.epoch >= epochs
+        return is_past or (updates is not None and self.index >= updates)
 
     def _run_windows(self) -> tuple[WindowStats | None, bool]:
         """Runs the windows of an update, fewer at the end of an epoch.

@@ -461,3 +461,15 @@ def test_saved_before_it_goes_on(tmp_path: Path) -> None:
     run.updates.load_state_dict(first.updates.state_dict())
     run.updates.save()
     assert_same(run.go().seen, whole("plain")[0][3:])
+
+
+def test_fewer_epochs_than_it_has_had(tmp_path: Path) -> None:
+    """It makes no update more, also where the epoch that it was in has not ended."""
+    file = tmp_path / "run.pt"
+    Run("plain", 0, file, epochs=None).go(8)
+    content = load_checkpoint(file)
+    assert (content["index"], content["place"][0]) == (8, 1)
+    assert Run("plain", 7, file, resume=True, epochs=1).go().seen == []
+    assert [seen[:2] for seen in Run("plain", 7, file, resume=True, epochs=2).go().seen] == [
+        (index, 1) for index in range(8, 12)
+    ]
