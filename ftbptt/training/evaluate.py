@@ -29,8 +29,8 @@ class Evaluation:
 
     - ``loss``: the mean over all valid steps (with ``in_dims``: see there); 0 if there are none. Of
       an ensemble a tensor [M], on the device.
-    - ``steps``: the number of valid steps, summed over rows (of an ensemble: of each model, but of
-      all together if they have masks of their own).
+    - ``steps``: the number of valid steps, summed over rows (of an ensemble also over models, if
+      each has data of its own).
     - ``metrics``: by name, what each metric's ``compute()`` returned.
     - ``state``: the state after the last step.
 
@@ -150,8 +150,12 @@ def evaluate_stream(
             weighted_loss = result.loss.double() * weight
             loss_sum = weighted_loss if loss_sum is None else loss_sum + weighted_loss
             weights = weights + weight
-            valid = weight if segments.inner is None else segments.valid_steps(chunk, state)
-            valid_steps = valid_steps + valid
+            if segments.inner is not None:  # with in_dims, that is another number than the weight
+                valid_steps = valid_steps + segments.valid_steps(chunk, state)
+            elif segments.layout(chunk.x).x_time:  # of models with data of their own
+                valid_steps = valid_steps + torch.as_tensor(weight).expand_as(result.loss).sum()
+            else:
+                valid_steps = valid_steps + weight
             if metrics:
                 pair, layout = (result.out, chunk.y), segments.layout(chunk.x)
                 if metric_inputs is not None:
@@ -164,7 +168,7 @@ def evaluate_stream(
     loss = loss_sum / torch.as_tensor(weights, device=loss_sum.device).clamp(min=1)
     return Evaluation(
         loss if loss.dim() else float(loss),
-        int(torch.as_tensor(valid_steps).sum()),
+        int(valid_steps),
         {name: metric.compute() for name, metric in metrics.items()},
         state,
     )

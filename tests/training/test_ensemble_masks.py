@@ -29,6 +29,8 @@ def mapped(call: Any) -> Any:
     """The call under vmap, which maps only what it is given by position."""
 
     def ensemble(*args: Any, reset: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        if mask is None:
+            return vmap(call)(*args)
         return vmap(lambda p, s, x, y, m: call(p, s, x, y, mask=m))(*args, mask)
 
     return ensemble
@@ -102,6 +104,14 @@ def test_each_model_is_evaluated_as_alone(of_rows: bool) -> None:
         assert float(found.loss[i]) == pytest.approx(alone.loss)
     assert found.loss[2] == 0
     assert found.steps == int(mask.sum()) * (1 if of_rows else ROWS)
+    mask[:, :4] = True  # of which a chunk without a mask says nothing
+    whole = evaluate_stream(ensemble, params, models, data, k=4, time_dim=1)
+    chunks = [
+        Chunk(data.x[:, :4], data.y[:, :4]), Chunk(data.x[:, 4:], data.y[:, 4:], None, mask[:, 4:])
+    ]  # fmt: skip
+    parts = evaluate_stream(ensemble, params, models, chunks, k=4, time_dim=1)
+    torch.testing.assert_close(parts.loss, whole.loss)
+    assert parts.steps == whole.steps == int(mask.sum()) * (1 if of_rows else ROWS)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -130,15 +130,19 @@ class DataLayout:
 
         Of models with masks of their own the weight is [M].
         """
-        leaves, x = tree_leaves(state), leaf_with_rows(chunk.x)
-        if self.inner is not None or any(leaf.shape[:1] != loss.shape for leaf in leaves):
+        leaves = [leaf for leaf in tree_leaves(state) if leaf is not None]
+        has_models = loss.dim() == 1 and all(leaf.shape[:1] == loss.shape for leaf in leaves)
+        if self.inner is not None or not has_models:
             return self.count(chunk, state, context)
-        steps, layout, mask = self.steps(chunk), self.layout(chunk.x), chunk.mask
-        axis = layout.x_time + 1  # of the rows of each model
-        has_rows = x.dim() > axis and all(leaf.shape[1:2] == x.shape[axis:][:1] for leaf in leaves)
-        rows = int(x.shape[axis]) if has_rows else 1
+        layout, mask = self.layout(chunk.x), chunk.mask
+        one = chunk._replace(reset=None, mask=None)
+        if has_own_data := layout.x_time == 1:
+            first = tree_map(lambda leaf: None if leaf is None else leaf[0], (chunk.x, chunk.y))
+            one, layout = Chunk(*first), Layout(0)
+        rows = count_rows(one, state, layout, lambda leaf: 1, 2) or 1
+        steps = self.steps(chunk)
         weight: int | Tensor = (steps - context) * rows
-        if mask is not None and mask.shape[:1] == loss.shape and layout.flag_axes(mask.dim())[0]:
+        if mask is not None and mask.dim() > 1 and has_own_data:
             valid = mask[:, context:].flatten(1).sum(1)
             weight = valid if mask.dim() > 2 else valid * rows
         elif mask is not None:
