@@ -100,7 +100,8 @@ def _row_norms(d_state: Tensor, row_axis: int | None) -> Tensor:
     """``[lags, windows, ...] -> [lags, windows, B]``, at least in float32."""
     d_state = d_state.to(torch.promote_types(d_state.dtype, torch.float32))
     if row_axis is None:
-        return torch.linalg.vector_norm(d_state.flatten(2), dim=2).unsqueeze(2)
+        entries = d_state.reshape(*d_state.shape[:2], -1)  # also of a state that is one number
+        return torch.linalg.vector_norm(entries, dim=2).unsqueeze(2)
     rows = d_state.movedim(row_axis + 2, 2)
     return torch.linalg.vector_norm(rows.reshape(*rows.shape[:3], -1), dim=3)
 

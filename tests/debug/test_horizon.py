@@ -125,6 +125,27 @@ def test_axes_of_time_and_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(norms, expected, rtol=1e-10, atol=1e-13)
 
 
+def test_a_leaf_that_is_one_number() -> None:
+    """Such as a gain that fades: it has no axis, so that the norms are those of all rows."""
+
+    def step(params: Tree, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        h, gain = state
+        h = torch.tanh(x_t + gain * (h @ params["u"]))
+        return h, (h, gain * 0.9 + 0.1 * h.mean())
+
+    torch.manual_seed(0)
+    arguments = (
+        {"u": torch.randn(2, 2).double()}, (torch.zeros(3, 2).double(), torch.ones(()).double()),
+        torch.randn(STEPS, 3, 2).double(), torch.randn(STEPS, 3, 2).double(),
+    )  # fmt: skip
+    segment = make_train_segment(step, mse, backend="eager")
+    norms = gradient_horizon(segment, *arguments, max_lag=MAX_LAG).norms
+    d_state = by_autograd(step, mse, arguments, STEPS - 1, 2)
+    for name in ("state[0]", "state[1]"):
+        assert norms[name].shape == (MAX_LAG, STEPS - MAX_LAG, 1)
+        torch.testing.assert_close(norms[name][1, -1, 0], d_state[name].norm())
+
+
 def test_nothing_reaches_over_a_reset() -> None:
     module, arguments = gru()
     segment = make_train_segment(module, mse, backend="eager")
