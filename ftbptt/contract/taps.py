@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .._messages import describe_type
 from .._trees import Tree, differentiable
 
 
@@ -56,6 +57,11 @@ class Collector:
                 f"tap: the name {name!r} is used twice in one step. Give each tensor its own, such "
                 f"as {name + '.1'!r}."
             )
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"tap: {name!r} is {describe_type(tensor)}, and no tensor. Tap each tensor of it "
+                "under a name of its own."
+            )
         if not differentiable(tensor):
             raise TypeError(
                 f"tap: {name!r} is {tensor.dtype}, which has no gradient. Tap a floating point "
@@ -84,7 +90,7 @@ def tap(name: str, tensor: Tensor) -> Tensor:
     returns its value and its gradient at every step; else, this does nothing.
 
     Raises TypeError for a name that is no string; and when such a segment is traced, TypeError for
-    a tensor without a gradient, ValueError for a name used twice in a step.
+    what is no tensor, or one without a gradient, ValueError for a name used twice in a step.
 
     >>> import torch, ftbptt
     >>> def step(params, x_t, h):

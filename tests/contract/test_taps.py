@@ -340,7 +340,12 @@ def test_bad_taps() -> None:
     def whole(params: Any, x_t: Tensor, h: Tensor) -> Any:
         return tap("n", h.argmax(-1)), h
 
+    def pair(params: Any, x_t: Tensor, h: Tensor) -> Any:
+        tap("state", (h, h))  # type: ignore[arg-type]
+        return h, h
+
     for step, kind, words in (
+        (pair, TypeError, "tap: 'state' is a tuple of 2, and no tensor. Tap each tensor of it"),
         (same, ValueError, "tap: the name 'a' is used twice in one step"),
         (whole, TypeError, "tap: 'n' is torch.int64, which has no gradient"),
     ):
