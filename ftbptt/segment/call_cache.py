@@ -22,7 +22,7 @@ _MOST = 256  # calls, one for each K; many different lengths should not fill the
 
 @dataclass(frozen=True)
 class FlatArguments:
-    """Arguments as flat tensors, and a key of their structure, shapes, dtypes and devices.
+    """Arguments as flat tensors, and a key of their structure, shapes, dtypes, devices, layouts.
 
     Only of tensors, None, and dicts, tuples and lists of these, which is all that most calls have.
     """
@@ -52,7 +52,7 @@ def flatten(tree: Tree, leaves: list[Tensor], key: list[Any]) -> bool:
     kind = type(tree)
     if kind in _TENSORS:
         leaves.append(tree)
-        key.append((tree.shape, tree.dtype, tree.device))
+        key.append((tree.shape, tree.dtype, tree.device, tree.layout))
         return True
     if tree is None:
         key.append(None)
@@ -68,7 +68,7 @@ def flatten(tree: Tree, leaves: list[Tensor], key: list[Any]) -> bool:
     for part in parts:
         if type(part) in _TENSORS:  # the frequent case, without a call
             leaves.append(part)
-            key.append((part.shape, part.dtype, part.device))
+            key.append((part.shape, part.dtype, part.device, part.layout))
         elif not flatten(part, leaves, key):
             return False
     return True

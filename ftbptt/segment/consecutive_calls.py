@@ -81,7 +81,7 @@ class ConsecutiveCalls:
         """
         device = x.device
         return (
-            *(*params, x.shape, y.shape, x.dtype, y.dtype, device, y.device),
+            *(*params, x.shape, y.shape, x.dtype, y.dtype, device, y.device, x.layout, y.layout),
             *[(p.shape, p.dtype, p.device) for p in self._params],
             *self.segment.surroundings(device.type),
         )

@@ -94,3 +94,17 @@ def test_a_named_tuple_is_not_recalled_but_kept(laid_out: list[int]) -> None:
         state = segment({"w": torch.ones(3)}, state, torch.ones(4, 2, 3), torch.ones(4, 2, 3)).state
         assert type(state) is Pair
     assert len(laid_out) == 2
+
+
+def test_a_sparse_tensor_is_refused_later_too() -> None:
+    """It has the shape, dtype and device of the one that was checked."""
+    segment = make_train_segment(step, lambda out, y: (out - y).square().mean(), backend="eager")
+    params, state, x, y = arguments(state_of(tuple))
+    segment(params, state, x, y)
+    for given in (
+        (params, state, x.to_sparse(), y),
+        (params, state, x, y.to_sparse()),
+        ({**params, "w": params["w"].to_sparse()}, state, x, y),
+    ):
+        with pytest.raises(TypeError, match="expected a dense tensor, found one of layout"):
+            segment(*given)

@@ -103,6 +103,15 @@ def test_what_has_changed_is_seen(change: str, both: Both) -> None:
     assert both.go(*data())
 
 
+def test_a_sparse_tensor_is_refused_later_too(both: Both) -> None:
+    x, y = data()
+    both.go(x, y)
+    for sparse in ((x.to_sparse(), y), (x, y.to_sparse())):
+        assert both.go(x, y)
+        with pytest.raises(TypeError, match="expected a dense tensor, found one of layout"):
+            both.consecutive(both.params, both.state, *sparse)
+
+
 def test_numbers_that_change_in_place_need_not_be_seen(both: Both) -> None:
     both.go(*data())
     with torch.no_grad():
