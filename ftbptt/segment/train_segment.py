@@ -264,12 +264,11 @@ class TrainSegment:
         if arguments is not None:
             key = (arguments.key, with_grad, *self.surroundings(arguments.device_type))
             checked = self._call_cache.find(key)
-            _, states, *x_and_y = arguments.leaves[:4]
-            loses_gradient = with_grad and (
-                any(t.requires_grad for leaves in x_and_y for t in leaves)
-                or any(t.requires_grad and t.is_leaf for t in states)
+            # A gradient that they wait for is refused, or told of in the case of a state.
+            may_lose_gradient = with_grad and any(
+                t.requires_grad for leaves in arguments.leaves[1:4] for t in leaves
             )
-            if checked is not None and not loses_gradient:
+            if checked is not None and not may_lose_gradient:
                 return self.run_checked(checked, arguments.leaves, params, state, info)
         if with_grad:
             x_without = () if self.tapped else x
