@@ -27,8 +27,9 @@ def as_step(
 
     - a function ``step(params, x_t, state) -> (out_t, state)``;
     - a module called ``module(x_t, state) -> (out_t, state)``;
-    - torch's ``nn.RNNCell``, ``nn.GRUCell``, ``nn.LSTMCell`` (``out_t`` is the new ``h``) and
-      ``nn.RNN``, ``nn.GRU``, ``nn.LSTM``, with the state they use in torch;
+    - torch's ``nn.RNNCell``, ``nn.GRUCell``, ``nn.LSTMCell`` (``out_t`` is the new ``h``; a class
+      derived from one may return a pair as above) and ``nn.RNN``, ``nn.GRU``, ``nn.LSTM``, with
+      the state they use in torch;
     - with ``sequence=True``, a module that takes a chunk, ``module(x[K, ...], state) ->
       (out[K, ...], state)``: it is called on chunks of one step, so no layer in it may mix steps,
       as a convolution over time does (a segment's first call sees that), and noise is drawn anew
@@ -124,14 +125,18 @@ def _refuse(options: dict[str, Any], what: str, but: Sequence[str] = ()) -> None
             raise TypeError(f"as_step: {name}={value!r} has no meaning for {what}. Leave it out.")
 
 
-def _call_cell(cell: nn.Module, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    _check_is_tensor(cell, h)
-    h = cell(x_t, h)
-    return h, h
+def _call_cell(cell: nn.Module, x_t: Tensor, h: Tree) -> tuple[Tree, Tree]:
+    if isinstance(cell, (nn.RNNCell, nn.GRUCell)):
+        _check_is_tensor(cell, h)
+    result = cell(x_t, h)
+    # A class of the caller's may return a pair, as any module does.
+    return (result, result) if isinstance(result, Tensor) else result
 
 
-def _call_lstm_cell(cell: nn.Module, x_t: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+def _call_lstm_cell(cell: nn.Module, x_t: Tensor, state: Tree) -> tuple[Tree, Tree]:
     h, c = cell(x_t, tuple(state))
+    if not isinstance(c, Tensor):  # as above: the output, and (h, c)
+        return h, c
     return h, type(state)((h, c)) if type(state) in (tuple, list) else (h, c)
 
 

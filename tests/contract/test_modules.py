@@ -144,6 +144,34 @@ def test_a_subclass_of_a_cell() -> None:
     check_module(problem_of(draw.module(lambda: Own(D, H)), draw))
 
 
+class PeepholeCell(nn.RNNCellBase):
+    """As torch's own cells are derived, with a state and a result of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(D, H, bias=True, num_chunks=4)
+
+    def forward(self, x: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        h, c = state
+        gates = x @ self.weight_ih.T + h @ self.weight_hh.T + self.bias_ih
+        i, f, g, o = gates.chunk(4, -1)
+        c = (f + c).sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        return 2 * h, (h, c)
+
+
+class DoublingCell(nn.LSTMCell):
+    def forward(self, x: Tensor, state: Tree) -> tuple[Tensor, Tree]:  # type: ignore[override]
+        h, c = super().forward(x, state)
+        return 2 * h, (h, c)
+
+
+@pytest.mark.parametrize("kind", [PeepholeCell, DoublingCell])
+def test_a_class_of_cells_that_returns_a_pair(kind: Any) -> None:
+    draw = Draw(0)
+    module = draw.module(lambda: kind() if kind is PeepholeCell else kind(D, H))
+    check_module(problem_of(module, draw, state=(draw(B, H), draw(B, H))))
+
+
 class TwoRecurrences(nn.Module):
     def __init__(self) -> None:
         super().__init__()
