@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from .._compat.modules import (
 from .._trees import TreeSpec, tree_flatten, tree_unflatten
 
 T = TypeVar("T")
+
+# While a thread runs a step with other tensors in its module, fake ones while it traces, all
+# threads find these there. What a module has itself is read with this lock.
+HOLDING = threading.RLock()
 
 
 def tied_places(module: nn.Module) -> list[tuple[str, str]]:

@@ -18,7 +18,14 @@ from .._compat.modules import COMPILED_PREFIX, is_persistent, own_buffers, own_p
 from .._messages import describe_type
 from .._reach import attributes_set_by
 from .._trees import Tree, keystr, tree_flatten_with_path
-from .held_tensors import WatchedBuffers, aliases_in, call_with, tied_places, watching_buffers
+from .held_tensors import (
+    HOLDING,
+    WatchedBuffers,
+    aliases_in,
+    call_with,
+    tied_places,
+    watching_buffers,
+)
 from .taps import Collector, collecting, owners
 
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -155,8 +162,11 @@ class Step:
 
         Raises RuntimeError for one that is no longer there.
         """
+        if not self._buffer_owners:
+            return {}
         try:
-            buffers = {name: getattr(owner, key) for name, owner, key in self._buffer_owners}
+            with HOLDING:
+                buffers = {name: getattr(owner, key) for name, owner, key in self._buffer_owners}
         except AttributeError as error:
             gone = [name for name, owner, key in self._buffer_owners if not hasattr(owner, key)]
             raise RuntimeError(
@@ -303,9 +313,10 @@ class Step:
         """``run()``, while the module has these tensors."""
         if self.module is None:
             return run()
-        # Found anew each time: the caller, or the step before, may have put others there.
-        aliases = aliases_in(self.module)
-        return call_with(self.module, self._by_name(params, buffers), aliases, run)
+        with HOLDING:
+            # Found anew each time: the caller, or the step before, may have put others there.
+            aliases = aliases_in(self.module)
+            return call_with(self.module, self._by_name(params, buffers), aliases, run)
 
     def _by_name(self, params: Tree, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of the module, which it has, by all of their names."""

@@ -97,6 +97,51 @@ def test_one_segment_for_all_threads() -> None:
             assert_close(result, expected)
 
 
+class Scaled(nn.Module):
+    """With a buffer, in whose place there is a fake tensor while a step is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(2, 3)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((3,), 0.5))
+
+    def forward(self, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(x_t, h) * self.scale
+        return h, h
+
+
+@pytest.mark.usefixtures("threads_in_turns")
+def test_calls_while_another_thread_traces() -> None:
+    """They took the buffers that the trace had put into the module, and both failed."""
+    torch.manual_seed(0)
+    module = Scaled()
+    segment, params = make_train_segment(module, mse, backend="eager"), named(module)
+
+    def call(rows: int) -> Any:
+        x, y, h = (torch.ones(STEPS, rows, 2), torch.zeros(STEPS, rows, 3), torch.zeros(rows, 3))
+        return segment(params, h, x, y)
+
+    expected, done = call(ROWS), threading.Event()
+
+    def trace_others() -> None:
+        try:
+            for rows in range(ROWS + 1, ROWS + 4):
+                call(rows)
+        finally:
+            done.set()
+
+    def call_again() -> list[Any]:
+        results = []
+        while not done.is_set():
+            results.append(call(ROWS))
+        return results
+
+    _, results = at_once([trace_others, call_again])
+    for result in results:
+        assert_close(result, expected)
+
+
 class Pieces(Dataset[tuple[Tensor, Tensor]]):
     """A stream in pieces, in order."""
 
