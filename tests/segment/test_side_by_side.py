@@ -98,11 +98,12 @@ def test_one_segment_for_all_threads() -> None:
 
 
 class Scaled(nn.Module):
-    """With a buffer, in whose place there is a fake tensor while a step is traced."""
+    """With a buffer, and a parameter of two names: in their places are others during a trace."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.GRUCell(2, 3)
+        self.bias = self.cell.bias_hh
         self.scale: Tensor
         self.register_buffer("scale", torch.full((3,), 0.5))
 
@@ -113,7 +114,10 @@ class Scaled(nn.Module):
 
 @pytest.mark.usefixtures("threads_in_turns")
 def test_calls_while_another_thread_traces() -> None:
-    """They took the buffers that the trace had put into the module, and both failed."""
+    """They took the buffers that the trace had put into the module, and both failed.
+
+    And took its parameters for changed, after which they were traced again.
+    """
     torch.manual_seed(0)
     module = Scaled()
     segment, params = make_train_segment(module, mse, backend="eager"), named(module)
@@ -140,6 +144,7 @@ def test_calls_while_another_thread_traces() -> None:
     _, results = at_once([trace_others, call_again])
     for result in results:
         assert_close(result, expected)
+    assert segment.trace_count == 4
 
 
 class Pieces(Dataset[tuple[Tensor, Tensor]]):

@@ -35,7 +35,7 @@ from ..._reach import (
     own_classes,
     reached_by,
 )
-from ...contract.held_tensors import names_of_shared
+from ...contract.held_tensors import HOLDING, names_of_shared
 from ..graphs import aten, has_equal_values
 from .variables import Place, Scope, scopes_of
 
@@ -87,14 +87,15 @@ class Constants:
 
         Raises RuntimeError for a submodule that was replaced: more than a trace depends on that.
         """
-        if (replaced := self._children.change()) is not None:
-            raise RuntimeError(
-                f"step or loss: {replaced.name} was replaced, added or removed since the segment "
-                "was made. Make a new segment, by make_train_segment."
-            )
-        for watched in self._watched:
-            if (change := watched.change()) is not None:
-                return change
+        with HOLDING:
+            if (replaced := self._children.change()) is not None:
+                raise RuntimeError(
+                    f"step or loss: {replaced.name} was replaced, added or removed since the "
+                    "segment was made. Make a new segment, by make_train_segment."
+                )
+            for watched in self._watched:
+                if (change := watched.change()) is not None:
+                    return change
         for tensor_read in self._tensors_read:
             if tensor_read.has_changed():
                 return Change("the number in a tensor from outside", is_read=True)
