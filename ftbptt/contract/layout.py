@@ -61,7 +61,14 @@ class Layout:
         return self._moved(tree, self.time_dim, 0)
 
     def time_back(self, tree: Tree) -> Tree:
-        return self._moved(tree, 0, self.time_dim)
+        try:
+            return self._moved(tree, 0, self.time_dim)
+        except IndexError as error:
+            raise ValueError(
+                "out: a part of it is a single number at each step, so that time cannot be on axis "
+                f"{self.time_dim} of it, where x has it. Return a number for each row, as by "
+                "expand, or give time on axis 0."
+            ) from error
 
     def _moved(self, tree: Tree, source: int, target: int) -> Tree:
         if source == target or tree is None:

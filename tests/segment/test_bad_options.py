@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, reference_segment
 
 from ..cells import problem
 from ..cells.problems import B, D, H, cross_entropy, mse, per_row
@@ -202,3 +202,20 @@ def test_in_dims_of_an_axis_that_out_does_not_have() -> None:
     )
     with pytest.raises(ValueError, match=r"out: has shape \[\] at each of 5 steps of 3 sequences"):
         segment({"decay": torch.tensor(0.5)}, torch.zeros(3), torch.zeros(K, D, 3), None)
+
+
+def test_a_number_at_each_step_where_time_is_on_axis_1() -> None:
+    """Its axis is that of time, which x has behind the rows."""
+    cell = nn.GRUCell(D, H)
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> Any:
+        h = torch.func.functional_call(cell, params, (x_t, h))
+        return {"h": h, "size": h.norm()}, h
+
+    arguments = dict(cell.named_parameters()), torch.zeros(B, H), torch.zeros(B, K, D), None
+    words = "out: a part of it is a single number at each step, so that time cannot be on axis 1"
+    segment = make_train_segment(step, lambda out, y: out["h"].mean(), backend="eager", time_dim=1)
+    with pytest.raises(ValueError, match=words):
+        segment(*arguments)
+    with pytest.raises(ValueError, match=words):
+        reference_segment(step, lambda out, y: out["h"].mean(), *arguments, time_dim=1)
