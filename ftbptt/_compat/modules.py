@@ -8,8 +8,8 @@ from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 from torch.nn.utils import parametrize
 
 # How torch.compile(module) names the module inside it, in front of the names of its parameters.
@@ -25,7 +25,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 def any_global_module_hook() -> bool:
     """Whether a hook was registered for every module (``register_module_forward_hook``, ...)."""
-    return bool(torch.nn.modules.module._has_any_global_hook())
+    return bool(module_hooks._has_any_global_hook())
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -82,6 +82,17 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     """All hooks that a call of the module runs, by kind; torch has no public way to ask."""
     return [getattr(module, name) for name in _HOOKS]
+
+
+def is_of_torch(hook: Any) -> bool:
+    """Whether a hook is one of torch's tools, such as a counter, and not the caller's."""
+    return (hook.__module__ or "").startswith("torch.")
+
+
+def own_hooks_for_all_modules() -> list[int]:
+    """The numbers of the caller's hooks that a call of any module runs (2.11 to 2.15)."""
+    kinds = (module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks)
+    return [key for hooks in kinds for key, hook in hooks.items() if not is_of_torch(hook)]
 
 
 def attributes_set_by_hooks_of_torch(module: nn.Module) -> set[str]:

@@ -50,6 +50,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .logs import without_log
+from .modules import is_of_torch
 from .trees import tree_map
 
 __all__ = [
@@ -243,7 +244,7 @@ def unseen_by_tools() -> Iterator[None]:
         try:
             for hooks, all_hooks in before:
                 for key, hook in all_hooks.items():
-                    if (hook.__module__ or "").startswith("torch."):
+                    if is_of_torch(hook):
                         del hooks[key]
             yield
         finally:

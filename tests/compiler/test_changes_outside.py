@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
 
 from ftbptt import make_train_segment
 
@@ -198,6 +199,28 @@ def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
         hook.remove,
         lambda: module.linear.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],)),
     )
+
+
+def test_a_hook_of_all_modules() -> None:
+    """But torch's own, by which it counts, are none."""
+    module, made = model()
+    kinds: list[Any] = []
+
+    def hook(called: nn.Module, inputs: Any, out: Any) -> Any:
+        return 2 * out if called is module.linear else out
+
+    def added() -> None:
+        kinds.append(nn.modules.module.register_module_forward_hook(hook))
+
+    try:
+        check_change(made, added)
+    finally:
+        kinds.pop().remove()
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    segment(*made.data(4))
+    with FlopCounterMode(display=False):
+        segment(*made.data(4))
+    assert segment.trace_count == 1
 
 
 def test_a_hook_in_the_place_of_another() -> None:

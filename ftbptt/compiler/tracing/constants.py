@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..._compat.modules import (
     hooks_of,
     own_buffers,
+    own_hooks_for_all_modules,
     own_modules,
     own_parameters,
 )
@@ -72,6 +73,9 @@ class Constants:
         # They have numbers for names, which do not come again.
         names_of_hooks = partial(chain.from_iterable, hooks)
         self._watched.append(_Watched(repeat(""), names_of_hooks, lambda _: "a module's hook"))
+        if modules:
+            of_all = lambda _: "a hook of all modules"  # noqa: E731
+            self._watched.append(_Watched(repeat(""), own_hooks_for_all_modules, of_all))
         # There is a trace for each mode of the modules that there were when it was made.
         modes = partial(map, operator.attrgetter("training"), [*modules])
         self._watched.append(_Watched(range(len(modules)), modes, lambda _: "a module's mode"))
