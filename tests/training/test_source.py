@@ -271,6 +271,13 @@ def test_training_carries_the_state_over_chunks(k2: int) -> None:
     assert len(expected) == 6
 
 
+def test_prepare_may_return_arrays() -> None:
+    """As its error messages say."""
+    x, y = stream(10, rows=3)
+    found = losses_of((x, y), prepare=lambda x, y: (x.numpy() / 2, y))
+    assert found == losses_of((x / 2, y))
+
+
 def test_prepare_is_given_each_window() -> None:
     x, y = stream(10, rows=3)
     shapes = []

@@ -19,7 +19,7 @@ from ..._trees import (
 from ...contract.layout import InDimsLayout, Layout, where_rows
 from ...distributed.shares import share_of
 from ...segment.train_segment import TrainSegment
-from .chunk import Chunk, TimeAxes, check_leaves, error_prefix
+from .chunk import Chunk, TimeAxes, as_tensors, check_leaves, error_prefix
 from .rows import count_rows, join_rows, leaf_with_rows, split_rows, valid_steps
 
 
@@ -81,7 +81,8 @@ class DataLayout:
         with error_prefix("prepare"):
             if not isinstance(result, (tuple, list)) or len(result) != 2:
                 raise TypeError(f"expected it to return (x, y), found {type(result).__name__}.")
-            axes, after = self.axes(chunk.x), check_leaves(chunk._replace(x=result[0], y=result[1]))
+            axes, after = self.axes(chunk.x), chunk._replace(x=result[0], y=result[1])
+            after = as_tensors(check_leaves(after))
             axis_after = self._layout_of(after.x).x_time
             if axis_after != axes.x:
                 raise ValueError(
