@@ -85,7 +85,11 @@ def all_models(tree: Tree, mesh: DeviceMesh | ProcessGroup, dim: int = 0) -> Tre
     ranks must call it. Raises :class:`RankFailed` if one does not answer.
     """
     ranks = Ranks(mesh)
-    return tree_map(
-        lambda leaf: torch.cat([part.to(leaf.device) for part in ranks.gather(leaf.cpu())], dim),
-        tree,
-    )
+
+    def join(leaf: Tensor) -> Tensor:
+        # A copy: with a view, all of the memory that it is a part of would be sent.
+        parts = ranks.gather(leaf.detach().cpu().clone())
+        joined = torch.cat([part.to(leaf.device) for part in parts], dim)
+        return joined.requires_grad_() if leaf.requires_grad and leaf.is_leaf else joined
+
+    return tree_map(join, tree)

@@ -293,10 +293,14 @@ def _optimized(mesh: DeviceMesh) -> list[bool]:
     params, _ = torch.func.stack_module_state([tagger(seed) for seed in range(3)])
     own = own_models(params, mesh)
     torch.optim.Adam(own.values())
-    return [leaf.is_leaf and leaf.requires_grad for leaf in own.values()]
+    joined = all_models(own, mesh)
+    torch.optim.Adam(joined.values())
+    for name, p in params.items():
+        assert torch.equal(joined[name], p)
+    return [leaf.is_leaf and leaf.requires_grad for leaf in (*own.values(), *joined.values())]
 
 
-def test_an_optimizer_takes_own_models(two: Ranks) -> None:
+def test_an_optimizer_takes_own_models_and_all(two: Ranks) -> None:
     for found in two.call(_optimized):
         assert all(found)
 
