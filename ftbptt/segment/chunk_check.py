@@ -129,6 +129,10 @@ def _off(found: list[Tensor], expected: list[Tensor]) -> float:
     for a, b in zip(found, expected, strict=True):
         if b.is_floating_point() and b.numel():
             rounding = torch.finfo(b.dtype).eps ** 0.5
+            # Under autocast a layer may return in float32 what it has computed in 16 bits.
+            if torch.is_autocast_enabled(b.device.type):
+                narrow = torch.get_autocast_dtype(b.device.type)
+                rounding = max(rounding, torch.finfo(narrow).eps ** 0.5)
             # Products of one step and of many may be of other precisions.
             if b.is_cuda and b.dtype == torch.float32:
                 rounding = max(rounding, _TF32_ROUNDING)

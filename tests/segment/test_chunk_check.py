@@ -140,3 +140,31 @@ def test_others_are_left_as_they_are(before: Any) -> None:
 def module_on_one_step(module: nn.Module, params: Any, x_t: Tensor, state: Any) -> Any:
     out, state = torch.func.functional_call(module, params, (x_t.unsqueeze(0), state))
     return out.squeeze(0), state
+
+
+class BatchFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(D, H, batch_first=True)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = self.gru(x, state)
+        return out
+
+
+def test_what_autocast_rounds() -> None:
+    """This layer returns float32, but computes in bfloat16, so its rounding shows at once."""
+    module = BatchFirst()
+    params, (state, _), x, y = given(module, 12)
+    segment = make_train_segment(
+        as_step(module, sequence=True, batch_first=True), mse, backend="eager"
+    )
+    x, y, state = x.transpose(0, 1).contiguous(), y.transpose(0, 1), state[:1]
+    exact = segment(params, state, x, y)
+    again = make_train_segment(
+        as_step(module, sequence=True, batch_first=True), mse, backend="eager"
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        found = again(params, state, x, y)
+    torch.testing.assert_close(found.out, exact.out, rtol=0, atol=0.05)
+    assert not torch.equal(found.out, exact.out)
