@@ -18,7 +18,7 @@ from ..segment.train_segment import TrainSegment
 from .data.chunk import Chunk
 from .data.layout import Counts
 from .data.prefetch import Mover
-from .data.source import as_source, check_axes
+from .data.source import as_source, check_axes, leaving_data
 from .random_truncation import RandomTruncation
 from .segments import Segments, is_segment
 
@@ -130,6 +130,8 @@ def evaluate_stream(
             "Pass what make_train_segment returns, for each model of an ensemble in turn."
         )
     source = as_source(data, segments.axes)
+    if prepare is not None:
+        prepare = leaving_data(prepare, source)
     source.begin(0)
     mover = Mover(check_device(device))
     loss_sum: Tensor | None = None  # of weighted losses, in float64 on the device

@@ -33,7 +33,7 @@ from .data.chunk import Chunk
 from .data.chunk_stream import ChunkStream
 from .data.cursor import Cursor
 from .data.prefetch import Mover
-from .data.source import Shareable, Source, as_source
+from .data.source import Shareable, Source, as_source, leaving_data
 from .data.windows import Truncation
 from .option_checks import check_scheduler, check_types, check_values
 from .reports.events import Events
@@ -120,8 +120,8 @@ def train_stream(
         The number of passes over the data (None: no limit), and the maximum number of updates.
     ``prepare``, ``device``
         ``prepare(x, y) -> (x, y)`` is applied to each window, such as a cast, and must keep its
-        steps; then the window is moved to ``device``, to a GPU while that works on the window
-        before.
+        steps, and leave what it is given as it is; then the window is moved to ``device``, to a GPU
+        while that works on the window before.
     ``accumulate``, ``micro_batches``
         Windows per update, and parts that the batch of a window is split into; both average
         gradients by valid steps. With ``in_dims`` the loss is a mean over sequences, each with its
@@ -303,6 +303,8 @@ def _own_source(
     ``state`` is that of all rows.
     """
     transforms: list[Callable[[Chunk], Chunk]] = []
+    if prepare is not None:
+        prepare = leaving_data(prepare, source)
     if ranks is not None and isinstance(source, Shareable):
         if (rows := getattr(source, "rows", None)) is not None:
             segments.set_share(rows, ranks.rank, ranks.size)

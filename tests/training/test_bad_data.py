@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ftbptt import make_train_segment
 from ftbptt.training import ContiguousStreams, PackedSequences, evaluate_stream, train_stream
 
-from .sources import losses_of, of, windows
-from .streams import stream
+from .sources import losses_of, made, of, windows
+from .streams import stream, zeros
 
 X, Y = stream(10)
 FLAGS = torch.zeros(10, dtype=torch.bool)
@@ -190,6 +190,26 @@ def test_bad_streams(make: Any, kind: type[Exception], words: str) -> None:
 def test_bad_prepare(prepare: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=re.escape(words)):
         losses_of(stream(10, rows=3), prepare=prepare)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_prepare_may_not_write_to_the_data(part: int) -> None:
+    """It would be halved once more in the next epoch. Of arrays it is given copies."""
+    x, y = stream(10, rows=3)
+
+    def halve(*given: Any) -> Any:
+        given[part].div_(2) if part == 0 else given[part].clamp_(max=2)
+        return given
+
+    with pytest.raises(ValueError, match="prepare: it wrote to your own data, of which it is give"):
+        losses_of((x, y), prepare=halve)
+    module, segment = made()
+    params = dict(module.named_parameters())
+    with pytest.raises(ValueError, match="prepare: it wrote to your own data"):
+        evaluate_stream(segment, params, zeros(3), (x, y), prepare=halve)
+    before = x.clone()
+    losses_of((x.numpy(), y.numpy()), prepare=halve)
+    assert torch.equal(x, before)
 
 
 def test_prepare_may_not_move_time() -> None:

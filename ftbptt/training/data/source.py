@@ -7,7 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..._trees import Tree
+from ..._compat.running import versions_of
+from ..._trees import Tree, tree_leaves
 from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, error_prefix, has_only_tensors
 from .chunk_stream import ChunkStream
 
@@ -117,7 +118,7 @@ class Arrays:
     def __init__(self, chunk: Chunk, axes: TimeAxes) -> None:
         self.chunk, self.axes = chunk, axes
         self.total: int | None = axes.length(chunk)
-        self._has_only_tensors = has_only_tensors(chunk)
+        self.has_only_tensors = has_only_tensors(chunk)
         self._next_windows: list[Chunk] = []  # split in advance, in reverse order
         self._last_size = self._last_stop = 0  # of the window that was read last
 
@@ -131,7 +132,7 @@ class Arrays:
         size = stop - start
         is_regular = start == self._last_stop and size == self._last_size
         self._last_size, self._last_stop = size, stop
-        if not self._has_only_tensors:
+        if not self.has_only_tensors:
             return as_tensors(self.axes.cut(self.chunk, start, stop))
         if not is_regular:
             self._next_windows.clear()
@@ -140,3 +141,28 @@ class Arrays:
             part = self.axes.cut(self.chunk, start, start + _WINDOWS_PER_SPLIT * size)
             self._next_windows = self.axes.split(part, size)[::-1]
         return self._next_windows.pop()
+
+
+def leaving_data(
+    prepare: Callable[[Tree, Tree], tuple[Tree, Tree]], source: Source
+) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
+    """``prepare``, which raises ValueError if it writes to the caller's own tensors.
+
+    Those are what windows of whole tensors are views of; other sources give windows new ones.
+    """
+    if not isinstance(source, Arrays) or not source.has_only_tensors:
+        return prepare
+
+    def checked(x: Tree, y: Tree) -> tuple[Tree, Tree]:
+        given = [leaf for leaf in tree_leaves((x, y)) if leaf is not None]
+        before = versions_of(given)
+        result = prepare(x, y)
+        if versions_of(given) != before:
+            raise ValueError(
+                "prepare: it wrote to your own data, of which it is given a view, so that the next "
+                "epoch, or a window that overlaps, would find it changed. Return new tensors: "
+                "x / 255, not x.div_(255)."
+            )
+        return result
+
+    return checked
