@@ -50,8 +50,12 @@ def test_what_an_optimizer_keeps_in_another_dtype(tmp_path: Path) -> None:
     )
 
 
-def test_a_group_that_is_added_in_the_midst_of_a_run() -> None:
-    """As when layers are thawed one after the other: it is trained from the next update on."""
+@pytest.mark.parametrize("as_group", [True, False])
+def test_a_group_that_is_added_in_the_midst_of_a_run(as_group: bool) -> None:
+    """As when layers are thawed one after the other: it is trained from the next update on.
+
+    So are tensors that are put into a group that was there.
+    """
 
     def begun() -> tuple[Tagger, torch.optim.Optimizer, Callable[..., None]]:
         module, seen = tagger(), []
@@ -59,8 +63,10 @@ def test_a_group_that_is_added_in_the_midst_of_a_run() -> None:
 
         def updated(*_: Any) -> None:
             seen.append(0)
-            if len(seen) == 2:
+            if len(seen) == 2 and as_group:
                 own.add_param_group({"params": module.readout.parameters(), "lr": 0.1})
+            elif len(seen) == 2:
+                own.param_groups[0]["params"] += module.readout.parameters()
 
         return module, own, updated
 

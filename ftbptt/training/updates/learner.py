@@ -100,7 +100,7 @@ class Learner:
         """Finds the leaves of the parameters that the optimizer holds."""
         check_in_params(optimizer, self.params)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._group_count = len(optimizer.param_groups)
+        self._group_sizes = _group_sizes(optimizer)
         self.trained_indices = [
             i
             for i, leaf in enumerate(tree_leaves(self.params))
@@ -111,9 +111,9 @@ class Learner:
         self._shapes_checked = False
 
     def begin_update(self) -> None:
-        """Must be called before an update's first window: a group may have been added."""
+        """Must be called before an update's first window: a group, or one's tensor, may be new."""
         optimizer = self.optimizer
-        if isinstance(optimizer, Optimizer) and len(optimizer.param_groups) != self._group_count:
+        if isinstance(optimizer, Optimizer) and _group_sizes(optimizer) != self._group_sizes:
             self._find_trained(optimizer)
 
     @property
@@ -327,7 +327,7 @@ class Learner:
         if isinstance(self.optimizer, Optimizer):
             if not has_groups(state["optimizer"]):
                 return
-            sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+            sizes = _group_sizes(self.optimizer)
             saved_sizes = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
             if sizes != saved_sizes:
                 raise ValueError(
@@ -361,6 +361,10 @@ class Learner:
             self.ema.load(state["ema"])
         if leaves:
             self.stopped_models.load_state_dict(state.get("stopped_models"), leaves[0].device)
+
+
+def _group_sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def _full_state(optimizer: Optimizer) -> dict[str, Any] | None:
