@@ -150,6 +150,8 @@ def evaluate_stream(
             counts = segments.count(chunk, state, 0)
             weight = segments.count_of_models(chunk, state, 0, result.loss).weight
             weighted_loss = result.loss.double() * weight
+            if isinstance(weight, Tensor):  # a function's loss of no step may be 0 / 0
+                weighted_loss = weighted_loss.masked_fill(weight == 0, 0.0)
             loss_sum = weighted_loss if loss_sum is None else loss_sum + weighted_loss
             weights = weights + weight
             if segments.inner is not None:  # with in_dims, that is another number than the weight

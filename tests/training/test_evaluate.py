@@ -16,7 +16,7 @@ from torchmetrics import MeanSquaredError, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 from torchmetrics.text import Perplexity
 
-from ftbptt import make_train_segment
+from ftbptt import SegmentOutput, make_train_segment
 from ftbptt.training import Chunk, evaluate_stream
 
 from .evaluations import Loss, accuracy, evaluate, flags, made, plain
@@ -377,6 +377,19 @@ def test_an_ensemble_on_chunks_of_which_one_has_a_mask() -> None:
     assert found.steps == int(mask.sum())
     expected = ensemble(params, state, x, y, mask=mask).loss
     torch.testing.assert_close(found.loss, expected)
+
+
+def test_a_function_whose_loss_of_no_step_is_nan() -> None:
+    """The chunk of padding has no part in the mean."""
+
+    def mean_of_valid(params: Any, state: Tensor, x: Tensor, y: Any, *, mask: Tensor) -> Any:
+        return SegmentOutput(None, state, (x.mean(-1) * mask).sum() / mask.sum(), x)
+
+    x, mask = torch.randn(8, 2, 3), torch.ones(8, 2, dtype=torch.bool)
+    mask[:4], mask[6, 1] = False, False
+    found = evaluate_stream(mean_of_valid, {}, torch.zeros(2, 3), Chunk(x, None, None, mask), k=4)
+    assert found.steps == 7
+    assert found.loss == pytest.approx(float(x.mean(-1)[mask].mean()))
 
 
 def test_no_train_segment() -> None:
