@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
+from torch.autograd import forward_ad
 
 
 def inside_functorch() -> bool:
@@ -23,6 +24,11 @@ def inside_derivative() -> bool:
     functorch = torch._C._functorch
     kinds = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
     return any(level.key() in kinds for level in functorch.get_interpreter_stack() or ())
+
+
+def inside_dual_level() -> bool:
+    """Whether ``torch.autograd.forward_ad`` differentiates, as ``torch.func.linearize`` has it."""
+    return forward_ad._current_level >= 0
 
 
 class VmapLevel:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.running import inside_derivative, inside_functorch
+from .._compat.running import inside_derivative, inside_dual_level, inside_functorch
 from .._memory import with_strides_of
 from .._trees import Tree, in_order_of, tree_leaves, tree_unflatten
 from ..compiler.plan import Plan
@@ -258,8 +258,9 @@ class TrainSegment:
             return outside(self._segment, given, info)
         params, state, x, y, _, _ = given
         mapped, in_dims, with_grad = inside_functorch(), self.recipe.in_dims, info.with_grad
+        is_plain = not (mapped or inside_dual_level())
         key = arguments = None
-        if not mapped and in_dims is None and state is not None and not self.tapped:
+        if is_plain and in_dims is None and state is not None and not self.tapped:
             arguments = FlatArguments.of(given)
         if arguments is not None:
             key = (arguments.key, with_grad, *self.surroundings(arguments.device_type))
@@ -274,12 +275,12 @@ class TrainSegment:
             x_without = () if self.tapped else x
             check_no_gradient_is_lost(self.recipe.step, params, state, x_without, y)
         call, tensors, layout = self._laid_out(given)
+        if not is_plain and (inside_dual_level() or inside_derivative()):
+            raise RuntimeError(
+                "a segment is not differentiable: it returns the gradients itself, as .grads, and "
+                "everything detached. Call it outside of torch.func.grad, vjp, jvp and linearize."
+            )
         if mapped:
-            if inside_derivative():
-                raise RuntimeError(
-                    "a segment is not differentiable: it returns the gradients itself, as .grads, "
-                    "and everything detached. Call it outside of torch.func.grad, vjp and jvp."
-                )
             info = CallInfo(with_grad)  # nothing is handed over early
             flat = tuple(run_mapped(self._executables, call, info, tensors))
         else:

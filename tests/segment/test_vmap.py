@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import stack_module_state, vmap
 
 from ftbptt import SegmentOutput, make_train_segment, reference_segment
@@ -388,3 +389,17 @@ def test_another_transform_is_refused(segments: Segments) -> None:
     assert str(raised.value) == (
         "a segment runs under torch.func.vmap, but not under functionalize."
     )
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_forward_mode_is_refused(evaluates: bool, segments: Segments) -> None:
+    """The loss had no tangent, without a word, in a call that was recalled too."""
+    params, state, x, y = problem("elman").data(3)
+    segment = segments("elman", "eager")
+    call = segment.evaluate if evaluates else segment
+    call(params, state, x, y)
+    with pytest.raises(RuntimeError, match=r"not differentiable: .* outside of .*linearize"):
+        torch.func.linearize(lambda x: call(params, state, x, y).loss, x)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="not differentiable"):
+        call(params, state, forward_ad.make_dual(x, x), y)
+    call(params, state, x, y)
