@@ -44,6 +44,12 @@ MORE_READOUTS = {
     "sampling up to the corners": lambda o: F.grid_sample(
         o.unsqueeze(2), _grid(o).view(1, 1, 5, 2).expand(B, -1, -1, -1), align_corners=True
     ).squeeze(2),
+    # Of which only the places have a gradient, not the image.
+    "sampling a constant": lambda o: F.grid_sample(
+        torch.arange(6).view(1, 1, 2, 3).to(o).expand(B, -1, -1, -1),
+        o[..., :4].tanh().view(B, 2, 1, 2),
+        align_corners=False,
+    ).squeeze(1),
     "adaptive pooling": lambda o: F.adaptive_max_pool1d(o, 3) + F.adaptive_avg_pool1d(o, 3),
     "solve by row": lambda o: torch.linalg.solve(_definite(o), o.mT).mT,
     "solve one": lambda o: torch.linalg.solve(_definite(o), o[0].T).mT,

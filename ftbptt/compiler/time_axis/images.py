@@ -36,4 +36,6 @@ def images_over_time(
     values = operation(*joined)
     if isinstance(values, Tensor):
         return values.unflatten(0, shape), 0
-    return tuple(value.unflatten(0, shape) for value in values), (0,) * len(values)
+    # A gradient that nothing needs, as by an image of the data that is sampled, is None.
+    dims = tuple(None if value is None else 0 for value in values)
+    return tuple(v if v is None else v.unflatten(0, shape) for v in values), dims
