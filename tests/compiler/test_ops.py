@@ -217,6 +217,54 @@ def test_factors_of_a_step_that_all_rows_are_solved_with() -> None:
     check_both(problem_with(lambda w, x, h: torch.tanh(x + h @ w), out))
 
 
+@pytest.mark.parametrize("models", [False, True])
+def test_solving_with_fewer_axes_under_vmap(models: bool) -> None:
+    """For which vmap's own rule gives other numbers, or an error."""
+
+    def step(params: Tree, x: Tensor, h: Tensor) -> tuple[Tree, Tensor]:
+        w = 0.1 * params["w"] + 3 * torch.eye(H).to(x)
+        h = torch.tanh(h @ params["w"] + x)
+        by_row = w + 0.1 * h[:, None]
+        solved = [
+            torch.linalg.solve(torch.stack([w, 2 * w]), h.T),
+            torch.linalg.solve(w, torch.stack([h, x, h - x]), left=False),
+            torch.linalg.solve(by_row, w),
+            torch.linalg.solve(by_row, h),
+            torch.linalg.solve(w, h[0]),
+        ]
+        return torch.cat([value.flatten() for value in solved]), h
+
+    def loss(out: Tensor, y: Any) -> Tensor:
+        return (out * torch.linspace(-1, 1, out.shape[-1], dtype=out.dtype)).square().mean()
+
+    draw = Draw(0)
+    own = [({"w": draw(H, H)}, draw(B, H), draw.sequence(B, H)(3), None) for _ in range(2)]
+    if not models:
+        own[1] = (own[0][0], *own[1][1:])
+    expected = [reference_segment(step, loss, *given) for given in own]
+    segment = make_train_segment(step, loss, backend="eager")
+    params, states, xs, _ = zip(*own, strict=True)
+    given = torch.stack([p["w"] for p in params]) if models else params[0]["w"]
+    found = torch.func.vmap(
+        lambda w, state, x: segment({"w": w}, state, x, None), (0 if models else None, 0, 0)
+    )(given, torch.stack(states), torch.stack(xs))
+    for i, one in enumerate(expected):
+        assert_close(found.out[i], one.out)
+        assert_close(found.grads["w"][i], one.grads["w"])
+
+
+def test_a_solution_that_is_not_there() -> None:
+    """Where the loop raises an error: NaN also for one matrix and many right sides."""
+
+    def step(params: Tree, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.linalg.solve(params["w"] * x, torch.stack([h, 2 * h])), h + 1
+
+    data = {"w": torch.eye(H)}, torch.ones(H, 2), torch.tensor([1.0, 0.0, 2.0]), None
+    out = make_train_segment(step, lambda out, y: out.mean(), backend="eager")(*data).out
+    assert out.isnan().flatten(1).all(1).tolist() == [False, True, False]
+    assert not out[::2].isnan().any()
+
+
 @pytest.mark.slow
 def test_weighted_keys_and_values() -> None:
     """RWKV. Inductor let what reads the result of a loop run before the loop, fused with others."""

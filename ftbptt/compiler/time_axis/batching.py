@@ -86,18 +86,8 @@ _solve_matrices = _with_rule(
 
 
 def _solve(a: Tensor, b: Tensor, **options: Any) -> list[Tensor]:
-    """``(a^-1 b, LU of a, ...)`` with as many axes in front of both matrices, where K comes in."""
-    is_vector = b.dim() == 1 or b.shape == a.shape[:-1]
-    b = b.unsqueeze(-1) if is_vector else b
-    added = max(b.dim() - a.dim(), 0)
-    for _ in range(added):
-        a = a.unsqueeze(0)
-    for _ in range(a.dim() - b.dim()):
-        b = b.unsqueeze(0)
-    result, *others = _solve_matrices(a, b, options)
-    for _ in range(added):
-        others = [other.squeeze(0) for other in others]
-    return [result.squeeze(-1) if is_vector else result, *others]
+    """``(a^-1 b, LU of a, ...)``; the matrices have as many axes, see ``decompositions``."""
+    return list(_solve_matrices(a, b, options))
 
 
 def _join_over_time(

@@ -44,6 +44,25 @@ def _lu_solve(lu: Tensor, pivots: Tensor, b: Tensor, **options: Any) -> Any:
     return aten.linalg_lu_solve.default(lu, pivots, b, **options)
 
 
+def _solve_ex(a: Tensor, b: Tensor, **options: Any) -> Any:
+    """With as many axes in front of both: else vmap takes some of them for its own (2.13)."""
+    is_vector = b.dim() == 1 or b.shape == a.shape[:-1]
+    if a.dim() == b.dim() and not is_vector:
+        return NotImplemented
+    b = b.unsqueeze(-1) if is_vector else b
+    result, *of_a = aten._linalg_solve_ex.default(
+        _with_axes(a, b.dim()), _with_axes(b, a.dim()), **options
+    )
+    for _ in range(b.dim() - a.dim()):
+        of_a = [value.squeeze(0) for value in of_a]
+    return result.squeeze(-1) if is_vector else result, *of_a
+
+
+def _with_axes(x: Tensor, least: int) -> Tensor:
+    """With axes of one element in front, where it has fewer."""
+    return x if x.dim() >= least else x.reshape(*[1] * (least - x.dim()), *x.shape)
+
+
 def _distances(a: Tensor, b: Tensor, p: float = 2.0, mode: Any = None) -> Tensor:
     """``cdist`` as a norm, of whose gradient K stays a symbol."""
     return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
@@ -256,6 +275,7 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.addmv.default: _plus_product(_mv),
     aten._trilinear.default: _trilinear,
     aten.linalg_lu_solve.default: _lu_solve,
+    aten._linalg_solve_ex.default: _solve_ex,
     aten._cdist_forward.default: _distances,
     aten._euclidean_dist.default: _distances,
     aten.copy.default: _copy,

@@ -11,7 +11,7 @@ import math
 
 from torch import fx
 
-from ..graphs import aten, new_node, value_of
+from ..graphs import aten, new_node, owner_of, value_of
 
 
 def is_check(node: fx.Node) -> bool:
@@ -23,9 +23,9 @@ def failures_as_nan(module: fx.GraphModule) -> None:
     """Replaces each check of a factorization by NaN where it would have raised."""
     graph = module.graph
     for check in list(filter(is_check, graph.nodes)):
-        info = check.args[0]
+        info = owner_of(check.args[0])
         factorization = info.args[0]
-        with graph.inserting_before(check):
+        with graph.inserting_before(info.next):  # the last part: others are read after it
             has_failed = new_node(graph, aten.ne.Scalar, info, 0)
             for part in list(factorization.users):
                 value = value_of(part)
