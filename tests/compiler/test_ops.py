@@ -265,6 +265,34 @@ def test_a_solution_that_is_not_there() -> None:
     assert not out[::2].isnan().any()
 
 
+def channels_last(x: Tensor, kernel: Tensor) -> Tensor:
+    """Convolved in that layout, of which a view is a matrix with a row for each pixel."""
+    layout = torch.channels_last
+    image = F.conv2d(x.view(B, 1, 1, H).to(memory_format=layout), kernel).clone(
+        memory_format=layout
+    )
+    return image.permute(0, 2, 3, 1).contiguous().view(B, H)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_layouts_of_images(mapped: bool) -> None:
+    """They are for values of four axes, and of all steps or sequences there is one more."""
+
+    def after(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+        kernel = w[:1, :1, None, None]
+        return torch.tanh(channels_last(h, kernel) + channels_last(x, kernel))
+
+    made = problem_with(after, lambda w, x, h: channels_last(h, w[1:2, :1, None, None]))
+    if not mapped:
+        check_both(made)
+        return
+    params, *data = made.data(4)
+    segment = make_train_segment(made.step, made.loss, backend="eager")
+    found = torch.func.vmap(segment, (None, 0, 0, 0))(params, *(leaf[None] for leaf in data))
+    expected = reference_segment(made.step, made.loss, params, *data)
+    assert_close(found.grads["w"][0], expected.grads["w"])
+
+
 @pytest.mark.slow
 def test_weighted_keys_and_values() -> None:
     """RWKV. Inductor let what reads the result of a loop run before the loop, fused with others."""

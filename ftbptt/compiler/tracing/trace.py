@@ -149,6 +149,10 @@ def trace_function(
         if _writes_in_place(module.graph):  # as some decompositions do
             pure = torch.func.functionalize(module)
             module = make_fx(pure, decomposition_table=table)(*examples)
+        if _drop_layouts(module.graph):
+            _make_batchable(module.graph)  # such as a view that these allow
+            module.recompile()
+            module = make_fx(module.forward, decomposition_table=table)(*examples)
         if put_custom_gradients_into is not None:
             put_custom_gradients_into(module.graph)
     if constants is not None:
@@ -169,6 +173,20 @@ def _writes_in_place(graph: fx.Graph) -> bool:
     return any(
         any(written.op != "placeholder" for written in written_by(node)) for node in graph.nodes
     )
+
+
+def _drop_layouts(graph: fx.Graph) -> bool:
+    """Takes ``memory_format=torch.channels_last`` out of a graph; returns whether it had any.
+
+    It is for four axes, which a value of all steps has not, and changes no number.
+    """
+    nodes = [n for n in graph.nodes if n.kwargs.get("memory_format") in _LAYOUTS]
+    for node in nodes:
+        node.kwargs = {name: v for name, v in node.kwargs.items() if name != "memory_format"}
+    return bool(nodes)
+
+
+_LAYOUTS = (torch.channels_last, torch.channels_last_3d)
 
 
 def _make_batchable(graph: fx.Graph) -> None:
