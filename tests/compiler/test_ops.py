@@ -293,6 +293,28 @@ def test_layouts_of_images(mapped: bool) -> None:
     assert_close(found.grads["w"][0], expected.grads["w"])
 
 
+# By a single number, which most take for a vector of one.
+BY_NUMBER = {
+    "index_select": lambda x, i: x.index_select(-1, i),
+    "index_add": lambda x, i: x.index_add(-1, i, x[..., :1]),
+    "take": lambda x, i: x.take(i),
+    "gather": lambda x, i: x[0].gather(0, i),
+    "scatter": lambda x, i: x[0].scatter(-1, i, x[1, 0]),
+    "scatter_reduce": lambda x, i: x[0].scatter_reduce(0, i, x[1, 0], "amax"),
+}
+
+
+@pytest.mark.parametrize("name", BY_NUMBER)
+def test_an_index_that_is_a_number(name: str) -> None:
+    operation = BY_NUMBER[name]
+
+    def after(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+        place = x.argmax() % H
+        return torch.tanh(h @ w + operation(h @ w, place).sum() + operation(x * w[0], place).sum())
+
+    check_both(problem_with(after, lambda w, x, h: h + operation(h * w[0], torch.tensor(2)).sum()))
+
+
 @pytest.mark.slow
 def test_weighted_keys_and_values() -> None:
     """RWKV. Inductor let what reads the result of a loop run before the loop, fused with others."""

@@ -66,7 +66,9 @@ def _along(operation: Callable[..., Tensor], *axes: int) -> Callable[..., Tensor
 
     def batched(*args: Any, **options: Any) -> Tensor:
         rank, new_args = args[0].dim(), list(args)
-        if rank == 0 or len(args) <= max(axes, default=0):  # a scalar, or axes left at a default
+        # A scalar, of the values or as the index of a vector; or axes left at a default.
+        has_scalar = any(isinstance(arg, Tensor) and arg.dim() == 0 for arg in args)
+        if has_scalar or len(args) <= max(axes, default=0):
             return operation(*args, **options)
         for i in axes:
             new_args[i] %= rank

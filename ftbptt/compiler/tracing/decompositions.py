@@ -100,6 +100,21 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     return NotImplemented if positions is None else aten.index.Tensor(x, positions)
 
 
+def _by_vector(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An operation whose index may be a single number: of its gradient torch takes a vector."""
+
+    def run(x: Tensor, dim: int, index: Tensor, *args: Any, **options: Any) -> Any:
+        if index.dim() or not x.dim():
+            return NotImplemented
+        return operation(x, dim, index.unsqueeze(0), *args, **options)
+
+    return run
+
+
+def _take(x: Tensor, index: Tensor) -> Any:
+    return NotImplemented if index.dim() else aten.take.default(x, index.unsqueeze(0)).squeeze(0)
+
+
 def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
     x, mask = torch.broadcast_tensors(x, mask)
     return x[mask.nonzero(as_tuple=True)]
@@ -288,6 +303,9 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.index.Tensor: _index,
     aten.index_put.default: _index_put,
     aten.masked_select.default: _masked_select,
+    aten.index_select.default: _by_vector(aten.index_select.default),
+    aten.index_add.default: _by_vector(aten.index_add.default),
+    aten.take.default: _take,
     aten._neg_view.default: torch.neg,
     aten._pack_padded_sequence.default: _pack_padded_sequence,
     **torch_decompositions(_RESIZES),
