@@ -29,6 +29,8 @@ def _covariance(out: Tensor) -> Tensor:
     return rows.T @ rows / len(rows) + torch.eye(H).to(rows)
 
 
+PROTOTYPE = torch.arange(1, H + 1).double()
+
 LOSSES = {
     "last step": lambda out, y: (out[-1] - y[-1]).square().mean(),
     "a Python loop": lambda out, y: sum(
@@ -60,6 +62,9 @@ LOSSES = {
     "soft classes": lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten(0, 1).softmax(-1)),
     "gathered": lambda out, y: -out.log_softmax(-1).gather(-1, y.argsort(-1)[..., :1]).mean(),
     "cosine similarity": lambda out, y: 1 - F.cosine_similarity(out, y, dim=-1).mean(),
+    "cosine similarity to a constant": lambda out, y: (
+        1 - F.cosine_similarity(out, PROTOTYPE, -1).mean() + F.cosine_similarity(0 * out, y).mean()
+    ),
     "spectrum": lambda out, y: (torch.fft.rfft(out) - torch.fft.rfft(y)).abs().mean(),
     "divergence": lambda out, y: F.kl_div(out.log_softmax(-1), y.softmax(-1), reduction="sum"),
     "huber and l1": lambda out, y: F.smooth_l1_loss(out, y) + F.l1_loss(out, y),

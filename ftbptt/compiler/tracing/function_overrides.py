@@ -41,6 +41,17 @@ def _gaussian_nll_loss(
     return _reduced(loss, reduction)
 
 
+def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
+    """torch's writes into the norms, which functionalize refuses for those of a constant."""
+    if x1.dtype != x2.dtype or not x1.is_floating_point():
+        return NotImplemented
+    parts = torch.broadcast_tensors(x1, x2)
+    norms = [torch.linalg.vector_norm(part, dim=dim, keepdim=True) for part in parts]
+    # As in torch, the bound passes the gradient on.
+    bounded = [with_gradient_of(norm.clamp(min=eps), norm) for norm in norms]
+    return (parts[0] / bounded[0] * (parts[1] / bounded[1])).sum(dim)
+
+
 def _multilabel_margin_loss(
     input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None,
     reduction: str = "mean",
@@ -249,6 +260,7 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.batch_norm: _batch_norm,
+    F.cosine_similarity: _cosine_similarity,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.multilabel_margin_loss: _multilabel_margin_loss,
     F.grid_sample: _grid_sample,
