@@ -348,9 +348,7 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
     table[aten.addcdiv.default] = lambda x, a, b, *, value=1: x + value * a / b
     table[aten.addmm.default] = _plus_product(torch.mm)
     table[aten.baddbmm.default] = _plus_product(torch.bmm)
-    table[aten.split.Tensor] = lambda x, size, dim=0: _slices(
-        x, [min(size, x.shape[dim] - at) for at in range(0, x.shape[dim], size)], dim
-    )
+    table[aten.split.Tensor] = _split
     table[aten.split_with_sizes.default] = lambda x, sizes, dim=0: _slices(x, sizes, dim)
     table[aten.roll.default] = _roll
     table[aten.constant_pad_nd.default] = _pad
@@ -363,6 +361,11 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
     table[aten.pow.Tensor_Scalar] = _pow
     table[aten.unbind.int] = lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])]
     return table
+
+
+def _split(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
+    starts = range(0, x.shape[dim], max(size, 1)) or [0]  # of an empty axis one part, empty too
+    return _slices(x, [min(size, x.shape[dim] - at) for at in starts], dim)
 
 
 def _slices(x: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
