@@ -52,6 +52,7 @@ def make(module: nn.Module, **options: Any) -> Any:
 MIXING = [
     lambda x: F.avg_pool1d(x.permute(1, 2, 0), 3, 1, 1).permute(2, 0, 1),
     lambda x: x - x.mean(0),
+    lambda x: (x - x.mean(0)) / x.var(0, correction=0).sqrt(),  # of a single step NaN
     lambda x: torch.cat([torch.zeros_like(x[:1]), x[:-1]]),  # causal
 ]
 
@@ -77,6 +78,22 @@ def test_in_silence(mix: Any) -> None:
         make(Chunks(mix))(params, state, torch.zeros_like(x), y)
 
 
+def test_in_complex_outputs_alone() -> None:
+    class Spectra(Chunks):
+        def forward(self, x: Tensor, state: Any) -> Any:
+            out, state = super().forward(x, state)
+            spectra = torch.fft.rfft(out)
+            return spectra - spectra.mean(0), state
+
+    segment = make_train_segment(
+        as_step(Spectra(lambda x: x), sequence=True),
+        lambda out, y: out.abs().mean(),
+        backend="eager",
+    )
+    with pytest.raises(ValueError, match="step: Spectra gives other numbers for 6 steps at once"):
+        segment(*given(Spectra(lambda x: x)))
+
+
 def test_in_tokens_that_are_all_the_same() -> None:
     """They cannot be varied; the first that differ show it."""
 
@@ -84,7 +101,7 @@ def test_in_tokens_that_are_all_the_same() -> None:
         def forward(self, x: Tensor, state: Any) -> Any:
             return super().forward(F.one_hot(x, D).to(self.lstm.weight_hh_l0.dtype), state)
 
-    module = Words(MIXING[2])
+    module = Words(MIXING[3])
     params, state, _, y = given(module)
     segment = make(module)
     with torch.no_grad():
