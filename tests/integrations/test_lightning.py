@@ -162,6 +162,22 @@ def test_prediction_for_a_dict() -> None:
     assert_equal(out, expected, 0)
 
 
+@pytest.mark.parametrize("by_row", [True, False])
+def test_prediction_for_padded_sequences(by_row: bool) -> None:
+    x, y = stream(22)
+    mask = torch.rand(22, 2, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = mask if by_row else mask[:, 0]
+    own = model(Masked, k_eval=4)
+    (out,) = trainer().predict(own, loader([(x, y, None, mask)]))
+    state, expected = zeros(), []
+    for t in range(22):
+        out_t, after = own.step(x[t], state)
+        keep = mask[t].reshape(-1, 1)
+        state = tuple(torch.where(keep, a, b) for a, b in zip(after, state, strict=True))
+        expected.append(out_t.detach())
+    assert_equal(out, torch.stack(expected))
+
+
 def test_zeros_of_a_layer_that_was_replaced() -> None:
     own, x = Classifier(), torch.randn(2, 9, 3, dtype=torch.float64)
     run = trainer()

@@ -152,6 +152,7 @@ class Batches:
 
     def predict(self, state: Tree, chunk: Chunk, k: int) -> tuple[Tree, Tree]:
         """``(out, state)`` of all steps, without a target or a loss."""
+        chunk = chunk._replace(y=chunk.mask)  # which says how many values a loss must have
         parts = list(_evaluate(self._predicting, self.params(), state, chunk, k))
         out = tree_map(lambda *leaves: torch.cat(leaves), *(part.out for part in parts))
         return self.layout.time_back(out), parts[-1].state
@@ -226,7 +227,9 @@ class Windows:
             _, self.state, _ = segments.warm_up(params, place.state, span, end)
 
 
-def _no_loss(out: Tree, y: Tree) -> Tensor:
+def _no_loss(out: Tree, mask: Tensor | None) -> Tensor:
+    if mask is not None:
+        return mask.new_zeros(mask.shape, dtype=torch.float32)
     return torch.zeros((), device=tree_leaves(out)[0].device)
 
 
