@@ -29,6 +29,8 @@ from .output import SegmentOutput
 from .step import Step, StepFunction, start_of
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def reference_segment(
     step: nn.Module | StepFunction | Step,
     loss: Loss,
@@ -63,6 +65,7 @@ def reference_segment(
     check_initial_state(initial_state)
     context = check_int("context", context, 0)
     step = as_step(step)
+    params, state, x, y, reset, mask = map(_usable, (params, state, x, y, reset, mask))
     layout = Layout.of(step, time_dim, x)
     x, y = layout.time_first(x), layout.time_first(y)
     steps = tree_leaves(x)[0].shape[0]
@@ -74,9 +77,9 @@ def reference_segment(
     trained = [i for i, p in enumerate(leaves) if differentiable(p)]
     leaves = [p.detach().requires_grad_(i in trained) for i, p in enumerate(leaves)]
     params = tree_unflatten(leaves, spec)
-    buffers = step.buffers()
+    buffers = _usable(step.buffers())
 
-    initial = initial_state(params) if callable(initial_state) else initial_state
+    initial = initial_state(params) if callable(initial_state) else _usable(initial_state)
     if state is None:  # the gradient flows into a start that is learned
         state = start_of(step, initial, params, tree_map(lambda leaf: leaf[0], x))
     else:
@@ -114,3 +117,8 @@ def reference_segment(
         value.detach(),
         tree_map(torch.Tensor.detach, layout.time_back(out)),
     )
+
+
+def _usable(tree: Tree) -> Tree:
+    """The tree, with copies of tensors of inference mode, which autograd does not take."""
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) and t.is_inference() else t, tree)

@@ -345,6 +345,12 @@ def test_grad_mode_and_requires_grad_do_not_matter() -> None:
     plain = {name: p.detach() for name, p in params.items()}
     attached = state.clone().requires_grad_() * 1
     assert_close(reference_segment(given.step, given.loss, plain, attached, x, y), expected)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():  # and on tensors of that mode
+            copies = {name: p.clone() for name, p in params.items()}, *map(torch.clone, (x, y))
+            arguments = copies[0], state.clone(), *copies[1:]
+            assert_close(reference_segment(given.step, given.loss, *arguments), expected)
+        assert_close(reference_segment(given.step, given.loss, *arguments), expected)
 
 
 def test_out_is_per_row_of_the_loss() -> None:
