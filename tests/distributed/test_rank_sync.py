@@ -161,11 +161,11 @@ def _bytes(mesh: DeviceMesh, dtype: torch.dtype | None) -> tuple[int, int, int]:
 def test_what_is_sent_for_an_update(dtype: torch.dtype | None, size: int, two: Ranks) -> None:
     """Each gradient once for an update, however many windows it has; and once at the end.
 
-    With them ten numbers in float64.
+    With them eleven numbers in float64.
     """
     for updates, sent, numbers in two.call(_bytes, dtype):
         assert updates == 4
-        assert sent == (updates + 1) * (size * numbers + 10 * 8)
+        assert sent == (updates + 1) * (size * numbers + 11 * 8)
 
 
 def _sum_of_halves(mesh: DeviceMesh, dtype: torch.dtype | None) -> list[list[float]]:

@@ -19,7 +19,7 @@ from torch.distributed import DeviceMesh
 from ftbptt.distributed import RankFailed, ranks, reduction
 from ftbptt.distributed.reduction import Reduction
 from ftbptt.segment import execute
-from ftbptt.training import Events
+from ftbptt.training import Chunk, Events, train_stream
 from ftbptt.training.checkpoints.shared import SharedCheckpoints
 from ftbptt.training.updates.rank_sync import RankSync
 
@@ -379,3 +379,25 @@ def _reported(mesh: DeviceMesh) -> list[int]:
 
 def test_all_updates_are_reported(two: Ranks) -> None:
     assert two.call(_reported) == [[0, 1, 2, 3, 4]] * 2
+
+
+def _with_a_gap(mesh: DeviceMesh, mode: str) -> tuple[int, bool]:
+    """One row of the second rank has a NaN, masked: it is in the gradient, but not in the loss."""
+    x, y = stream(STEPS, ROWS)
+    mask = torch.ones(STEPS, ROWS, dtype=torch.bool)
+    x[9, ROWS - 1], mask[9, ROWS - 1] = float("nan"), False
+    module = Tagger()
+    params = dict(module.named_parameters())
+    run = train_stream(
+        segment_of(Tagger, padded=True), params, (torch.zeros(ROWS, 5).double(),) * 2,
+        Chunk(x, y, mask=mask), torch.optim.SGD(params.values(), lr=0.1), k1=4, mesh=mesh,
+        on_nonfinite=mode, progress=False,
+    )  # fmt: skip
+    with pytest.warns(RuntimeWarning, match="the gradient's norm is nan in update 2, though its l"):
+        updates = list(run)
+    return len(updates), all(bool(p.isfinite().all()) for p in params.values())
+
+
+def test_a_gradient_that_is_not_finite_under_a_mask(two: Ranks) -> None:
+    """As on one process, where the window's own weight says that there is a mask."""
+    assert two.call(_with_a_gap, "stop") == [(2, True)] * 2

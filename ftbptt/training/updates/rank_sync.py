@@ -33,6 +33,7 @@ class _Numbers(NamedTuple):
     weight_low: float
     tokens: float
     has_stats: float  # the rank has a window that counts
+    has_mask: float  # and that has a mask
     more: float  # the rank has a window
     due: float  # losses are to be read; only the first rank says so
     seconds: float  # that the run took; of the first rank only
@@ -56,6 +57,7 @@ class _Numbers(NamedTuple):
             weight_low=low,
             tokens=tokens,
             has_stats=stats is not None,
+            has_mask=stats is not None and isinstance(stats.weight, Tensor),
             more=more,
             due=due and is_first,
             seconds=seconds if is_first else 0.0,
@@ -77,8 +79,10 @@ class _Numbers(NamedTuple):
         """
         if not self.has_stats:
             return None
-        loss = (loss_sum.double() / self.divisor).to(dtype)
-        return WindowStats(loss, int(self.weight), steps, int(self.tokens))
+        loss, weight = (loss_sum.double() / self.divisor).to(dtype), int(self.weight)
+        # With a mask on any rank it is a tensor on all, as that of a window is.
+        counted = torch.tensor(weight, device="cpu") if self.has_mask else weight
+        return WindowStats(loss, counted, steps, int(self.tokens))
 
 
 def _weighted_loss(stats: WindowStats | None) -> Tensor:
