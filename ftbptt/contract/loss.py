@@ -31,6 +31,11 @@ def segment_loss(
             mask = without_first(mask, context, time_dim if mask.dim() > 1 else 0)
     value = loss(out, y)
     if not isinstance(value, Tensor):
+        if isinstance(value, (float, torch.SymFloat)):  # the latter while it is traced
+            raise TypeError(
+                "loss: expected loss(out, y) to return a tensor, found float, which has no "
+                "gradient. Return the tensor itself, without float() or .item()."
+            )
         raise TypeError(
             f"loss: expected loss(out, y) to return a tensor, found {type(value).__name__}."
         )

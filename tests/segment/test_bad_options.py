@@ -81,6 +81,8 @@ def test_loss_that_is_none() -> None:
     refused(
         TypeError, "loss: expected .* to return a tensor, found float", dict_step, lambda o, y: 1.0
     )
+    words = r"loss: expected .* a tensor, found float, which .* without float\(\) or \.item\(\)"
+    refused(TypeError, words, dict_step, lambda out, y: (out - y).square().mean().item())
     words = r"loss: expected a scalar, or .* found shape \[.*3, 7\]"
     refused(ValueError, words, dict_step, lambda out, y: (out - y).square())
 
