@@ -188,6 +188,17 @@ def test_state_that_changes_its_shape_in_the_step() -> None:
     refused(ValueError, words, state={"h": torch.zeros(1, H)})
 
 
+def test_a_start_without_rows() -> None:
+    own = make_train_segment(
+        dict_step, per_row, backend="eager", initial_state={"h": torch.zeros(H)}
+    )
+    given = arguments()
+    own(*given.values(), reset=torch.tensor([True] * len(given["x"])))
+    words = r"step: state\['h'\] went in .*so expand it over them, to \[3, 7\], also in initial_sta"
+    with pytest.raises(ValueError, match=words):
+        own(*(given | {"state": None}).values())
+
+
 def test_state_that_changes_its_dtype_in_the_step() -> None:
     words = (
         r"step: state\['h'\] went in as torch.float64 and came out as torch.float32.*"

@@ -69,10 +69,15 @@ def _check_state_leaf(name: str, before: Tensor, after: Any, x_only: set[torch.d
             f"step: {name} went in as {before.dtype} and came out as {after.dtype}. {remedy}"
         )
     if before.shape != after.shape:
+        remedy = "give it in with the shape that the step returns."
+        if before.shape == after.shape[1:]:  # as of a learned start, which a reset would broadcast
+            remedy = (
+                f"it went in without rows, so expand it over them, to {list(after.shape)}, also "
+                "in initial_state= if state=None starts from that."
+            )
         raise ValueError(
             f"step: {name} went in with shape {list(before.shape)} and came out with "
-            f"{list(after.shape)}. The carried state must keep its shape: give it in with the "
-            "shape that the step returns."
+            f"{list(after.shape)}. The carried state must keep its shape: {remedy}"
         )
 
 
