@@ -188,6 +188,12 @@ def check_lengths(
                 )
             length = shape[time_dim]
             if steps is not None and length != steps:
+                if isinstance(xs.tree, list) and len(xs.tree) == len(xs.leaves) == length:
+                    raise ValueError(
+                        f"x: is a list of {length} tensors of {steps} steps on axis {time_dim}, "
+                        f"but {argument.path(i)} has {length} steps. If each of these tensors is a "
+                        f"step, stack them: torch.stack(x, {time_dim})."
+                    )
                 raise ValueError(
                     f"{argument.path(i)}: has {length} steps on axis {time_dim}, but "
                     f"{xs.path(0)} has {steps}. x and y must have the same length; nothing is cut "

@@ -258,6 +258,12 @@ def test_no_steps() -> None:
     refused(ValueError, r"x: has 0 steps; a segment needs at least one", x=x, y=y)
 
 
+def test_a_list_of_steps() -> None:
+    given = arguments()
+    words = r"x: is a list of 5 tensors of 3 steps on axis 0, but y .* torch\.stack\(x, 0\)"
+    refused(ValueError, words, x=list(given["x"]))
+
+
 def test_lengths_that_differ() -> None:
     refused(ValueError, r"y: has 4 steps on axis 0, but x has 5", y=torch.zeros(K - 1, B, H))
     x = {"a": torch.zeros(K, B, D), "b": torch.zeros(K + 1, B)}
