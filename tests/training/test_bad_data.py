@@ -61,7 +61,7 @@ TUPLES = "expected (x, y) or (x, y, reset, mask), found "
             (X, Y[:7]),
             ValueError,
             "data: y: has 7 steps on axis 0, but x has 10. All parts of the data must have the "
-            "same length; nothing is cut silently.",
+            "same length; nothing is cut silently. Expand what a row has at all steps over them.",
         ),
         (
             ({"a": X, "b": (X, X[:9])}, Y),
@@ -70,7 +70,7 @@ TUPLES = "expected (x, y) or (x, y, reset, mask), found "
         ),
         ((X, Y, FLAGS[:4], None), ValueError, "data: reset: has 4 steps on axis 0, but x has 10."),
         ((X, Y, None, FLAGS[1:]), ValueError, "data: mask: has 9 steps on axis 0, but x has 10."),
-        ((X, Y[0, 0]), ValueError, "data: y: expected time on axis 0, found shape []."),
+        ((X, Y[0, 0]), ValueError, "data: y: expected time on axis 0, found shape []. Exp"),
     ],
 )
 def test_bad_data(data: Any, kind: type[Exception], words: str) -> None:

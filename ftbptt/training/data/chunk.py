@@ -138,6 +138,7 @@ class TimeAxes:
         steps: int | None = None
         first_path = ""
         for name, tree, axis in parts:
+            remedy = " Expand what a row has at all steps over them." if name == "y" else ""
             for path, leaf in tree_flatten_with_path(tree)[0]:
                 if leaf is None:  # a part that the chunk does not have
                     continue
@@ -145,7 +146,7 @@ class TimeAxes:
                 if not -len(leaf.shape) <= axis < len(leaf.shape):
                     raise ValueError(
                         f"{leaf_path}: expected time on axis {axis}, found shape "
-                        f"{list(leaf.shape)}."
+                        f"{list(leaf.shape)}.{remedy}"
                     )
                 if steps is None:
                     steps, first_path = leaf.shape[axis], leaf_path
@@ -153,7 +154,7 @@ class TimeAxes:
                     raise ValueError(
                         f"{leaf_path}: has {leaf.shape[axis]} steps on axis {axis}, but "
                         f"{first_path} has {steps}. All parts of the data must have the same "
-                        "length; nothing is cut silently."
+                        f"length; nothing is cut silently.{remedy}"
                     )
         assert steps is not None
         return steps
