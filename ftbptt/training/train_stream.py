@@ -130,7 +130,8 @@ def train_stream(
         Clipping of the gradient, by norm first (the norm of all gradients together; in an ensemble,
         where the loss is [M] and all gradients are [M, ...], that of each model's); a scheduler of
         torch, stepped at each update (``ReduceLROnPlateau`` at each report); a moving average of
-        the parameters, which begins at those before the first update.
+        the parameters, ``ema_params`` of the iterator, which begins at those before the first
+        update.
     ``autocast``, ``scaler``
         ``torch.bfloat16`` or ``torch.float16``, and a ``torch.amp.GradScaler`` for the latter.
     ``stop``
