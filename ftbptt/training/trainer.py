@@ -271,7 +271,10 @@ class Trainer:
 
     def publish(self, report: Report | None) -> None:
         """Publishes what was read, and ends the run if that says so."""
-        self.ended |= self.monitor.publish(report)
+        try:
+            self.ended |= self.monitor.publish(report)
+        finally:  # an event may fail, and the caller go on
+            self.ended |= self.monitor.stopped
 
     def _next_epoch(self) -> bool:
         """Ends the epoch, and begins the next; false if there is none."""

@@ -223,6 +223,18 @@ def test_an_error_of_the_caller_comes_through() -> None:
         next(run)
 
 
+def test_stop_holds_if_the_report_fails() -> None:
+    """The caller goes on, but the run has ended."""
+
+    def fail(report: Report) -> None:
+        raise ZeroDivisionError
+
+    run = train(stream(10), events=Events(report=fail), stop=lambda loss: True)
+    with pytest.raises(ZeroDivisionError):
+        next(run)
+    assert list(run) == []
+
+
 def test_a_scaled_window_has_its_own_loss() -> None:
     """What a gradient scaler multiplies is the gradients alone."""
     losses = []
