@@ -71,6 +71,7 @@ TUPLES = "expected (x, y) or (x, y, reset, mask), found "
         ((X, Y, FLAGS[:4], None), ValueError, "data: reset: has 4 steps on axis 0, but x has 10."),
         ((X, Y, None, FLAGS[1:]), ValueError, "data: mask: has 9 steps on axis 0, but x has 10."),
         ((X, Y[0, 0]), ValueError, "data: y: expected time on axis 0, found shape []. Exp"),
+        ((list(X), Y), ValueError, "If each tensor in x is a step, use torch.stack(x, 0)."),
     ],
 )
 def test_bad_data(data: Any, kind: type[Exception], words: str) -> None:

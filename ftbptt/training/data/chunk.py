@@ -151,6 +151,8 @@ class TimeAxes:
                 if steps is None:
                     steps, first_path = leaf.shape[axis], leaf_path
                 elif leaf.shape[axis] != steps:
+                    if isinstance(chunk.x, list) and len(chunk.x) == leaf.shape[axis]:
+                        remedy = f" If each tensor in x is a step, use torch.stack(x, {self.x})."
                     raise ValueError(
                         f"{leaf_path}: has {leaf.shape[axis]} steps on axis {axis}, but "
                         f"{first_path} has {steps}. All parts of the data must have the same "
