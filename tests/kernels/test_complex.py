@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, reference_segment
 from ftbptt.backends.fused import _source_for
 from ftbptt.kernels.expressions import Unsupported
 
@@ -148,6 +148,23 @@ def test_cells(bound: Callable[[Tensor, Any], Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     reset, mask = (torch.rand(9, 4, generator=generator) < p for p in (0.3, 0.7))
     check(segment, made, 9, reset=reset, mask=mask)
+
+
+@pytest.mark.parametrize("backend", ["fused", pytest.param("compile", marks=pytest.mark.slow)])
+def test_factors_that_are_numbers(backend: str) -> None:
+    """Of which the gradient has the conjugate. In a compiled program that was pending, and lost."""
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = h * params["v"][0] * 0.2j + x_t[:, :1] / (2 + 1j)
+        return h * (1 - 2j), h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (1j * out / 4).exp().real.square().mean() + (out.real - y[..., :1]).square().mean()
+
+    made = problem(mod_relu)
+    given = made.data(4)
+    segment = make_train_segment(step, loss, backend=backend)
+    assert_close(segment(*given), reference_segment(step, loss, *given))
 
 
 @pytest.mark.usefixtures("kernels")

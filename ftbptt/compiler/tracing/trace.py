@@ -202,8 +202,21 @@ def _make_batchable(graph: fx.Graph) -> None:
             node.target, node.args = aten.reshape.default, node.args[:2]
         elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
             _normalize_slice_bounds(node)
+        elif node.target is aten._conj.default and isinstance(node.args[0], complex):
+            _put_number(node, node.args[0].conjugate())
         elif node.target is aten.embedding.default:
             node.args = node.args[:4]  # without sparse=True: a segment's gradients are dense
+
+
+def _put_number(node: fx.Node, number: complex) -> None:
+    """Has what reads a node read a number instead.
+
+    In a compiled program the conjugate of 1j, as a gradient has it, was a tensor of 1j, whose
+    pending conjugation was lost.
+    """
+    for user in list(node.users):
+        if user.op == "call_function":
+            user.args = fx.node.map_aggregate(user.args, lambda a: number if a is node else a)
 
 
 def _is_reshape(as_strided: fx.Node) -> bool:
