@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._memory import resolved
 from ..backends import Backend
 from ..compiler.blocks import DistributedLoop
 from ..compiler.loss import ANY_STEPS, LossProgram
@@ -120,7 +121,8 @@ class Phases:
         for chunk in chunks:
             result = self.run_chunk(name, loop, ChunkInputs(invariants, _cut(x, chunk), carries))
             carries = result[:n_carries]
-            outs.append(result[n_carries : n_carries + n_outs])
+            # As the loop stacks them: a loss may not read a pending conjugate as real numbers.
+            outs.append([*map(resolved, result[n_carries : n_carries + n_outs])])
             saved.append(result[n_carries + n_outs :])
         return Forward(invariants, x, carries, _joined(outs), saved)
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, reference_segment
 
 from ..cells.problems import B, Draw, H, Problem
-from ..oracle import check
+from ..oracle import assert_close, check
 
 # What a readout often ends with: batched over the steps, so torch must have a rule for vmap.
 READOUTS = {
@@ -104,3 +104,20 @@ def test_readouts_run_compiled_for_every_length() -> None:
     compiled = segment.compile_count
     check(segment, made, 9)
     assert segment.compile_count == compiled
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("fused", marks=pytest.mark.slow)])
+def test_outputs_that_are_conjugates(backend: str) -> None:
+    """In the loop they are computed when they are stacked, so that a loss may view them as real."""
+
+    def step(params: Any, x: Tensor, h: Tensor) -> tuple[Any, Tensor]:
+        h = h * params["w"] + x
+        return (x.conj(), h.conj()), h
+
+    def loss(out: Any, y: Tensor) -> Tensor:
+        return sum(torch.view_as_real(leaf).sub(y).square().mean() for leaf in out)
+
+    draw = Draw(0)
+    given = {"w": draw.complex(H)}, draw.complex(B, H), draw.complex(4, B, H), draw(4, 1, 1, 2)
+    segment = make_train_segment(step, loss, backend=backend)
+    assert_close(segment(*given), reference_segment(step, loss, *given))
