@@ -267,11 +267,14 @@ def _largest_gain(mean: Tensor, reaches: list[int], gradients: list[list[Tensor]
 
 
 def _row_axes(data: DataLayout, chunk: Chunk, plan: Plan) -> list[int] | None:
-    """The batch axis of each state leaf; None for data without a batch."""
+    """The batch axis of each state leaf; None for data without a batch.
+
+    Also for a state of which all rows share a part: the norms of that have no rows.
+    """
     leaves = [torch.empty(leaf.shape, device="meta") for leaf in plan.signature.state]
-    if data.rows(chunk, leaves) is None:
-        return None
-    return [data.row_axis(leaf) for leaf in leaves]
+    axes = [data.row_axis(leaf) for leaf in leaves]
+    are_shared = [leaf.dim() <= axis for leaf, axis in zip(leaves, axes, strict=True)]
+    return None if data.rows(chunk, leaves) is None or any(are_shared) else axes
 
 
 def _check_max_lag(max_lag: int | None, steps: int, context: int) -> int:

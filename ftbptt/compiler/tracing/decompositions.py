@@ -115,6 +115,13 @@ def _take(x: Tensor, index: Tensor) -> Any:
     return NotImplemented if index.dim() else aten.take.default(x, index.unsqueeze(0)).squeeze(0)
 
 
+_BY_VECTORS: dict[Any, Callable[..., Any]] = {
+    aten.index_select.default: _by_vector(aten.index_select.default),
+    aten.index_add.default: _by_vector(aten.index_add.default),
+    aten.take.default: _take,
+}
+
+
 def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
     x, mask = torch.broadcast_tensors(x, mask)
     return x[mask.nonzero(as_tuple=True)]
@@ -303,9 +310,7 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.index.Tensor: _index,
     aten.index_put.default: _index_put,
     aten.masked_select.default: _masked_select,
-    aten.index_select.default: _by_vector(aten.index_select.default),
-    aten.index_add.default: _by_vector(aten.index_add.default),
-    aten.take.default: _take,
+    **_BY_VECTORS,
     aten._neg_view.default: torch.neg,
     aten._pack_padded_sequence.default: _pack_padded_sequence,
     **torch_decompositions(_RESIZES),
@@ -338,7 +343,8 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
     ):
         for overload in op.overloads():
             table.pop(getattr(op, overload), None)
-    table.update(BEFORE_AUTOGRAD)
+    # Their indices are vectors by then, and Inductor's own are for every K.
+    table.update({op: run for op, run in BEFORE_AUTOGRAD.items() if op not in _BY_VECTORS})
     # vmap has no rule for the prims that other decompositions are made of.
     table[torch.ops.prims.convert_element_type.default] = lambda x, dtype: x.to(dtype)
     if hasattr(torch.ops.prims, "fma"):
