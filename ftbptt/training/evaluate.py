@@ -147,8 +147,8 @@ def evaluate_stream(
             chunk = mover.wait(*mover.start(chunk))
             result = segments.evaluate(params, state, chunk)
             state = result.state
-            counts = segments.count(chunk, state, 0)
-            weight = segments.count_of_models(chunk, state, 0, result.loss).weight
+            counts = segments.count_of_models(chunk, state, 0, result.loss)
+            weight = counts.weight
             weighted_loss = result.loss.double() * weight
             if isinstance(weight, Tensor):  # a function's loss of no step may be 0 / 0
                 weighted_loss = weighted_loss.masked_fill(weight == 0, 0.0)
