@@ -161,7 +161,9 @@ class TBPTTModule(LightningModule):
     def on_chunk(self, stage: str, out: Tree, y: Tree) -> None:
         """Called after each window of training and each chunk of evaluation, for custom metrics.
 
-        ``stage`` is "train", "val" or "test"; ``out`` and ``y`` are detached.
+        ``stage`` is "train", "val" or "test"; ``out`` and ``y`` are detached. With a mask they
+        include the padding: to leave it out here, put the mask into ``y`` as well, which may be
+        ``(target, mask)``.
         """
 
     # -- called by Lightning --------------------------------------------------------------------
