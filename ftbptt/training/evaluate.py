@@ -88,8 +88,9 @@ def evaluate_stream(
     A module runs in the mode that it is in: call ``model.eval()`` before, if it has dropout.
 
     Raises TypeError for what is no segment, metric or function, for ``metric_inputs`` that returns
-    no pair, and for metrics of a function; ValueError for data without a step, and for a
-    ``metric_inputs`` that returns other steps or rows.
+    no pair, and for metrics of a function; ValueError for data without a step, for a
+    ``metric_inputs`` that returns other steps or rows, for a ``prepare`` that writes to whole
+    tensors of data, and for a segment with ``context`` under vmap.
 
     >>> import ftbptt
     >>> cell = torch.nn.GRUCell(3, 5)
