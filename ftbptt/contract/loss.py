@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -88,4 +89,8 @@ def without_first(tree: Tree, steps: int, time_dim: int) -> Tree:
 
 def of_first(loss: Loss) -> Loss:
     """The loss of the first part of a step's output, where that has got more parts."""
-    return lambda out, y: loss(out[0], y)
+    return partial(_loss_of_first, loss)  # which can be pickled, if the loss can
+
+
+def _loss_of_first(loss: Loss, out: Tree, y: Tree) -> Tensor:
+    return loss(out[0], y)

@@ -31,12 +31,35 @@ from .taps import Collector, collecting, owners
 StepFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 StateCall = Callable[[Tree, Tree], tuple[Tree, Tree]]  # (x_t, state) -> (out_t, state)
 ModuleCall = Callable[[nn.Module, Tree, Tree], tuple[Tree, Tree]]
+Around = Callable[[Tree, StateCall, Tree, Tree], tuple[Tree, Tree]]  # also params and the step
 _Owned = tuple[str, nn.Module, str]  # a tensor's name, the module that has it, its name there
 
 
 def _call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
     out: tuple[Tree, Tree] = module(x_t, state)
     return out
+
+
+def _call_around(
+    around: Around, function: StepFunction, params: Tree, x_t: Tree, state: Tree
+) -> tuple[Tree, Tree]:
+    return around(params, partial(function, params), x_t, state)
+
+
+def _call_module_around(
+    around: Around, call: ModuleCall, module: nn.Module, x_t: Tree, state: Tree
+) -> tuple[Tree, Tree]:
+    return around(dict(module.named_parameters()), partial(call, module), x_t, state)
+
+
+def _tapping(
+    wanted: Sequence[str] | None, params: Tree, call: StateCall, x_t: Tree, state: Tree
+) -> tuple[Tree, Tree]:
+    x_t, probes = x_t
+    with collecting(Collector(wanted, probes or None, owners(params))) as collector:
+        out, after = call(x_t, state)
+    collector.check()
+    return (out, collector.values), after
 
 
 @dataclass(frozen=True)
@@ -209,15 +232,7 @@ class Step:
 
         ``probes`` are added to the tensors that it taps, see :class:`Collector`.
         """
-
-        def run(params: Tree, call: StateCall, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
-            x_t, probes = x_t
-            with collecting(Collector(wanted, probes or None, owners(params))) as collector:
-                out, after = call(x_t, state)
-            collector.check()
-            return (out, collector.values), after
-
-        return self._wrapped(run)
+        return self._wrapped(partial(_tapping, wanted))
 
     def with_gradient_factors(self) -> Step:
         """The same step on ``(x_t, factor)``.
@@ -230,22 +245,15 @@ class Step:
         step = self._wrapped(lambda params, call, x, state: call(x[0], state))
         return replace(step, zero_state=start, has_gradient_factors=True)
 
-    def _wrapped(self, around: Callable[[Tree, StateCall, Tree, Tree], tuple[Tree, Tree]]) -> Step:
+    def _wrapped(self, around: Around) -> Step:
         """The step as ``around(params, call, x_t, state)``; ``call(x_t, state)`` is the step."""
+        # With partial, since a function made here could not be pickled.
         if self.module is None:
-            function = self.function
-            assert function is not None
-
-            def wrapped(params: Tree, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
-                return around(params, partial(function, params), x_t, state)
-
-            wrapped.__name__ = self.name
-            return replace(self, function=wrapped)
-        call = self.call_module
-
-        def call_module(module: nn.Module, x_t: Tree, state: Tree) -> tuple[Tree, Tree]:
-            return around(dict(module.named_parameters()), partial(call, module), x_t, state)
-
+            assert self.function is not None
+            function = partial(_call_around, around, self.function)
+            function.__name__ = self.name  # type: ignore[attr-defined]
+            return replace(self, function=function)
+        call_module = partial(_call_module_around, around, self.call_module)
         return replace(self, call_module=call_module, wrapped=self.wrapped or self)
 
     def misfit(self, params: dict[str, Tensor]) -> str | None:

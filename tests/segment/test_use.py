@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 import ftbptt
-from ftbptt import make_train_segment
+from ftbptt import make_train_segment, tap
 from ftbptt._garbage import without_garbage_collection
 
 from ..cells import problem, slow_but
@@ -212,6 +212,10 @@ def step_to_pickle(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]
     return h, h
 
 
+def tapped_step_to_pickle(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    return step_to_pickle(params, x_t, tap("h", h))
+
+
 def loss_to_pickle(out: Tensor, y: Tensor) -> Tensor:
     return (out - y).square().mean()
 
@@ -231,6 +235,20 @@ def test_a_segment_of_a_cell_of_torch_can_be_pickled(kind: Any) -> None:
     segment = make_train_segment(cell, loss_to_pickle, backend="eager")
     arguments = dict(cell.named_parameters()), None, torch.randn(4, 2, 3), torch.zeros(4, 2, 3)
     assert_close(pickle.loads(pickle.dumps(segment))(*arguments), segment(*arguments))
+
+
+@pytest.mark.parametrize("kind", ["function", "module"])
+def test_a_segment_with_taps_can_be_pickled(kind: str) -> None:
+    cell = torch.nn.RNNCell(3, 3)
+    step, params = {
+        "function": (tapped_step_to_pickle, {"w": torch.randn(3)}),
+        "module": (cell, dict(cell.named_parameters())),
+    }[kind]
+    segment = make_train_segment(step, loss_to_pickle, backend="eager", taps=["h"])
+    arguments = params, torch.zeros(2, 3), torch.randn(4, 2, 3), torch.zeros(4, 2, 3)
+    expected = segment(*arguments)
+    assert expected.taps["h"].grad.any()
+    assert_close(pickle.loads(pickle.dumps(segment))(*arguments), expected)
 
 
 def test_under_anomaly_detection(segments: Segments) -> None:
