@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ from .._compat.modules import (
     parametrizations_kept_apart,
     put_own_buffers,
 )
+from .._locks import LockOverForks
 from .._trees import TreeSpec, tree_flatten, tree_unflatten
 
 T = TypeVar("T")
 
 # While a thread runs a step with other tensors in its module, fake ones while it traces, all
 # threads find these there. What a module has itself is read with this lock.
-HOLDING = threading.RLock()
+HOLDING = LockOverForks()
 
 
 def tied_places(module: nn.Module) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import ftbptt
 from ftbptt import make_train_segment, tap
 from ftbptt._garbage import without_garbage_collection
+from ftbptt._locks import LockOverForks
+from ftbptt.compiler.tracing.trace import TRACING
+from ftbptt.contract.held_tensors import HOLDING
 
 from ..cells import problem, slow_but
 from ..cells.problems import Draw, Problem
@@ -303,6 +307,43 @@ def test_a_process_that_is_forked_during_a_first_call_searches_for_garbage() -> 
         assert not gc.isenabled()
     assert gc.isenabled()
     assert found == [11]
+
+
+@pytest.mark.parametrize("lock", [HOLDING, TRACING])
+@pytest.mark.parametrize("held_by", ["nobody", "the thread that forks", "another thread"])
+def test_a_process_that_is_forked_while_a_lock_is_held(lock: LockOverForks, held_by: str) -> None:
+    """By a thread that runs a step, or traces one, which does not exist there."""
+    forked, is_held = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            forked.wait(20)
+
+    def is_free() -> bool:
+        """For another thread."""
+        taken = threading.Event()
+
+        def take() -> None:
+            with lock:
+                taken.set()
+
+        threading.Thread(target=take, daemon=True).start()
+        return taken.wait(10)
+
+    thread = threading.Thread(target=hold)
+    if held_by == "another thread":
+        thread.start()
+        assert is_held.wait(20)
+    with lock if held_by == "the thread that forks" else nullcontext():
+        process = os.fork()
+    if process == 0:
+        signal.alarm(10)  # ends it
+        with lock:
+            pass
+        os._exit(10 + is_free())
+    forked.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 11
 
 
 @pytest.mark.parametrize("is_on", [True, False])

@@ -7,7 +7,6 @@ of the step and a remedy.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from ..._compat.tracing import (
 )
 from ..._garbage import without_garbage_collection
 from ..._interrupt import uninterrupted
+from ..._locks import LockOverForks
 from ..._trees import (
     Tree,
     TreeSpec,
@@ -67,7 +67,7 @@ from .step_checks import (
 from .variables import places_of_buffers
 
 # torch traces by patching itself, for all threads: one at a time.
-TRACING = threading.RLock()
+TRACING = LockOverForks()
 
 
 @dataclass(frozen=True)
