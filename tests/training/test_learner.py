@@ -270,7 +270,7 @@ class Careless:
         return {"sum": {name: 0 * p for name, p in params.items()}}
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        total = {name: state["sum"][name] + params[name] for name in state["sum"]}
+        total = {name: state["sum"][name] + params[name] for name in self.order(list(params))}
         moved = {name: params[name] - 0.5 * grads[name] for name in self.order(list(params))}
         return {name: p / p.norm() for name, p in moved.items()}, {"sum": total}
 
@@ -291,6 +291,11 @@ def test_a_functional_optimizer_that_does_not_detach() -> None:
     [
         (lambda params: params, r"its update\(.*\) to return \(params, state\), found dict"),
         (lambda params: None, r"to return \(params, state\), found NoneType"),
+        (lambda params: (params, {}), r"a state of another structure than state: state\['sum'\]"),
+        (
+            lambda params: (params, None),
+            r"than state: state\['sum'\]\['cell.weight_ih'\] is missing",
+        ),
         (lambda params: ({}, None), r"than params: params\['cell.weight_ih'\] is missing"),
         (lambda params: ({**params, "w": 0}, None), r"than params: params\['w'\] is new"),
         (lambda params: (list(params.values()), None), r"params\['cell.weight_ih'\] is missing"),

@@ -32,7 +32,8 @@ class FunctionalOptimizer(Protocol):
     def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """update : grads, state, params -> parameters and state after the update
 
-        ``grads`` has the structure of ``params``, with zeros for leaves without a gradient.
+        ``grads`` has the structure of ``params``, with zeros for leaves without a gradient. What
+        it returns has the structure of what it was given.
         """
 
 
@@ -52,9 +53,9 @@ class Sharded(Protocol):
 def functional_update(
     optimizer: FunctionalOptimizer, grads: Tree, state: Tree, params: Tree
 ) -> tuple[Tree, Tree]:
-    """What its ``update`` returns, with the parameters in the order of those before.
+    """What its ``update`` returns, both with dicts in the order of those before.
 
-    Raises TypeError for anything but a pair, and for parameters of another structure.
+    Raises TypeError for anything but a pair, and for parameters or a state of another structure.
     """
     with torch.no_grad():  # else each update would keep the graph of all before it
         result = optimizer.update(grads, state, params)
@@ -63,18 +64,25 @@ def functional_update(
             "optimizer: expected its update(grads, state, params) to return (params, state), found "
             f"{type(result).__name__}."
         )
-    new_params = in_order_of(params, result[0])
-    found, expected = (tree_flatten(tree)[1] for tree in (new_params, params))
+    # A checkpoint has the leaves in order, and is read into what init returns.
+    new_params = _like(params, result[0], "params", "parameters")
+    return new_params, _like(state, result[1], "state", "a state")
+
+
+def _like(before: Tree, returned: Tree, name: str, what: str) -> Tree:
+    """What an update has returned, in the order of what it was given; TypeError if it differs."""
+    returned = in_order_of(before, returned)
+    found, expected = (tree_flatten(tree)[1] for tree in (returned, before))
     if found != expected:
-        names, known = leaf_names("params", found), leaf_names("params", expected)
-        missing = [f"{name} is missing" for name in known if name not in names]
-        unknown = [f"{name} is new" for name in names if name not in known]
+        names, known = leaf_names(name, found), leaf_names(name, expected)
+        missing = [f"{leaf} is missing" for leaf in known if leaf not in names]
+        unknown = [f"{leaf} is new" for leaf in names if leaf not in known]
         difference = [*missing, *unknown, "its containers are of other types"][0]
         raise TypeError(
-            "optimizer: its update(grads, state, params) returned parameters of another structure "
-            f"than params: {difference}."
+            f"optimizer: its update(grads, state, params) returned {what} of another structure "
+            f"than {name}: {difference}."
         )
-    return new_params, result[1]
+    return returned
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
