@@ -169,6 +169,25 @@ def test_mixed_precision_in_bfloat16() -> None:
     assert 1e-4 < distance(own.step, exact.step) < 0.02
 
 
+class Multiplying(torch.optim.SGD):
+    """An optimizer that multiplies matrices in its step, as Shampoo and Muon do."""
+
+    def step(self, closure: Any = None) -> Any:
+        value = super().step(closure)
+        one = torch.ones(2, 2)
+        self.dtype = (one @ one).dtype
+        return value
+
+
+def test_a_step_is_made_in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Tagger().float()
+    optimizer = Multiplying(own.parameters(), lr=0.5)
+    monkeypatch.setattr(own, "configure_optimizers", lambda: optimizer)
+    x, y = stream(4)
+    fit(own, [(x.float(), y)], precision="bf16-mixed")
+    assert optimizer.dtype == torch.float32
+
+
 class Tiny(Tagger):
     """A loss whose gradients are too small for float16."""
 

@@ -126,7 +126,15 @@ class TBPTTRun(Callback):
     # -- an update ------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Makes an optimizer step with the gradients of the pending windows."""
+        """Makes an optimizer step with the gradients of the pending windows.
+
+        Without the autocast that Lightning has around all of ``training_step``: an optimizer that
+        multiplies matrices would do so in half precision, and so would hooks and clipping.
+        """
+        with torch.autocast(self._module.device.type, enabled=False):
+            self._update()
+
+    def _update(self) -> None:
         module, learner = self._module, self._learner
         trainer = module.trainer
         assert learner is not None
