@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -196,7 +197,7 @@ def test_what_a_trainer_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
         fit(own, [stream(8)])
     two = [torch.optim.SGD(own.parameters(), lr=lr) for lr in (0.1, 0.2)]
     with pytest.raises(ValueError, match="configure_optimizers: expected one optimizer, found 2"):
-        own._run.on_fit_start(SimpleNamespace(world_size=1, optimizers=two), own)
+        own._run.on_fit_start(SimpleNamespace(world_size=1, optimizers=two, callbacks=[]), own)
     monkeypatch.undo()
     monkeypatch.setattr(own, "configure_callbacks", lambda: [])
     with pytest.raises(RuntimeError, match="configure_callbacks: this module's own callback"):
@@ -229,6 +230,16 @@ class Warming(Tagger):
 def test_hooks_that_are_not_called_are_told() -> None:
     with pytest.warns(RuntimeWarning, match=r"Warming\.optimizer_step is not called: .* scheduler"):
         fit(model(Warming), [stream(8)])
+
+
+class Averaging(Callback):
+    def on_before_zero_grad(self, *args: Any) -> None:
+        raise AssertionError
+
+
+def test_hooks_of_callbacks_that_are_not_called_are_told() -> None:
+    with pytest.warns(RuntimeWarning, match=r"Averaging\.on_before_zero_grad is not called: gr"):
+        fit(model(), [stream(8)], callbacks=[Averaging()])
 
 
 class Autograd(Tagger):

@@ -68,14 +68,16 @@ class TBPTTRun(Callback):
                 f"devices: expected one device, found {trainer.world_size}. Gradients do not come "
                 "from autograd here, so no strategy reduces them. Use Trainer(devices=1)."
             )
-        for hook in _HOOKS_OF_BACKWARD:
-            if is_overridden(hook, pl_module, LightningModule):
-                warn(
-                    f"ftbptt: {type(pl_module).__name__}.{hook} is not called: gradients do not "
-                    "come from autograd here, and a batch makes many updates. Change the learning "
-                    "rate by a scheduler, gradients in on_before_optimizer_step.",
-                    RuntimeWarning,
-                )
+        for owner in (pl_module, *trainer.callbacks):  # type: ignore[attr-defined]
+            base = LightningModule if owner is pl_module else Callback
+            for hook in _HOOKS_OF_BACKWARD:
+                if hasattr(base, hook) and is_overridden(hook, owner, base):
+                    warn(
+                        f"ftbptt: {type(owner).__name__}.{hook} is not called: gradients do not "
+                        "come from autograd here, and a batch makes many updates. Change the "
+                        "learning rate by a scheduler, gradients in on_before_optimizer_step.",
+                        RuntimeWarning,
+                    )
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"configure_optimizers: expected one optimizer, found {len(trainer.optimizers)}. "
