@@ -23,6 +23,7 @@ from .lightning_models import (
     loader,
     model,
     trainer,
+    with_scheduler,
 )
 
 
@@ -261,6 +262,25 @@ def test_a_training_step_that_makes_no_updates() -> None:
     ):
         fit(model(Autograd), [stream(8)])
     assert fit(model(Skipping), [stream(8), stream(8)]).global_step == 2
+
+
+class SkippingLast(Tagger):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+@pytest.mark.parametrize("kind", [SkippingLast, Tagger])
+def test_a_last_batch_that_is_skipped_ends_the_epoch(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the step, or since the data has None in its place: schedulers, and windows that wait."""
+    own = model(kind)
+    monkeypatch.setattr(own, "configure_optimizers", lambda: with_scheduler(own, interval="epoch"))
+    last = stream(8) if kind is SkippingLast else None
+    run = fit(own, [stream(12), last], max_epochs=2, accumulate_grad_batches=2)
+    assert run.global_step == 4  # of two windows, and of one
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(own.lr * 0.5**2)
 
 
 class Logging(Tagger):

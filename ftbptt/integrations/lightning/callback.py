@@ -56,6 +56,7 @@ class TBPTTRun(Callback):
         """Called before Lightning sets up a fit."""
         self._learner = self._loaded = self._carried = self._last_logs = None
         self.pending.clear()
+        self._has_trained = False
         self._module.automatic_optimization = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -89,17 +90,29 @@ class TBPTTRun(Callback):
                 "once. Use another optimizer."
             )
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._has_trained = False
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if outputs and not self._has_trained:  # without outputs the batch was to be skipped
+        has_trained, self._has_trained = self._has_trained, False
+        if has_trained:
+            return
+        if outputs:
             raise RuntimeError(
                 f"training_step: that of {type(pl_module).__name__} makes no updates. Leave it "
                 "out, or call super().training_step(batch, batch_idx) in it and return the result."
             )
+        if self.is_last(batch_idx):  # the batch was skipped, but it ends the epoch all the same
+            if self.pending:
+                loop = trainer.fit_loop.epoch_loop.manual_optimization
+                loop.on_run_start()  # where steps of the optimizer are counted
+                self.update()
+                loop.on_run_end()
+            self.end_of_batch(True)
+
+    def is_last(self, batch_idx: int) -> bool:
+        """Whether a batch is the last of its epoch."""
+        trainer = self._module.trainer
+        return trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
 
     def learner(self, params: Tree) -> Learner:
         """The learner that accumulates gradients of these parameters, of a batch that begins."""

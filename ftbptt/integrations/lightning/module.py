@@ -205,7 +205,7 @@ class TBPTTModule(LightningModule):
         state = run.carried(self._start(batches, chunk), self.current_epoch)
         windows = Windows(batches.segments, self._truncation, params, state, chunk)
         stats: list[WindowStats] = []
-        is_last = trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
+        is_last = run.is_last(batch_idx)
         for window in windows.run(run.scale):
             learner.add(window.grads, window.stats.weight)
             stats.append(window.stats)
