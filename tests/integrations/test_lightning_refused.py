@@ -269,15 +269,23 @@ class SkippingLast(Tagger):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
+class Leaving(Tagger):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == 1 else None
+
+
 @pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
-@pytest.mark.parametrize("kind", [SkippingLast, Tagger])
+@pytest.mark.parametrize("kind", [SkippingLast, Leaving, Tagger])
 def test_a_last_batch_that_is_skipped_ends_the_epoch(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the step, or since the data has None in its place: schedulers, and windows that wait."""
+    """By the step, with all that come after it, or since the data has None in its place.
+
+    Schedulers, and windows that wait.
+    """
     own = model(kind)
     monkeypatch.setattr(own, "configure_optimizers", lambda: with_scheduler(own, interval="epoch"))
-    last = stream(8) if kind is SkippingLast else None
+    last = None if kind is Tagger else stream(8)
     run = fit(own, [stream(12), last], max_epochs=2, accumulate_grad_batches=2)
     assert run.global_step == 4  # of two windows, and of one
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(own.lr * 0.5**2)

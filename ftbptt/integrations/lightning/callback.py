@@ -46,7 +46,7 @@ class TBPTTRun(Callback):
         self._carried: tuple[int, Tree] | None = None  # (epoch, the state after its last batch)
         self.stage_states: dict[tuple[str, int], Tree] = {}  # the same by (stage, dataloader_idx)
         self.pending: list[WindowStats] = []  # windows since the last update
-        self._has_trained = False  # on the current batch
+        self._has_begun = self._has_trained = False  # the current batch; and updates of it
         self._grad_norm: Tensor | None = None
         self._last_logs: dict[str, Tensor] | None = None  # train_loss and grad_norm
 
@@ -56,7 +56,7 @@ class TBPTTRun(Callback):
         """Called before Lightning sets up a fit."""
         self._learner = self._loaded = self._carried = self._last_logs = None
         self.pending.clear()
-        self._has_trained = False
+        self._has_begun = self._has_trained = False
         self._module.automatic_optimization = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -90,10 +90,14 @@ class TBPTTRun(Callback):
                 "once. Use another optimizer."
             )
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._has_begun = True
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        has_trained, self._has_trained = self._has_trained, False
+        has_trained = self._has_trained
+        self._has_begun = self._has_trained = False
         if has_trained:
             return
         if outputs:
@@ -102,12 +106,16 @@ class TBPTTRun(Callback):
                 "out, or call super().training_step(batch, batch_idx) in it and return the result."
             )
         if self.is_last(batch_idx):  # the batch was skipped, but it ends the epoch all the same
-            if self.pending:
-                loop = trainer.fit_loop.epoch_loop.manual_optimization
-                loop.on_run_start()  # where steps of the optimizer are counted
-                self.update()
-                loop.on_run_end()
-            self.end_of_batch(True)
+            self._end_without_batch(trainer)
+
+    def _end_without_batch(self, trainer: Trainer) -> None:
+        """What the last batch of an epoch does at its end, where it is not trained on."""
+        if self.pending:
+            loop = trainer.fit_loop.epoch_loop.manual_optimization
+            loop.on_run_start()  # where steps of the optimizer are counted
+            self.update()
+            loop.on_run_end()
+        self.end_of_batch(True)
 
     def is_last(self, batch_idx: int) -> bool:
         """Whether a batch is the last of its epoch."""
@@ -220,6 +228,10 @@ class TBPTTRun(Callback):
         trainer.fit_loop.epoch_loop._batches_that_stepped = max(0, trainer.global_step - 1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._has_begun:  # the module's on_train_batch_start left the rest of the epoch out
+            self._has_begun = False
+            self._end_without_batch(trainer)
+            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         self._step_schedulers("epoch", trainer.current_epoch + 1, None, plateau=True)
 
     def _step_schedulers(
