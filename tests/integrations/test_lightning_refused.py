@@ -6,6 +6,7 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -262,6 +263,28 @@ def test_a_training_step_that_makes_no_updates() -> None:
     ):
         fit(model(Autograd), [stream(8)])
     assert fit(model(Skipping), [stream(8), stream(8)]).global_step == 2
+
+
+class Plain(lightning.LightningModule):
+    """Without windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def test_a_trainer_takes_another_module_after() -> None:
+    run, plain = fit(model(), [stream(8)]), Plain()
+    before = plain.layer.weight.detach().clone()
+    run.fit_loop.max_epochs = 2
+    run.fit(plain, loader([stream(8)]))
+    assert not torch.equal(plain.layer.weight, before)
 
 
 class SkippingLast(Tagger):

@@ -63,6 +63,8 @@ class TBPTTRun(Callback):
         self.trainer = trainer
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if pl_module is not self._module:  # a Trainer keeps its callbacks for other modules
+            return
         pl_module.automatic_optimization = False
         if trainer.world_size > 1:
             raise ValueError(
@@ -98,7 +100,7 @@ class TBPTTRun(Callback):
     ) -> None:
         has_trained = self._has_trained
         self._has_begun = self._has_trained = False
-        if has_trained:
+        if has_trained or pl_module is not self._module:
             return
         if outputs:
             raise RuntimeError(
@@ -228,6 +230,8 @@ class TBPTTRun(Callback):
         trainer.fit_loop.epoch_loop._batches_that_stepped = max(0, trainer.global_step - 1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if pl_module is not self._module:
+            return
         if self._has_begun:  # the module's on_train_batch_start left the rest of the epoch out
             self._has_begun = False
             self._end_without_batch(trainer)
