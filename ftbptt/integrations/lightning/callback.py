@@ -258,7 +258,8 @@ class TBPTTRun(Callback):
                     raise ValueError(
                         f"monitor: {config.monitor!r} of the scheduler is not logged; there are "
                         f"{', '.join(sorted(metrics)) or 'none'}. Name one of these, or log it "
-                        "before the scheduler's step."
+                        "before the scheduler's step, which comes before the module's "
+                        "on_train_epoch_end."
                     )
                 if metric is None:
                     continue
