@@ -94,8 +94,9 @@ def create_supervised_tbptt_trainer(
     ``state``
         None: each batch begins with ``model(x)``. A tree of tensors: the initial hidden state of
         the data, carried from each batch to the next. "carry": carried as well, but the data begins
-        with ``model(x)``. The hidden state is in ``engine.state.hidden``: handlers may set it, and
-        a ``Checkpoint`` of the trainer saves it.
+        with ``model(x)``. The hidden state is in ``engine.state.hidden``: handlers may set it
+        before and after an iteration, not between its chunks, and a ``Checkpoint`` of the trainer
+        saves it.
     ``reset``
         ``reset(batch) -> bool [T], [T, B] or None`` (``[B, T]`` with ``dim=1``): where True, the
         hidden state of that row is set to ``state``, or to zeros, before that step. Batches may
