@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ftbptt.training import Chunk, train_stream
 
 from .ignite_models import Plain, batches, model_of
-from .ignite_runs import assert_same, mse, trainer_of
+from .ignite_runs import COMPLETED, assert_same, mse, trainer_of
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
@@ -166,6 +166,27 @@ def test_accumulation_goes_across_batches_and_ends_with_the_epoch() -> None:
     trainer.run(batches(3), max_epochs=2)
     # In each fourth chunk, before its event; the ninth alone at the end of the epoch.
     assert steps == [3, 7, 9, 12, 16, 18]
+
+
+def test_accumulation_begins_anew_after_a_run_that_failed() -> None:
+    found = []
+    for fails in (False, True):
+        model = model_of("LSTM")[0]
+        trainer, losses = trainer_of(model, accumulate=4, backend="eager")
+        trainer.interrupt_resume_enabled = False  # else Ignite leaves out the run after an error
+        if fails:
+
+            @trainer.on(COMPLETED)
+            def fail(engine: Any, losses: list[float] = losses) -> None:
+                if len(losses) == 2:
+                    raise KeyError("once")
+
+            with pytest.raises(KeyError):
+                trainer.run(batches(3), max_epochs=1)
+            trainer.state.epoch = trainer.state.iteration = 0
+        trainer.run(batches(3), max_epochs=1)
+        found.append(model)
+    assert_same(found[1], found[0], 0)
 
 
 def test_accumulation_with_a_loss_that_has_parameters() -> None:

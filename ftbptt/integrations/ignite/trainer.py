@@ -174,6 +174,7 @@ def create_supervised_tbptt_trainer(
     engine = Engine(iteration)
     engine.register_events(*Tbptt_Events)
     if accumulate > 1:
+        engine.add_event_handler(Events.STARTED, updates.forget)
         engine.add_event_handler(Events.EPOCH_COMPLETED, updates.flush)
         engine.add_event_handler(Events.COMPLETED, updates.flush)
     if carried:
@@ -202,6 +203,10 @@ class _Updates:
         self.weight += weight
         if self.pending == self.accumulate:
             self.flush()
+
+    def forget(self) -> None:
+        """Drops pending gradients: of a run that an error ended, whose chunks may come again."""
+        self.pending, self.weight = 0, 0.0
 
     def flush(self) -> None:
         """Makes a step with the pending gradients, if there are any."""
