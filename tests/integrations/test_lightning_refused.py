@@ -360,16 +360,15 @@ def test_a_forward_that_returns_no_pair(result: Any, found: str) -> None:
         fit(own, [stream(8)])
 
 
-def test_a_forward_that_returns_no_tensors_for_the_state() -> None:
+@pytest.mark.parametrize(("name", "of"), [("state", "state"), ("out", "output")])
+def test_a_forward_that_returns_no_tensors(name: str, of: str) -> None:
     class Returning(Tagger):
         def forward(self, x: Any, state: Any) -> Any:
-            out, (h, _) = super().forward(x, state)
-            return out, {"h": h, "c": None}
+            out, (h, c) = super().forward(x, state)
+            return (out, {"h": h, "c": None}) if name == "state" else ({"h": h, "c": None}, (h, c))
 
     own = model(Returning)
-    words = (
-        r"forward: expected tensors in the state that it returns, found a NoneType at state\['c'\]"
-    )
+    words = rf"forward: expected tensors in the {of} that it returns, found a None.* {name}\['c'\]"
     with pytest.raises(TypeError, match=words):
         fit(own, [stream(8)])
 

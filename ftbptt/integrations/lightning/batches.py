@@ -55,6 +55,12 @@ def _pair(result: Any) -> tuple[Tree, Tree]:
             "the state after the last step as a pair."
         )
     out, state = result
+    for path, leaf in tree_flatten_with_path(out)[0]:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"forward: expected tensors in the output that it returns, found "
+                f"{describe_type(leaf)} at out{keystr(path)}. Leave it out."
+            )
     for path, leaf in tree_flatten_with_path(state)[0]:
         if not isinstance(leaf, Tensor):
             raise TypeError(
