@@ -10,6 +10,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -204,6 +205,10 @@ def test_what_a_trainer_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "configure_callbacks", lambda: [])
     with pytest.raises(RuntimeError, match="configure_callbacks: this module's own callback"):
         fit(own, [stream(8)])
+    own = Tagger()
+    own.norm = nn.BatchNorm1d(2).eval()
+    with pytest.raises(ValueError, match="callbacks: StochasticWeightAveraging computes the stat"):
+        fit(own, [stream(8)], callbacks=[StochasticWeightAveraging(0.1)])
 
 
 def test_a_monitor_that_is_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:

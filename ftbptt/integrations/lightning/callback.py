@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import StochasticWeightAveraging, TQDMProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.utils import get_total_norm
@@ -71,16 +71,7 @@ class TBPTTRun(Callback):
                 f"devices: expected one device, found {trainer.world_size}. Gradients do not come "
                 "from autograd here, so no strategy reduces them. Use Trainer(devices=1)."
             )
-        for owner in (pl_module, *trainer.callbacks):  # type: ignore[attr-defined]
-            base = LightningModule if owner is pl_module else Callback
-            for hook in _HOOKS_OF_BACKWARD:
-                if hasattr(base, hook) and is_overridden(hook, owner, base):
-                    warn(
-                        f"ftbptt: {type(owner).__name__}.{hook} is not called: gradients do not "
-                        "come from autograd here, and a batch makes many updates. Change the "
-                        "learning rate by a scheduler, gradients in on_before_optimizer_step.",
-                        RuntimeWarning,
-                    )
+        self._check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"configure_optimizers: expected one optimizer, found {len(trainer.optimizers)}. "
@@ -91,6 +82,27 @@ class TBPTTRun(Callback):
                 "optimizer: LBFGS evaluates the loss many times per step, but each window runs "
                 "once. Use another optimizer."
             )
+
+    def _check_callbacks(self, callbacks: list[Callback]) -> None:
+        """Warns of hooks that are not called. Raises ValueError for a callback that cannot work."""
+        for owner in (self._module, *callbacks):
+            base = LightningModule if owner is self._module else Callback
+            for hook in _HOOKS_OF_BACKWARD:
+                if hasattr(base, hook) and is_overridden(hook, owner, base):
+                    warn(
+                        f"ftbptt: {type(owner).__name__}.{hook} is not called: gradients do not "
+                        "come from autograd here, and a batch makes many updates. Change the "
+                        "learning rate by a scheduler, gradients in on_before_optimizer_step.",
+                        RuntimeWarning,
+                    )
+            if not isinstance(owner, StochasticWeightAveraging):
+                continue
+            if owner.pl_module_contains_batch_norm(self._module):
+                raise ValueError(
+                    "callbacks: StochasticWeightAveraging computes the statistics of batch norm "
+                    "anew in one more epoch, and asks for no updates in it, but windows do not "
+                    "change statistics. Use WeightAveraging or EMAWeightAveraging."
+                )
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._has_begun = True
