@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ..training.streams import cross_entropy, stream, tagger, zeros
 from .lightning_models import (
@@ -82,6 +84,17 @@ def test_the_carried_state_is_behind_the_last_step(options: Any) -> None:
     _, first = own.outs[len(own.outs) // 2]  # of the second batch
     start = 11 if options["k1"] == 4 else 11 + 3
     assert_equal(first, torch.stack(whole[start : start + len(first)]))
+
+
+def test_carry_between_batches_in_a_random_order() -> None:
+    """As a strategy for several devices puts them, also on one device."""
+    data: Any = [stream(8), stream(8)]
+    for shuffle in (True, False):
+        sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=shuffle)
+        batches = DataLoader(data, batch_size=None, sampler=sampler)
+        words = r"carry: the batches are in a random order.*strategy='auto'"
+        with pytest.raises(ValueError, match=words) if shuffle else nullcontext():
+            trainer().fit(model(carry=True), batches)
 
 
 @pytest.mark.parametrize("time_dim", [1, -1])

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import LBFGS, Optimizer
+from torch.utils.data import DistributedSampler
 
 from ..._compat.training import unscales_itself
 from ..._trees import Tree, keystr, tree_flatten_with_path, tree_leaves
@@ -103,6 +104,17 @@ class TBPTTRun(Callback):
                     "anew in one more epoch, and asks for no updates in it, but windows do not "
                     "change statistics. Use WeightAveraging or EMAWeightAveraging."
                 )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data = trainer.train_dataloader
+        sampler = getattr(getattr(data, "batch_sampler", None) or data, "sampler", None)
+        if pl_module is self._module and pl_module.carry and _shuffles(sampler):
+            raise ValueError(
+                "carry: the batches are in a random order, since their sampler is a "
+                "DistributedSampler. Lightning gives one to each loader where the strategy is for "
+                "several devices, also with one: use Trainer(strategy='auto'), or "
+                "use_distributed_sampler=False."
+            )
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._has_begun = True
@@ -349,6 +361,10 @@ class TBPTTRun(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
+
+
+def _shuffles(sampler: Any) -> bool:
+    return isinstance(sampler, DistributedSampler) and sampler.shuffle
 
 
 def _same(before: Tree, params: Tree) -> bool:
