@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
     EMAWeightAveraging,
+    LambdaCallback,
     LearningRateMonitor,
     TQDMProgressBar,
 )
@@ -327,9 +328,12 @@ def test_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_every_so_many_updates(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
-    fit(model(), [stream(40)], logger=logger, log_every_n_steps=4)
+    logger, written = CSVLogger(tmp_path), []
+    file = Path(logger.log_dir, "metrics.csv")  # where rows are at once
+    look = LambdaCallback(on_before_optimizer_step=lambda *_: written.append(file.exists()))
+    fit(model(), [stream(40)], logger=logger, log_every_n_steps=4, callbacks=[look])
     assert list(column(rows(logger.log_dir), "train_loss")) == [3, 7]
+    assert written == [False] * 4 + [True] * 6
 
 
 def test_the_bar_moves_within_a_batch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -303,6 +303,7 @@ class TBPTTRun(Callback):
         metrics["epoch"] = trainer.current_epoch
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step - 1)
+            logger.save()  # as Lightning does: a process that is killed loses none
         bar = trainer.progress_bar_callback
         if isinstance(bar, TQDMProgressBar) and not bar.is_disabled:
             self._log_to_lightning()
