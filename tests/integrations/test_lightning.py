@@ -290,6 +290,28 @@ def test_layers_of_torch_start_from_none() -> None:
     assert_equal(list(own.parameters()), list(module.parameters()))
 
 
+class ByEpoch(Tagger):
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        return super().loss(out, y) * (1 + self.current_epoch)
+
+
+class ByStep(Tagger):
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        return super().loss(out, y) * (1 + self.trainer.global_step)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(ByEpoch, "current_epoch"), (ByStep, "global_step")])
+def test_a_loss_that_depends_on_progress(kind: Any, name: str) -> None:
+    """They are numbers in a segment, which is compiled again when they change."""
+    x, y = stream(4)
+    plain = fit(model(lr=0.0), [(x, y)])
+    with pytest.warns(RuntimeWarning, match=rf"compiled again: the attribute '{name}' of By"):
+        run = fit(model(kind, lr=0.0), [(x, y)], [(x, y)], max_epochs=2)
+    loss = plain.callback_metrics["train_loss"].item()
+    assert run.callback_metrics["train_loss"] == pytest.approx(2 * loss)
+    assert run.callback_metrics["val_loss"] == pytest.approx((2 + (kind is ByStep)) * loss)
+
+
 def test_copies_train_on_their_own() -> None:
     own = Classifier()
     x, y = torch.randn(2, 13, 3).double(), torch.randint(3, (2, 13))

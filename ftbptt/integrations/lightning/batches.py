@@ -295,3 +295,21 @@ def _remedy(module: nn.Module, x: Tree) -> str:
                 f"such as x.to({dtype}) in chunk(batch)."
             )
     return "Define initial_state(self, x) -> state."
+
+
+def check_like(state: Tree, start: Tree) -> Tree:
+    """The carried state; ValueError if it does not fit the batch."""
+    leaves, start_leaves = tree_leaves(state), tree_flatten_with_path(start)[0]
+    if len(leaves) != len(start_leaves):
+        raise ValueError(
+            f"carry: the state that forward returns has {len(leaves)} leaves, but initial_state "
+            f"has {len(start_leaves)}. Return the same structure from both."
+        )
+    for leaf, (path, like) in zip(leaves, start_leaves, strict=True):
+        if leaf.shape != like.shape:
+            raise ValueError(
+                f"carry: state{keystr(path)} is {list(leaf.shape)} after the batch before, but "
+                f"this batch begins with {list(like.shape)}. Give batches with the same sequences "
+                "in the same order (drop_last=True, shuffle=False), or carry=False."
+            )
+    return state

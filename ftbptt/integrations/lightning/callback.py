@@ -14,11 +14,12 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DistributedSampler
 
 from ..._compat.training import unscales_itself
-from ..._trees import Tree, keystr, tree_flatten_with_path, tree_leaves
+from ..._trees import Tree, tree_leaves
 from ..._warnings import warn
 from ...training.checkpoints.file import as_plain, from_plain
 from ...training.updates.learner import Learner, scale_of
 from ...training.updates.window_stats import WindowStats
+from .batches import check_like
 
 # Of automatic optimization, around a backward that there is not, and its step.
 _HOOKS_OF_BACKWARD = (
@@ -172,6 +173,24 @@ class TBPTTRun(Callback):
         """Lightning's ``GradScaler``; None without one."""
         return getattr(self._module.trainer.precision_plugin, "scaler", None)
 
+    # The module's own methods do not name these numbers: where ``torch.compile`` has put a method
+    # into the module's attributes, a segment takes it for a part of its step.
+
+    def show_progress(self) -> None:
+        """Shows a segment what its step or loss may read of the Trainer, as a constant.
+
+        It sees that an attribute has changed, but not what a property returns. (That is what the
+        names still mean: a property comes before an attribute.)
+        """
+        module = self._module
+        vars(module).update(current_epoch=module.current_epoch, global_step=module.global_step)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the Trainer's ``max_steps`` are made."""
+        trainer = self._module.trainer
+        return 0 <= trainer.max_steps <= trainer.global_step
+
     # -- an update ------------------------------------------------------------------------------
 
     def update(self) -> None:
@@ -321,15 +340,16 @@ class TBPTTRun(Callback):
 
     # -- the carried state ----------------------------------------------------------------------
 
-    def carried(self, start: Tree, epoch: int) -> Tree:
+    def carried(self, start: Tree) -> Tree:
         """The state a batch begins with; ``start``: the one for the start of a sequence."""
+        epoch = self._module.current_epoch
         if self._loaded is not None:
             if self._loaded["epoch"] == epoch:
                 self._resume(self._loaded["state"], start, epoch)
             self._loaded = None
         if self._carried is None or self._carried[0] != epoch:
             return start
-        return _check_like(self._carried[1], start)
+        return check_like(self._carried[1], start)
 
     def _resume(self, plain: Any, start: Tree, epoch: int) -> None:
         """Resumes within an epoch; only a loader with a state resumes its data there."""
@@ -343,16 +363,16 @@ class TBPTTRun(Callback):
             RuntimeWarning,
         )
 
-    def save_state(self, state: Tree, epoch: int) -> None:
+    def save_state(self, state: Tree) -> None:
         """Carries the state after a batch to the next one, if the module asks for it."""
         if self._module.carry:
-            self._carried = epoch, state
+            self._carried = self._module.current_epoch, state
 
     def stage_state(self, stage: str, loader: int, batch_idx: int, start: Tree) -> Tree:
         """As :meth:`carried`, for validation, test or prediction."""
         if batch_idx == 0 or not self._module.carry or (stage, loader) not in self.stage_states:
             return start
-        return _check_like(self.stage_states[stage, loader], start)
+        return check_like(self.stage_states[stage, loader], start)
 
     def state_dict(self) -> dict[str, Any]:
         if self._carried is None:
@@ -371,21 +391,3 @@ def _shuffles(sampler: Any) -> bool:
 def _same(before: Tree, params: Tree) -> bool:
     """Whether these are the same tensors in the same order."""
     return [*map(id, tree_leaves(before))] == [*map(id, tree_leaves(params))]
-
-
-def _check_like(state: Tree, start: Tree) -> Tree:
-    """The carried state; ValueError if it does not fit the batch."""
-    leaves, start_leaves = tree_leaves(state), tree_flatten_with_path(start)[0]
-    if len(leaves) != len(start_leaves):
-        raise ValueError(
-            f"carry: the state that forward returns has {len(leaves)} leaves, but initial_state "
-            f"has {len(start_leaves)}. Return the same structure from both."
-        )
-    for leaf, (path, like) in zip(leaves, start_leaves, strict=True):
-        if leaf.shape != like.shape:
-            raise ValueError(
-                f"carry: state{keystr(path)} is {list(leaf.shape)} after the batch before, but "
-                f"this batch begins with {list(like.shape)}. Give batches with the same sequences "
-                "in the same order (drop_last=True, shuffle=False), or carry=False."
-            )
-    return state

@@ -202,10 +202,11 @@ class TBPTTModule(LightningModule):
         params = batches.params()
         learner = run.learner(params)
         chunk = batches.chunk(self.chunk(batch))
-        state = run.carried(self._start(batches, chunk), self.current_epoch)
+        state = run.carried(self._start(batches, chunk))
         windows = Windows(batches.segments, self._truncation, params, state, chunk)
         stats: list[WindowStats] = []
         is_last = run.is_last(batch_idx)
+        run.show_progress()
         for window in windows.run(run.scale):
             learner.add(window.grads, window.stats.weight)
             stats.append(window.stats)
@@ -213,7 +214,8 @@ class TBPTTModule(LightningModule):
             self._call_on_chunk(batches, "train", window.out, window.y)
             if len(run.pending) >= trainer.accumulate_grad_batches:
                 run.update()
-                if 0 <= trainer.max_steps <= trainer.global_step:
+                run.show_progress()
+                if run.is_done:
                     break
         if not stats:
             raise ValueError(
@@ -222,7 +224,7 @@ class TBPTTModule(LightningModule):
             )
         if is_last and run.pending:
             run.update()
-        run.save_state(windows.state, self.current_epoch)
+        run.save_state(windows.state)
         batch_stats = WindowStats.joined(stats)
         self.log(
             "train_loss_epoch", batch_stats.loss, on_step=False, on_epoch=True,
@@ -247,6 +249,7 @@ class TBPTTModule(LightningModule):
         elif isinstance(item, Chunk) or len(item) in (1, 2, 4):
             item = Chunk(*item)._replace(y=None)
         chunk = batches.chunk(item)  # which refuses other tuples, as in training
+        self._run.show_progress()
         start = self._start(batches, chunk)
         state = self._run.stage_state("predict", dataloader_idx, batch_idx, start)
         out, state = batches.predict(state, chunk, self.k_eval)
@@ -301,6 +304,7 @@ class TBPTTModule(LightningModule):
         start = self._start(batches, chunk)
         state = self._run.stage_state(stage, dataloader_idx, batch_idx, start)
         stats = []
+        self._run.show_progress()
         for part in batches.evaluate(state, chunk, self.k_eval):
             state = part.state
             stats.append(part.stats)
