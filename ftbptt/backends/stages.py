@@ -34,18 +34,16 @@ _PRODUCTS: dict[Any, Callable[..., Tensor]] = {
 
 
 class Part(NamedTuple):
-    """A tensor of the memory, or a range of it along an axis."""
+    """A tensor of the memory, or of its ranges (axis, first, length), each of the one before."""
 
     place: int
-    axis: int = 0
-    first: int = 0
-    length: int | None = None
+    ranges: tuple[tuple[int, int, int], ...] = ()
 
     def of(self, memory: Sequence[Tensor]) -> Tensor:
         tensor = memory[self.place]
-        if self.length is None:
-            return tensor
-        return tensor.narrow(self.axis, self.first, self.length)
+        for axis, first, length in self.ranges:
+            tensor = tensor.narrow(axis, first, length)
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,8 @@ class Stages:
             axis, first = join_axis(node), 0
             for piece in node.args[0]:
                 length = value_of(piece).shape[axis]
-                self._put(piece, Part(part.place, axis, first, length))
+                # A part may be a ``cat`` as well, of which this is where its own parts go.
+                self._put(piece, Part(part.place, (*part.ranges, (axis, first, length))))
                 first += length
         elif not _is_product(node):
             self._results[self._stage[node]].append((node, part))

@@ -46,7 +46,7 @@ def test_a_product_writes_to_its_target_and_reads_what_a_function_wrote() -> Non
 
     stages, inputs, expected = stages_of(step, (2, SIZE), (2, SIZE), (2 * SIZE, SIZE))
     (stage,) = stages.stages
-    assert stage.targets == [Part(4), Part(5, 1, 0, SIZE), Part(5, 1, SIZE, SIZE)]
+    assert stage.targets == [Part(4), Part(5, ((1, 0, SIZE),)), Part(5, ((1, SIZE, SIZE),))]
     assert [(p.operands[0].part, p.target) for p in stage.products] == [(Part(5), Part(3))]
     assert stages.scratch == []
     check(stages, inputs, expected)
@@ -88,12 +88,26 @@ def test_the_parts_of_a_cat_are_written_when_each_is_computed() -> None:
         return [gates[:, SIZE : 3 * SIZE] @ torch.cat([w, w]), gates]
 
     stages, inputs, expected = stages_of(step, (2, SIZE), (SIZE, SIZE))
-    ranges = [Part(3, 1, SIZE * i, SIZE) for i in range(5)]
+    ranges = [Part(3, ((1, SIZE * i, SIZE),)) for i in range(5)]
     assert [node.name for node in stages.scratch] == ["cat_1"]  # of the weights
     first, second = stages.stages
     assert ranges[0] in first.targets
     assert first.products[0].target == ranges[1]
     assert set(second.targets) == {ranges[3], ranges[4]}
+    check(stages, inputs, expected)
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_cat_of_a_cat(axes: tuple[int, int]) -> None:
+    """Each part of the inner one is written where that lies in the outer one."""
+
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        inner = torch.cat([x.sin(), x @ w], axes[0])
+        return [torch.cat([inner.cos(), inner, x.new_ones(inner.shape)], axes[1])]
+
+    stages, inputs, expected = stages_of(step, (SIZE, SIZE), (SIZE, SIZE))
+    assert len(stages.stages[-1].targets) > 1
+    assert stages.scratch == []
     check(stages, inputs, expected)
 
 
