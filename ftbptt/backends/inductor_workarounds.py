@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compiler.graphs import VIEWS, Node, aten, is_random, owner_of
+from ..compiler.graphs import (
+    COMPARISONS,
+    Node,
+    aten,
+    extreme_in,
+    is_extreme,
+    is_random,
+    owner_of,
+)
 
 
 def _expm1(x: Tensor) -> Tensor:
@@ -83,7 +91,7 @@ def _materialize_before_comparison(graph: fx.Graph) -> None:
     numbers = _numbered(graph)
     sources: dict[Node, Node] = {}  # of what is materialized
     for value in list(graph.nodes):
-        extremes = [user for user in value.users if user.target in _EXTREMES]
+        extremes = [user for user in value.users if is_extreme(user)]
         copies = [user for user in value.users if user.target is aten.copy_.default]
         writers = [user for user in copies if user.args[1] is value and user.args[0] is not value]
         if extremes and writers:
@@ -91,24 +99,20 @@ def _materialize_before_comparison(graph: fx.Graph) -> None:
             sources[materialized] = value
             for user in (*extremes, *writers):
                 user.replace_input_with(value, materialized)
-    for node in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
+    for node in [node for node in graph.nodes if node.target in COMPARISONS]:
         for value, other in (node.args[:2], node.args[1::-1]):
-            while isinstance(other, fx.Node) and other.target in VIEWS:
-                other = other.args[0]
-            if not isinstance(other, fx.Node) or other.target not in _EXTREMES:
+            extreme = extreme_in(other)
+            if extreme is None:
                 continue
-            read = other.args[0]
+            read = extreme.args[0]
             if numbers.get(value) != numbers[sources.get(read, read)]:
                 continue
             if read not in sources:
                 materialized = _materialize(graph, read)
                 sources[materialized] = read
-                other.replace_input_with(read, materialized)
+                extreme.replace_input_with(read, materialized)
                 read = materialized
             node.replace_input_with(value, read)
-
-
-_EXTREMES = (aten.amax.default, aten.amin.default)
 
 
 def _numbered(graph: fx.Graph) -> dict[Node, int]:

@@ -29,6 +29,14 @@ VIEWS = {
 # Operations that give views of parts of their input.
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 
+COMPARISONS = {getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+
+# Operations whose result, or the first of their results, is an element of their input.
+_EXTREMES = {
+    aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, aten.max.dim,
+    aten.min.dim,
+}  # fmt: skip
+
 # Elementwise operations that are cheaper to repeat than to save.
 CHEAP = {
     getattr(getattr(aten, name), overload)
@@ -81,6 +89,36 @@ def owner_of(node: Node, stop: Container[Node] = ()) -> Node:
     ):
         node = node.args[0]
     return node
+
+
+def is_extreme(node: Any) -> bool:
+    """Whether it is an operation that finds the largest or smallest element of its input."""
+    return isinstance(node, fx.Node) and node.target in _EXTREMES
+
+
+def extreme_in(operand: Any) -> Node | None:
+    """The operation that found the largest or smallest element that an operand is a view of."""
+    while isinstance(operand, fx.Node) and operand.target in VIEWS:
+        operand = operand.args[0]
+    if isinstance(operand, fx.Node) and is_getitem(operand) and operand.args[1] == 0:
+        operand = operand.args[0]
+    return operand if is_extreme(operand) else None
+
+
+def compared_with_extremes(nodes: Iterable[Node]) -> set[Node]:
+    """What the comparisons among these nodes compare with its largest or smallest element, as in
+    the gradient of ``amax``, and that element.
+
+    Computed again it may be rounded differently, in 16 bits it is not even rounded: no element
+    would equal the one that was found.
+    """
+    return {
+        owner_of(arg)
+        for node in nodes
+        if node.target in COMPARISONS and any(extreme_in(arg) is not None for arg in node.args)
+        for arg in node.args
+        if isinstance(arg, fx.Node)
+    }
 
 
 def written_by(node: Node) -> list[Node]:

@@ -16,14 +16,13 @@ from .graphs import (
     CHEAP,
     VIEWS,
     Node,
-    aten,
+    compared_with_extremes,
     inputs_of,
     is_getitem,
     is_random,
     is_tuple,
     nbytes,
     needed_for,
-    owner_of,
 )
 
 
@@ -51,7 +50,8 @@ def values_to_save(
     graph.add_node("sink")
     known = known | free
     stack, seen = list(read), set()
-    compared = _compared_with_extremes(read)
+    users = (user for node in needed_for(read) for user in (node, *node.users))
+    compared = compared_with_extremes(users)
     for node in read:
         if node not in known:
             graph.add_edge((node, "out"), "sink", capacity=math.inf)
@@ -79,22 +79,3 @@ def values_to_save(
     _, (reachable, _) = nx.minimum_cut(graph, "source", "sink")
     cut = [node for node in seen if (node, "in") in reachable and (node, "out") not in reachable]
     return cut + list(free & needed_for(read, stop=[*known, *cut]))
-
-
-def _compared_with_extremes(read: Iterable[Node]) -> set[Node]:
-    """What is compared with its largest or smallest element, as in the gradient of ``amax``.
-
-    Recomputed it may be rounded differently, in 16 bits it is not even rounded: no element would
-    equal the saved one.
-    """
-    found = set()
-    for node in needed_for(read):
-        for user in [node, *node.users]:
-            if user.target is aten.eq.Tensor:
-                owners = [owner_of(arg) for arg in user.args]
-                if any(owner.target in _EXTREMES for owner in owners):
-                    found.update(owners)
-    return found
-
-
-_EXTREMES = {aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}

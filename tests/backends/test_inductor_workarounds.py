@@ -230,13 +230,22 @@ def test_the_gradient_of_a_maximum(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
 
 
-def test_a_maximum_within_a_loop() -> None:
+@pytest.mark.parametrize(
+    "is_extreme",
+    [
+        lambda values: values == values.amax(-1, keepdim=True),
+        lambda values: values >= values.max(-1, keepdim=True)[0],
+        lambda values: ~(values.amin(-1, keepdim=True) < values),
+    ],
+    ids=["the maximum", "not below it", "the minimum not below it"],
+)
+def test_a_maximum_within_a_loop(is_extreme: Callable[[Tensor], Tensor]) -> None:
     """Is one of the values that it is of, also in 16 bits."""
 
     def step(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         values = h * params["w"] + x
-        is_maximum = values == values.amax(-1, keepdim=True)
-        return is_maximum, torch.tanh(values + is_maximum)
+        is_found = is_extreme(values)
+        return is_found, torch.tanh(values + is_found)
 
     half = {"dtype": torch.bfloat16}
     params, state = {"w": random(8, **half)}, random(3, 8, seed=1, **half)

@@ -192,13 +192,16 @@ def test_gradient_of_a_maximum(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["fused", "compile"])
-def test_gradient_of_a_maximum_in_16_bits(backend: str) -> None:
+@pytest.mark.parametrize("by_the_step", [False, True])
+def test_gradient_of_a_maximum_in_16_bits(backend: str, by_the_step: bool) -> None:
     """What it is compared with is not computed once more, from numbers that were rounded since."""
 
     def step(w: Tensor, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         value = h * w[0] + x * w[1]
-        h = torch.tanh(value) * 0.5 + value.amax(-1, keepdim=True) * w[2]
-        return h, h
+        # The gradient of the first compares nothing.
+        maximum = value.max(-1, keepdim=True)[0] if by_the_step else value.amax(-1, keepdim=True)
+        h = torch.tanh(value) * 0.5 + maximum * w[2]
+        return torch.where(value >= maximum, value * w[2], x) if by_the_step else h, h
 
     draw, units = Draw(0), 9
     data = draw.sequence(B, units), draw.sequence(B, units)
