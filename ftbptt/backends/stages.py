@@ -19,6 +19,7 @@ from ..compiler.graphs import (
     VIEWS,
     Node,
     aten,
+    compared_with_extremes,
     contains_parts_unchanged,
     extract,
     inputs_of,
@@ -107,6 +108,7 @@ class Stages:
         inputs = list(graph.find_nodes(op="placeholder"))
         outputs: list[Node] = list(graph.output_node().args[0])
         self._stage = _stages(graph)
+        self._compared = compared_with_extremes(graph.nodes)
         self._part = {node: Part(i) for i, node in enumerate(inputs)}
         self.scratch: list[Node] = []
         self._first_scratch = len(inputs) + len(outputs)
@@ -167,7 +169,9 @@ class Stages:
         return Stage(extract(inputs, nodes, graph), parts, targets, products)
 
     def _inputs(self, number: int, results: list[Node]) -> Iterator[Node]:
-        """What a stage reads. What is cheap it computes again, rather than read it."""
+        """What a stage reads. What is cheap it computes again, rather than read it, but not what
+        is compared with a maximum: in 16 bits only what was written is rounded as that is.
+        """
         seen, stack = set[Node](), list(results)
         while stack:
             node = stack.pop()
@@ -175,7 +179,7 @@ class Stages:
                 continue
             seen.add(node)
             is_earlier = self._stage[node] < number
-            if is_earlier and not _is_cheap(node):
+            if is_earlier and (node in self._compared or not _is_cheap(node)):
                 self._keep(node)
             if node.op == "placeholder" or (node in self._part and is_earlier):
                 yield node

@@ -78,6 +78,19 @@ def test_what_is_no_map_is_kept_for_later_stages() -> None:
     check(stages, inputs, expected)
 
 
+def test_what_is_compared_with_its_maximum_is_kept_for_later_stages() -> None:
+    """Though it is cheap: in 16 bits, computed again, it would not be rounded as the maximum is."""
+
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        value = x * 0.7 + 1
+        maximum = value.amax(1, keepdim=True)
+        return [torch.where(value >= maximum, maximum @ w, x)]
+
+    stages, inputs, expected = stages_of(step, (2, SIZE), (1, SIZE))
+    assert "add" in [node.name for node in stages.scratch]
+    check(stages, inputs, expected)
+
+
 def test_the_parts_of_a_cat_are_written_when_each_is_computed() -> None:
     """The reverse step of a GRU with two products, and a part that is a product itself."""
 
