@@ -23,6 +23,7 @@ from ..compiler.graphs import (
     contains_parts_unchanged,
     extract,
     inputs_of,
+    is_getitem,
     is_random,
     join_axis,
     value_of,
@@ -201,6 +202,8 @@ def _stages(graph: fx.Graph) -> dict[Node, int]:
         users = [user for user in node.users if user.op != "output"]
         if users and not _is_product(node):
             stages[node] = min(stages[user] for user in users)
+        # Several results are written where they are computed: together they have no memory.
+        stages |= dict.fromkeys(filter(is_getitem, users), stages[node])
     return stages
 
 

@@ -24,8 +24,8 @@ def stages_of(step: Any, *shapes: tuple[int, ...]) -> tuple[Stages, list[Tensor]
 def run(stages: Stages, inputs: list[Tensor], expected: list[Tensor]) -> list[Tensor]:
     """The targets, after the stages have run without a compiler."""
     targets = [torch.full_like(result, torch.nan) for result in expected]
-    shapes = [node.meta["val"].shape for node in stages.scratch]
-    scratch = [torch.full(shape, torch.nan, dtype=torch.float64) for shape in shapes]
+    values = [node.meta["val"] for node in stages.scratch]
+    scratch = [torch.full(v.shape, torch.nan, dtype=torch.float64).to(v.dtype) for v in values]
     memory = [*inputs, *targets, *scratch]
     for stage in stages.stages:
         stage.run(memory, stage.function)
@@ -88,6 +88,18 @@ def test_what_is_compared_with_its_maximum_is_kept_for_later_stages() -> None:
 
     stages, inputs, expected = stages_of(step, (2, SIZE), (1, SIZE))
     assert "add" in [node.name for node in stages.scratch]
+    check(stages, inputs, expected)
+
+
+def test_results_of_one_operation_in_several_stages() -> None:
+    """All of them are written where it is computed."""
+
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        largest, places = x.sin().topk(2)
+        return [largest @ w + places]
+
+    stages, inputs, expected = stages_of(step, (3, SIZE), (2, 2))
+    assert [node.name for node in stages.scratch] == ["mm", "getitem", "getitem_1"]
     check(stages, inputs, expected)
 
 
