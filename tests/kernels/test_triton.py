@@ -354,6 +354,20 @@ def test_weights_that_are_too_large_are_split_or_left_to_others(
     assert needs.format(64, 29, 2000) in runs(128, 2000)
 
 
+def test_rows_that_are_wider_than_registers_are_left_to_others() -> None:
+    """For which Triton's compiler takes minutes, or fails. Here the batch is one row."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        return [torch.tanh(x[0] + carried[0] - carried[0].mean())], []
+
+    def runs(rows: int) -> str:
+        scan = Scan(step, [], [torch.zeros(2, rows, 64)], [torch.zeros(rows, 64)])
+        return FUSED.describe(scan.block)
+
+    assert runs(64) == "one generated Triton kernel for all steps"
+    assert "32 KB of each row in registers, which have room for 16 KB" in runs(65)
+
+
 @pytest.mark.slow
 @examples(30)
 @drawn(recipes())

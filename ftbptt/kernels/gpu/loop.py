@@ -19,6 +19,9 @@ from .placement import Space, columns
 from .printer import name_of, with_zeros
 from .products import ProductPrinter
 
+# The widest row of a tile, of which 16 fill all registers of eight warps. Triton's compiler takes
+# minutes for a wider one, and refuses one that is wider still.
+_MOST_ROW_BYTES = 16 << 10
 _NEUTRAL = {"sum": 0.0, "product": 1.0, "maximum": -math.inf, "minimum": math.inf}
 # Of two ranges of columns; NaN if one of them is.
 _COMBINED = {
@@ -81,6 +84,11 @@ class LoopPrinter(ProductPrinter):
         epilogue = self._store_finals()
         itemsize = max(compute_dtype(memory.dtype).itemsize for memory in self.loop.carries)
         row_bytes = itemsize * max((space.width for space in self.spaces), default=1)
+        if row_bytes > _MOST_ROW_BYTES:
+            raise Unsupported(
+                f"a program would have {row_bytes >> 10} KB of each row in registers, which have "
+                f"room for {_MOST_ROW_BYTES >> 10} KB"
+            )
         lines = [
             self.head,
             f"WORKSPACE = {self._workspace()!r}",
