@@ -20,6 +20,7 @@ from ..kernels.cpu.build import KernelBuildError
 
 Result = TypeVar("Result")
 _NAME = "TORCHINDUCTOR_CACHE_DIR"  # which torch and the kernels' own cache follow
+_TRITON = "TRITON_CACHE_DIR"  # which torch sets to a folder in that one, for good
 
 
 def use_a_folder_that_works() -> None:
@@ -31,7 +32,7 @@ def use_a_folder_that_works() -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        os.environ[_NAME] = _temporary().name
+        _use_temporary(folder)
         _warn(folder, error)
 
 
@@ -47,7 +48,7 @@ def built_somewhere(build: Callable[[], Result]) -> Result:
     except Exception as error:
         if folder == _temporary_if_any() or not _may_be_the_caches(error, folder):
             raise
-        os.environ[_NAME], before = _temporary().name, os.environ.get(_NAME)
+        before = _use_temporary(folder)
         forget_compile_paths()
         try:
             result = build()
@@ -76,11 +77,21 @@ def _temporary_if_any() -> str | None:
     return _temporary().name if _temporary.cache_info().currsize else None
 
 
-def _restore(before: str | None) -> None:
-    if before is None:
-        del os.environ[_NAME]
-    else:
-        os.environ[_NAME] = before
+def _use_temporary(folder: str) -> dict[str, str | None]:
+    """Has all compilers write elsewhere than in the folder. What the environment said before."""
+    before = {name: os.environ.get(name) for name in (_NAME, _TRITON)}
+    os.environ[_NAME] = _temporary().name
+    if Path(before[_TRITON] or folder).is_relative_to(folder):
+        os.environ[_TRITON] = os.path.join(_temporary().name, "triton")
+    return before
+
+
+def _restore(before: dict[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _may_be_the_caches(error: BaseException, folder: str) -> bool:

@@ -116,6 +116,7 @@ def test_a_damaged_one(damage: str, headers: bool, tmp_path: Path) -> None:
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton" / "0"))  # as Inductor does
     return str(tmp_path)
 
 
@@ -142,6 +143,7 @@ def test_what_fails_elsewhere_too_is_told_as_it_was(own_cache: str) -> None:
         built_somewhere(build)
     assert len(set(where)) == 2
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == own_cache
+    assert os.environ["TRITON_CACHE_DIR"].startswith(own_cache)
 
 
 def test_once_in_a_temporary_folder_it_stays_there(own_cache: str) -> None:
@@ -153,6 +155,25 @@ def test_once_in_a_temporary_folder_it_stays_there(own_cache: str) -> None:
     with pytest.warns(RuntimeWarning, match=r"cannot be used \(RuntimeError: no module\)"):
         folder = built_somewhere(build)
     assert built_somewhere(build) == folder
+
+
+@pytest.mark.parametrize("of_the_user", [False, True])
+def test_triton_writes_there_too(
+    own_cache: str, of_the_user: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user has named a folder for it that is elsewhere."""
+    if of_the_user:
+        monkeypatch.setenv("TRITON_CACHE_DIR", f"{own_cache}-of-the-user")
+
+    def build() -> tuple[str, str]:
+        if os.environ["TORCHINDUCTOR_CACHE_DIR"] == own_cache:
+            raise PermissionError("not here")
+        return os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]
+
+    with pytest.warns(RuntimeWarning, match="cannot be used"):
+        folder, of_triton = built_somewhere(build)
+    wanted = f"{own_cache}-of-the-user" if of_the_user else os.path.join(folder, "triton")
+    assert of_triton == wanted
 
 
 def test_only_libraries_that_nobody_builds_are_deleted(tmp_path: Path) -> None:
