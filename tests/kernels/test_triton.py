@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,19 @@ def test_a_module_is_for_all_who_may_read_the_folder(
     path = triton_module.write("steps = 3")
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_triton_compiles_beside_the_modules(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not in the user's home, where it may be that nothing can be written."""
+    monkeypatch.setattr(triton_module, "compile_cache_dir", lambda: str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "one that the user names")
+    triton_module.load(str(triton_module.write("steps = 4")))
+    assert os.environ["TRITON_CACHE_DIR"] == "one that the user names"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    triton_module.load(str(triton_module.write("steps = 5")))
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
 
 
 def check_tf32(units: int) -> None:

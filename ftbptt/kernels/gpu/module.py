@@ -53,6 +53,9 @@ def write(source: str) -> Path:
 @cache
 def load(path: str) -> Any:
     """load : path of a module -> the module"""
+    # Triton keeps what it compiles where Inductor does, which says so to it in the process that
+    # compiles its own kernels. Its default is in the user's home, which a container may lack.
+    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(compile_cache_dir(), "triton"))
     name = Path(path).stem
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
