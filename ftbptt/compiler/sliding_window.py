@@ -9,18 +9,21 @@ done once for all windows, on these totals.
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .._compat.tracing import FakeTensorMode
+from .._trees import differentiable
 from .blocks import DistributedLoop, ScanBlock
-from .graphs import Node, aten, needed_for, reachable_from, value_of
+from .graphs import Node, aten, needed_for, owner_of, reachable_from, value_of
 from .run_loop import RunScan
 from .split_recurrences import SplitLoop
 from .time_axis.batching import for_any_length
+from .tracing.custom_gradient import CustomGradient
 from .tracing.trace import trace_function
 
 
@@ -98,36 +101,42 @@ class Sliding:
             steps += values[i, : batch.windows]
 
 
-# What a gradient someone wrote (torch.autograd.Function) may do to it, as to clip it.
-_NOT_LINEAR = {
-    aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.Tensor,
-    aten.sign.default, aten.abs.default, aten.tanh.default, aten.sigmoid.default,
-    aten.relu.default, aten.hardtanh.default, aten.round.default, aten.sqrt.default,
-    aten.rsqrt.default, aten.reciprocal.default, aten.exp.default, aten.log.default,
-    aten.pow.Tensor_Scalar, aten.maximum.default, aten.minimum.default, aten.amax.default,
-    aten.linalg_vector_norm.default, aten.isnan.default, aten.isfinite.default,
+# What is linear in its first operand, as are the gradients of operations and all views; in each of
+# its first two operands, but not in both; and in what it adds or puts together, at these places.
+_LINEAR = {
+    "neg", "sum", "mean", "clone", "_to_copy", "div", "cumsum", "flip", "roll", "repeat", "index",
+    "index_select", "gather", "constant_pad_nd", "diagonal", "diag_embed", "tril", "triu", "unfold",
+    "real", "imag", "_conj", "conj_physical", "view_as_real", "view_as_complex", "_fft_c2c",
+    "_fft_r2c", "_fft_c2r",
 }  # fmt: skip
-_PRODUCTS = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}
-_COMPARISONS = {"gt", "ge", "lt", "le", "eq", "ne"}
+_PRODUCTS = {"mul", "mm", "bmm", "convolution", "input_gradient", "weight_gradient"}
+_SUMS = {
+    "add": (0, 1), "sub": (0, 1), "cat": (0,), "stack": (0,), "where": (1, 2), "complex": (0, 1),
+    "slice_scatter": (0, 1), "select_scatter": (0, 1), "diagonal_scatter": (0, 1),
+    "scatter": (0, 3), "scatter_add": (0, 3), "index_add": (0, 3), "index_put": (0, 2),
+}  # fmt: skip
 
 
-def check_is_linear(split: SplitLoop) -> None:
+def check_is_linear(split: SplitLoop, step: fx.Graph, d_outs: Sequence[Node]) -> None:
     """Raises ValueError if a loop does more with what its recurrences return than add and scale it.
 
-    It is given the totals of all windows.
+    It is given the totals of all windows, and ``d_outs``. Autograd's own gradients are linear,
+    those that someone wrote (torch.autograd.Function) may do anything, such as clip.
     """
+    if not any(isinstance(node.target, CustomGradient) for node in step.nodes):
+        return
     rest, totals = split.rest.loop, split.recurrences.loop.stacked
     needed = needed_for(rest.summed, stop=[*rest.sequences, *rest.invariants])
     nodes = [node for node in rest.graph.nodes if node in needed.difference(totals)]
-    varying = reachable_from(totals, nodes)
+    of_totals, gradients = reachable_from(totals, nodes), reachable_from([*totals, *d_outs], nodes)
     for node in nodes:
-        read = [arg in varying for arg in node.args[:2]]
-        is_linear = not (
-            (any(read) and (node.target in _NOT_LINEAR or _is_comparison(node)))
-            or (all(read) and node.target in _PRODUCTS)
-            or (node.target is aten.div.Tensor and read[1])
-            or (node.target is aten.where.self and read[0])
-        )
+        if node.op != "call_function" or node not in gradients:
+            # Else the gradient of a parameter would be added once, not for each window.
+            is_linear = node not in rest.summed or node in gradients or _is_zero(node)
+        else:
+            is_linear = _adds_only(node, gradients) and (
+                node not in of_totals or _is_linear(node, of_totals)
+            )
         if not is_linear:
             raise ValueError(
                 "window: a gradient in the step is not linear, as of a torch.autograd.Function "
@@ -136,9 +145,40 @@ def check_is_linear(split: SplitLoop) -> None:
             )
 
 
-def _is_comparison(node: Node) -> bool:
-    package, _, name = str(node.target).partition(".")
-    return package == "aten" and name.partition(".")[0] in _COMPARISONS
+def _is_linear(node: Node, varying: Container[Node]) -> bool:
+    name, read = _name_of(node), [arg in varying for arg in node.args[:2]]
+    if name in _SUMS:
+        return name != "where" or not read[0]
+    if name in _PRODUCTS:
+        return read != [True, True]
+    if name == "_to_copy" and not differentiable(value_of(node)):
+        return False
+    is_known = name in _LINEAR or "_backward" in name or owner_of(node) is not node
+    return is_known and read[1:] != [True] and node.kwargs.get("rounding_mode") is None
+
+
+def _adds_only(node: Node, gradients: Container[Node]) -> bool:
+    """Whether all that a sum adds up is a gradient, or zero."""
+    places = _SUMS.get(_name_of(node), ())
+    operands = [node.args[i] for i in places if i < len(node.args)]
+    operands = [arg for own in operands for arg in (own if isinstance(own, list) else [own])]
+    return all(arg in gradients or _is_zero(arg) for arg in operands)
+
+
+def _is_zero(value: Any) -> bool:
+    if not isinstance(value, fx.Node):
+        return bool(value == 0)
+    owner = owner_of(value)
+    if owner.target in (aten.full.default, aten.full_like.default):
+        return bool(owner.args[1] == 0)
+    if owner.target is aten.scalar_tensor.default:
+        return bool(owner.args[0] == 0)
+    return owner.target in (aten.zeros.default, aten.zeros_like.default)
+
+
+def _name_of(node: Node) -> str:
+    """``add`` for ``aten.add.Tensor``, and the name of a function."""
+    return str(getattr(node.target, "overloadpacket", node.target).__name__)
 
 
 def on_windows(run_scan: RunScan, loop: DistributedLoop, windows: int) -> RunScan:

@@ -81,7 +81,7 @@ class Programs(Phases):
         """The reverse loop in two; raises ValueError if windows cannot be added up in between."""
         split = split_recurrences(self.plan.loops.reverse)
         if self.plan.sliding is not None:
-            check_is_linear(split)
+            check_is_linear(split, self.plan.step.graph, self.plan.loops.d_outs)
         return split
 
     def run_chunk(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ftbptt import as_step, make_train_segment, reference_segment
@@ -236,6 +238,74 @@ def test_a_gradient_that_is_clipped_in_the_step(place: str) -> None:
             ValueError, match=r"window: a gradient in the step is not linear, as of"
         ):
             segment(*given.data(7))
+
+
+def written(backward: Callable[[Tensor], Tensor], place: str) -> Problem:
+    """A step with an identity there, whose gradient is what someone wrote."""
+
+    class Written(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            return a.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return backward(grad)
+
+    def at(name: str, tensor: Tensor) -> Tensor:
+        return Written.apply(tensor) if name == place else tensor  # type: ignore[no-untyped-call]
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        z = at("input", x_t @ at("weight", params["w"]))
+        h = torch.tanh(z + h @ params["u"])
+        return h @ params["u"], h
+
+    draw = Draw(0)
+    params = {"w": draw(5, 5), "u": draw(5, 5)}
+    sequences = draw.sequence(3, 5), draw.sequence(3, 5)
+    return Problem(step, params, draw(3, 5), *sequences, lambda out, y: (out - y).square().sum())
+
+
+NOT_LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "sin": lambda grad: torch.sin(9 * grad),
+    "floor": lambda grad: torch.floor(10 * grad),
+    "whole": lambda grad: (10 * grad).int().to(grad.dtype),
+    "remainder": lambda grad: grad % 0.3,
+    "sorted": lambda grad: grad.sort(-1).values,
+    "largest": lambda grad: grad - grad.max(-1, keepdim=True).values,
+    "plus a number": lambda grad: grad + 0.1,
+    "from a number": lambda grad: 0.5 - grad,
+    "a number": torch.ones_like,
+    "signed": lambda grad: torch.where(grad > 0, grad, 0.5 * grad),
+    "over itself": lambda grad: 1 / (grad + 5),
+}
+
+
+@pytest.mark.parametrize("place", ["input", "weight"])
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_a_gradient_that_is_not_linear(name: str, place: str) -> None:
+    given = written(NOT_LINEAR[name], place)
+    segment = make_train_segment(given.step, given.loss, backend="eager", window=3)
+    with pytest.raises(ValueError, match=r"^window: a gradient in the step is not linear"):
+        segment(*given.data(7))
+
+
+LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "reversed": lambda grad: -0.5 * grad,
+    "of some": lambda grad: torch.where(torch.ones_like(grad).bool().tril(), grad, 0.0),
+    "of some columns": lambda grad: F.pad(grad[:, 1:], (1, 0)),
+    "centred": lambda grad: grad - grad.mean(-1, keepdim=True),
+    "joined": lambda grad: torch.cat([grad[:, 2:] / 3, torch.zeros_like(grad[:, :2])], 1),
+    "summed": lambda grad: grad.cumsum(-1).flip(-1) + grad.mT.sum(0).unsqueeze(1),
+}
+
+
+@pytest.mark.parametrize("place", ["input", "weight"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_gradient_that_is_linear(name: str, place: str) -> None:
+    given = written(LINEAR[name], place)
+    segment = make_train_segment(given.step, given.loss, backend="eager", window=3)
+    check(given, given.data(7), segment, 3, 1)
 
 
 @pytest.mark.parametrize(
