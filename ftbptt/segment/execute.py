@@ -17,7 +17,7 @@ from .._trees import in_groups
 from ..backends import Backend
 from ..compiler.adjoint import Loop
 from ..compiler.blocks import DistributedLoop, MapBlock, ScanBlock
-from ..compiler.graphs import Node, nbytes, owner_of, reachable_from
+from ..compiler.graphs import Node, aten, nbytes, owner_of, reachable_from
 from ..compiler.loss import ANY_STEPS
 from ..compiler.plan import Plan
 from ..contract.output import EarlyGradients
@@ -47,7 +47,9 @@ class Executable(Programs):
     def __init__(self, plan: Plan, backend: Backend, compiled: Count | None = None) -> None:
         super().__init__(plan, backend, compiled)
         self.instead: Executable | None = None  # runs the segments from now on
-        self.shared_outs = _in_shared_memory(plan.loops.forward, plan.loops.outs)
+        loops = plan.loops
+        self.shared_outs = _in_shared_memory(loops.forward, loops.outs)
+        self.shared_probes = _in_shared_memory(loops.reverse, len(loops.reverse.stacked))
         bytes_per_step = max(_passing_bytes(self.forward), _passing_bytes(self.reverse), 1)
         most, times = _CHUNK_BYTES, _TIMES_GRADIENTS
         if plan.recompute:
@@ -77,11 +79,16 @@ class Executable(Programs):
             result = self._run_as_one_program(inputs, with_grad)
         else:
             result = self._run_in_chunks(inputs, with_grad, in_parts)
-        out = [leaf.clone() if i in self.shared_outs else leaf for i, leaf in enumerate(result.out)]
+        out, d_probes = (
+            [leaf.clone() if i in shared else leaf for i, leaf in enumerate(leaves)]
+            for leaves, shared in (
+                (result.out, self.shared_outs), (result.d_probes, self.shared_probes)
+            )
+        )  # fmt: skip
         grads = self._of_params(result.grads) if with_grad else []
         if early is not None and in_parts is None:
             hand_over(early, result.loss, grads)
-        return [*grads, *self._packed(result.carries), result.loss, *out, *result.d_probes]
+        return [*grads, *self._packed(result.carries), result.loss, *out, *d_probes]
 
     def inputs(self, groups: dict[str, list[Tensor]]) -> LoopInputs:
         """The loops' inputs, from the groups of a call's tensors."""
@@ -199,8 +206,15 @@ def _chunks(steps: int, chunk: int) -> list[Chunk]:
     return [None] if count == 1 else [slice(*bounds) for bounds in pairwise(edges)]
 
 
+# Views of which several elements may lie at one place in memory.
+_OVERLAPPING = {aten.expand.default, aten.unfold.default, aten.as_strided.default}
+
+
 def _in_shared_memory(loop: Loop, outs: int) -> set[int]:
-    """The outputs that are an input, the same at every step, or in the memory of another output."""
+    """The outputs that are an input, the same at every step, or in the memory of another output.
+
+    And those of which elements share memory: a caller may write to one of them.
+    """
     varying = reachable_from([*loop.sequences, *loop.carries], loop.graph.nodes)
     # The states before and after the steps are in one tensor.
     after = dict(zip(loop.next_carries, loop.carries, strict=True))
@@ -209,10 +223,20 @@ def _in_shared_memory(loop: Loop, outs: int) -> set[int]:
     for i, node in enumerate(loop.stacked[:outs]):
         owner = owner_of(node, {*after, *loop.carries})
         owner = after.get(owner, owner)
-        if node not in varying or owner_of(node) in loop.sequences or owner in seen:
+        is_input = node not in varying or owner_of(node) in loop.sequences
+        if is_input or owner in seen or _overlaps(node):
             shared.add(i)
         seen.add(owner)
     return shared
+
+
+def _overlaps(node: Node) -> bool:
+    owner = owner_of(node)
+    while node is not owner:
+        if node.target in _OVERLAPPING:
+            return True
+        node = node.args[0]
+    return False
 
 
 def _passing_bytes(distributed: DistributedLoop) -> int:

@@ -152,6 +152,7 @@ def test_all_leaves_of_the_result_are_the_users_own(segments: Segments) -> None:
     assert_close(segment(*own), expected)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop .*unfold_backward:UserWarning")
 @pytest.mark.parametrize("backend", ["eager", pytest.param("fused", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_outputs_are_the_users_own(mapped: bool, backend: str) -> None:
@@ -162,6 +163,8 @@ def test_outputs_are_the_users_own(mapped: bool, backend: str) -> None:
         new = torch.tanh(h * params["w"] + x_t)
         out = [x_t, x_t[..., 1:], params["w"], params["w"] * 2, h, new, new, new[..., 0], last]
         out += [new.T.split(1)[0], torch.zeros(2)]
+        out += [new[:, :1].expand(2, 3), new.mean(1, keepdim=True).expand(2, 3)]
+        out += [x_t[:, :1].expand(2, 3), new.unfold(1, 2, 1)]
         return [value.double() for value in out], (new, x_t)
 
     def loss(out: Any, y: Tensor) -> Tensor:
@@ -182,6 +185,30 @@ def test_outputs_are_the_users_own(mapped: bool, backend: str) -> None:
         assert len(set(memory)) == len(memory)
         for leaf in leaves:
             leaf.add_(1)  # no two numbers of it lie in one place
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("fused", marks=pytest.mark.slow)])
+def test_gradients_of_taps_are_the_users_own(backend: str) -> None:
+    """Also where two tensors have the same one, and where it is the same for many elements."""
+
+    def step(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        x_t = ftbptt.tap("x", x_t)
+        a, b = ftbptt.tap("a", x_t * params["w"]), ftbptt.tap("b", h * params["w"])
+        h = torch.tanh(a + b)
+        return h + x_t.sum(1, keepdim=True), ftbptt.tap("h", h)
+
+    draw = Draw(0)
+    given = {"w": draw(3)}, draw(2, 3), draw(4, 2, 3), draw(4, 2, 3)
+    segment = make_train_segment(
+        step, lambda out, y: (out * y).sum(), backend=backend, taps=["x", "a", "b", "h"]
+    )
+    found = segment(*given)
+    leaves = [leaf for tapped in found.taps.values() for leaf in (tapped.value, tapped.grad)]
+    leaves += tree_leaves((found.grads, found.state, found.out))
+    memory = [leaf.untyped_storage().data_ptr() for leaf in [*leaves, *tree_leaves(given)]]
+    assert len(set(memory)) == len(memory)
+    for leaf in leaves:
+        leaf.add_(1)
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache.*:UserWarning")
