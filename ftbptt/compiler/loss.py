@@ -29,6 +29,8 @@ from .graphs import (
     has_dynamic_shape,
     has_same_code,
     is_same_graph,
+    new_node,
+    owner_of,
     reachable_from,
     vjp_by,
 )
@@ -279,6 +281,7 @@ class SegmentLoss:
         forbid_reading_places("loss", self.recipe.loss, traced, graph, self.constants)
         forbid_mutation("loss", graph, lambda _: CHANGED_BY_LOSS)
         forbid_trained_captures("loss", graph, PARAMETERS_IN_LOSS)
+        _put_value_into_own_memory(graph.graph)
         return _TracedLoss(graph, mode, length)
 
     def _examples(
@@ -346,6 +349,16 @@ class SegmentLoss:
                 batched = _mean(batched, level.size)
         examples = self._examples(mode, steps, axes)
         return trace_function(batched, examples, mode, functional=True)
+
+
+def _put_value_into_own_memory(graph: fx.Graph) -> None:
+    """Copies a loss that is a part of what it is given, such as ``out[-1]``."""
+    output = graph.output_node()
+    (value,) = output.args[0]
+    if owner_of(value).op != "call_function":
+        with graph.inserting_before(output):
+            output.args = ([new_node(graph, aten.clone.default, value)],)
+        graph.owning_module.recompile()
 
 
 def _mean(function: Callable[..., list[Tensor]], size: int) -> Callable[..., list[Tensor]]:

@@ -188,6 +188,26 @@ def test_outputs_are_the_users_own(mapped: bool, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("fused", marks=pytest.mark.slow)])
+def test_a_loss_that_is_a_part_of_the_outputs_or_targets_is_the_users_own(backend: str) -> None:
+    """As of a step that adds it up itself."""
+
+    def step(params: Any, x_t: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        total = total + (x_t - params["w"]).square().sum()
+        return total, total
+
+    draw = Draw(0)
+    given = {"w": draw(3)}, draw(), draw(4, 3), draw(4)
+    own = make_train_segment(step, lambda out, y: out[-1], backend=backend)
+    of_y = make_train_segment(step, lambda out, y: y[-1], backend=backend)
+    for run in (own, own.evaluate, of_y.evaluate):
+        found = run(*given)
+        before = found.out.clone(), given[3].clone()
+        found.loss.zero_()
+        assert torch.equal(found.out, before[0])
+        assert torch.equal(given[3], before[1])
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("fused", marks=pytest.mark.slow)])
 def test_gradients_of_taps_are_the_users_own(backend: str) -> None:
     """Also where two tensors have the same one, and where it is the same for many elements."""
 
