@@ -51,3 +51,25 @@ def test_a_loss_reads_what_they_are_now(most_uncut: int, monkeypatch: pytest.Mon
         assert_close(segment(*given), expected)
         assert_close(segment.evaluate(*given).loss, expected.loss)
     assert segment.trace_count == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+def test_the_parts_of_one_whose_conjugation_is_pending(backend: str) -> None:
+    z = torch.complex(torch.rand(UNITS), torch.rand(UNITS)).cdouble()
+    conjugated = z.conj()
+    assert conjugated.is_conj()
+
+    def rotated(params: Any, x_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x_t * conjugated.real + h @ params["u"] * conjugated.imag)
+        return h, h
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (out * conjugated.imag - y * torch.view_as_real(conjugated.conj())[:, 0]).sum()
+
+    draw = Draw(0)
+    x, y = draw(STEPS, ROWS, UNITS), draw(STEPS, ROWS, UNITS)
+    given = {"u": draw(UNITS, UNITS)}, draw(ROWS, UNITS), x, y
+    segment = make_train_segment(rotated, loss, backend=backend)
+    for _ in range(2):
+        assert_close(segment(*given), reference_segment(rotated, loss, *given))
+        z.mul_(1j)

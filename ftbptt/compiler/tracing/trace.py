@@ -204,6 +204,9 @@ def _make_batchable(graph: fx.Graph) -> None:
             _normalize_slice_bounds(node)
         elif node.target is aten._conj.default and isinstance(node.args[0], complex):
             _put_number(node, node.args[0].conjugate())
+        elif node.target is aten.view_as_real.default and node.args[0].target is aten._conj.default:
+            # Of a tensor outside with a conjugation pending, which programs are given resolved.
+            node.args[0].target = aten._conj_physical.default
         elif node.target is aten.embedding.default:
             node.args = node.args[:4]  # without sparse=True: a segment's gradients are dense
 
