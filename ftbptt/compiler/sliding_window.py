@@ -140,7 +140,8 @@ def check_is_linear(split: SplitLoop, step: fx.Graph, d_outs: Sequence[Node]) ->
         if not is_linear:
             raise ValueError(
                 "window: a gradient in the step is not linear, as of a torch.autograd.Function "
-                f"that clips it ({node.target}), but the gradients of windows are added up there. "
+                f"that clips it, or is not known to be ({node.target}), but the gradients of "
+                "windows are added up there. "
                 "train_stream(..., k1=1, k2=...) runs each window by itself."
             )
 
