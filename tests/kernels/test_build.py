@@ -168,6 +168,23 @@ def test_an_error_in_what_is_begun_ahead_is_told_where_it_is_asked_for(empty_cac
         library_of("nonsense;")
 
 
+def test_what_failed_ahead_is_begun_again(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that was full has room again when the same is called once more."""
+
+    def on_a_full_disk(source: str, library: Path) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(build, "_build", on_a_full_disk)
+        build.start_ahead(SOURCE)
+        with pytest.raises(OSError, match="No space left"):
+            library_of("forward")
+    build.start_ahead(SOURCE)
+    assert half_of(SOURCE, 6) == 3
+
+
 @pytest.mark.parametrize("damage", ["nothing", "text", "half"])
 def test_a_damaged_library_is_built_anew(damage: str, empty_cache: Path) -> None:
     library = library_of(SOURCE)

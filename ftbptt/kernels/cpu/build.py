@@ -60,8 +60,8 @@ def start(source: str) -> Path:
 
     Kernels are compiled in the background, several at once, while Inductor compiles the program.
     """
-    start_ahead(source)
     library = _library_of(source)
+    _begin(source, library)
     if library in _ahead:
         _started[library] = _ahead.pop(library)
     return library
@@ -70,6 +70,14 @@ def start(source: str) -> Path:
 def start_ahead(source: str) -> None:
     """As ``start``, of a kernel that will be asked for later: ``finish`` does not wait for it."""
     library = _library_of(source)
+    begun = _ahead.get(library)
+    # One that failed before, and was not asked for: on a full disk, which may have room by now.
+    if begun is not None and begun.done() and (begun.cancelled() or begun.exception()):
+        del _ahead[library]
+    _begin(source, library)
+
+
+def _begin(source: str, library: Path) -> None:
     if library not in _started and library not in _ahead and not is_sealed(library):
         library.parent.mkdir(parents=True, exist_ok=True)
         _ahead[library] = _builders.submit(_build, source, library)
