@@ -197,7 +197,8 @@ def check_lengths(
                 raise ValueError(
                     f"{argument.path(i)}: has {length} steps on axis {time_dim}, but "
                     f"{xs.path(0)} has {steps}. x and y must have the same length; nothing is cut "
-                    "silently. Where only some steps have a target, fill up y and give mask=. "
+                    "silently. Where only some steps have a target, fill up y and leave the others "
+                    "out in the loss; mask= is for padding, where the state stays as it was. "
                     "Expand what a row has at all steps over them, or carry it in the state."
                 )
             steps = length

@@ -70,7 +70,7 @@ def evaluate_stream(
     :func:`train_stream`. A :func:`random_truncation` is evaluated without cuts.
 
     Chunks are weighted by their valid steps, so the loss does not depend on ``k``, if it is a mean
-    over them (not with ``ignore_index``, say, for which there is ``mask``). The loss of a
+    over them (not with ``ignore_index``, say; for padding there is ``mask``). The loss of a
     segment with ``in_dims`` is a mean over sequences, each with its own mean over valid steps (0
     if it has none); its chunks are weighted by their number of steps. With a ``mask``, that loss
     depends on ``k``.

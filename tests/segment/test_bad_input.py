@@ -265,7 +265,9 @@ def test_a_list_of_steps() -> None:
 
 
 def test_lengths_that_differ() -> None:
-    refused(ValueError, r"y: has 4 steps on axis 0, but x has 5", y=torch.zeros(K - 1, B, H))
+    advice = "leave the others out in the loss; mask= is for padding, where the state stays"
+    words = rf"y: has 4 steps on axis 0, but x has 5\..*{advice}"
+    refused(ValueError, words, y=torch.zeros(K - 1, B, H))
     x = {"a": torch.zeros(K, B, D), "b": torch.zeros(K + 1, B)}
     refused(ValueError, r"x\['b'\]: has 6 steps on axis 0, but x\['a'\] has 5", x=x)
 

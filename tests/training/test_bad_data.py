@@ -48,7 +48,8 @@ TUPLES = "expected (x, y) or (x, y, reset, mask), found "
             ({"a": MASKED}, Y),
             ValueError,
             "data: x['a']: is a masked array, with 2 values masked, but a tensor has no such mask. "
-            "Fill it (value.filled(0)) and give mask=, false at these steps.",
+            "Fill it (value.filled(0)), and leave out gaps of a target in the loss; mask= is for "
+            "padding, where the state stays as it was.",
         ),
         ((X, Y, FLAGS), TypeError, "data: expected (x, y), found three parts: the third may be me"),
         (

@@ -185,7 +185,8 @@ def test_a_mean_over_no_target() -> None:
     words = (
         "the loss of update 0 is nan: parameters, inputs, outputs and gradients are finite, and "
         "the gradients are 0: a mean over nothing is NaN, as where every target is ignore_index. "
-        'Give such steps a mask and the loss of each step, or pass on_nonfinite="skip".'
+        'Return the loss of each step, 0 for such steps, or pass on_nonfinite="skip"; if they are '
+        "padding, give them a mask."
     )
     assert words in said
     assert not made

@@ -231,7 +231,8 @@ def as_array(path: str, leaf: Any) -> Any:
     if hasattr(leaf, "filled") and leaf.mask.any():
         raise ValueError(
             f"{path}: is a masked array, with {int(leaf.mask.sum())} values masked, but a tensor "
-            "has no such mask. Fill it (value.filled(0)) and give mask=, false at these steps."
+            "has no such mask. Fill it (value.filled(0)), and leave out gaps of a target in the "
+            "loss; mask= is for padding, where the state stays as it was."
         )
     return leaf.to_numpy() if hasattr(leaf, "iloc") else leaf
 

@@ -142,8 +142,8 @@ def nonfinite_window(
     if result.loss.isnan().any() and not any(g.any() for g in tree_leaves(result.grads)):
         message += (
             ", and the gradients are 0: a mean over nothing is NaN, as where every target is "
-            "ignore_index. Give such steps a mask and the loss of each step, or pass "
-            'on_nonfinite="skip"'
+            "ignore_index. Return the loss of each step, 0 for such steps, or pass "
+            'on_nonfinite="skip"; if they are padding, give them a mask'
         )
     return message
 
