@@ -38,7 +38,9 @@ def segment_loss(
                 "gradient. Return the tensor itself, without float() or .item()."
             )
         raise TypeError(
-            f"loss: expected loss(out, y) to return a tensor, found {type(value).__name__}."
+            f"loss: expected loss(out, y) to return a tensor, found {type(value).__name__}. Return "
+            "the loss alone; other values, such as metrics, can be made of out, which the segment "
+            "returns."
         )
     if not value.dtype.is_floating_point:
         raise TypeError(

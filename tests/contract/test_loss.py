@@ -114,7 +114,8 @@ def test_a_shape_that_is_not_that_of_the_mask(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("wrong", [1.0, None, (torch.tensor(1.0),)])
 def test_what_is_no_tensor(wrong: Any) -> None:
-    words = f"loss: expected .* to return a tensor, found {type(wrong).__name__}"
+    advice = "Return the tensor itself" if isinstance(wrong, float) else "Return the loss alone;"
+    words = f"loss: expected .* to return a tensor, found {type(wrong).__name__}.*{advice}"
     with pytest.raises(TypeError, match=words):
         value_of(wrong)
 
