@@ -136,6 +136,11 @@ def test_bad_chunks(chunks: Any, kind: type[Exception], words: str) -> None:
             "tokens: expected one tensor or array [N, ...], found list. Convert it: torch.tensor(",
         ),
         (
+            lambda: ContiguousStreams("a text", 2),
+            TypeError,
+            "found str. Give a text as bytes, tokens.encode(), or the numbers of its tokens. Targ",
+        ),
+        (
             lambda: ContiguousStreams((X, Y), 2),
             TypeError,
             "tokens: expected one tensor or array [N, ...], found a tuple of Tensor. Targets are "

@@ -81,9 +81,11 @@ def _check_tokens(tokens: Any) -> None:
         description = f"a {description} of {type(tokens[0]).__name__}"
     elif getattr(tokens, "shape", None) == ():
         description += " of shape []"
+    elif isinstance(tokens, str):
+        description += ". Give a text as bytes, tokens.encode(), or the numbers of its tokens"
     elif isinstance(tokens, list):
         description += ". Convert it: torch.tensor(tokens)"
-    elif hasattr(tokens, "__len__") and not isinstance(tokens, (str, dict)):
+    elif hasattr(tokens, "__len__") and not isinstance(tokens, dict):
         return
     raise TypeError(
         f"tokens: expected one tensor or array [N, ...], found {description}. Targets are the "
