@@ -232,7 +232,8 @@ class Trainer:
         value = in_words(norm, self.learner.stopped_models.new)
         stops = self.guard.stops(
             f"the gradient's norm is {value} in update {self.index}, though its loss is "
-            "finite, as with a NaN in steps of the data that are masked",
+            "finite, as with a NaN in the data that a mask, or torch.where in the loss, leaves "
+            "out. Fill it with a number before anything is computed with it",
             "The run stops before that update; the parameters are those before it.",
         )
         self.ended |= stops

@@ -16,7 +16,10 @@ from .streams import Tagger, mean_cross_entropy, stream, tagger, zeros
 
 MODES = ["stop", "raise", "skip"]
 STOPS = "The run stops before that update; the parameters are those before it."
-MASKED = "loss is finite, as with a NaN in steps of the data that are masked."
+MASKED = (
+    "loss is finite, as with a NaN in the data that a mask, or torch.where in the loss, leaves "
+    "out. Fill it with a number before anything is computed with it."
+)
 THEN = {"stop": STOPS, "raise": "", "skip": "It is left out."}
 
 

@@ -429,6 +429,21 @@ def test_a_masked_number_in_the_target(mode: str) -> None:
     assert all(p.isfinite().all() for p in updates.params.values())
 
 
+def test_a_target_that_the_loss_leaves_out() -> None:
+    """By ``torch.where``, whose gradient is 0 times NaN where it takes the other."""
+    x, y = stream(16)
+    target = y.double()
+    target[9, 0] = float("nan")
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        y = y.unsqueeze(-1)
+        return torch.where(y.isnan(), 0.0, (out - y).square()).mean()
+
+    made, (said,) = noted(started((x, target), loss=loss, clip_norm=1.0))
+    assert said == f"ftbptt: the gradient's norm is nan in update 2, though its {MASKED} {STOPS}"
+    assert made == [4, 8]
+
+
 def test_a_norm_of_half_precision_that_overflows() -> None:
     """Nothing is clipped by it, and all gradients are finite."""
     params = {"w": torch.zeros(64, dtype=torch.float16)}
