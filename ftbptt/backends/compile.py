@@ -32,6 +32,7 @@ from ..compiler.gemms import gemm_flops
 from ..compiler.run_loop import ScanResult
 from ..kernels.cpu.build import abandon, cancel, finish
 from .base import Backend, Function, histories_by_carry
+from .constants import CONSTANTS
 from .inductor_workarounds import DECOMPOSITIONS, work_around_defects
 from .parallel_matmul import products_in_cpp, share_products
 
@@ -269,7 +270,7 @@ def build(
     with nullcontext() if _at_once.get() else _with_kernels():
         # Ctrl-C would leave torch's modes in a broken state.
         with uninterrupted(), mode, enable_python_dispatcher(), tracing_without_code():
-            table = inductor_decompositions() | DECOMPOSITIONS
+            table = inductor_decompositions() | DECOMPOSITIONS | CONSTANTS
             program = make_fx(function, decomposition_table=table)(*examples)
         work_around_defects(program)
         share_products(program)

@@ -26,19 +26,6 @@ def _expm1(x: Tensor) -> Tensor:
     return torch.tanh(x / 2) * (torch.exp(x) + 1)
 
 
-def _rfftfreq(n: int, d: float = 1.0, **options: Any) -> Tensor:
-    """Inductor (2.13) has no code for it, and its call to torch's does not compile in C++."""
-    dtype = options.pop("dtype", None) or torch.get_default_dtype()
-    return torch.arange(n // 2 + 1, dtype=dtype, **options) * (1 / (n * d))
-
-
-def _fftfreq(n: int, d: float = 1.0, **options: Any) -> Tensor:
-    """As :func:`_rfftfreq`: from 0 up, and then the negative frequencies."""
-    dtype = options.pop("dtype", None) or torch.get_default_dtype()
-    counts = torch.arange(n, dtype=dtype, **options)
-    return torch.where(counts < (n + 1) // 2, counts, counts - n) * (1 / (n * d))
-
-
 def _with_own_memory(operation: Any) -> Callable[..., Any]:
     """The operation on a base that was expanded over the steps, copied first.
 
@@ -58,8 +45,6 @@ def _with_own_memory(operation: Any) -> Callable[..., Any]:
 # In addition to Inductor's own.
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.expm1.default: _expm1,
-    aten.fft_rfftfreq.default: _rfftfreq,
-    aten.fft_fftfreq.default: _fftfreq,
     **{
         operation: _with_own_memory(operation)
         for operation in (aten.slice_scatter.default, aten.diagonal_scatter.default)

@@ -53,20 +53,6 @@ def test_scatters_into_expanded_tensors(write: Callable[[Tensor], Tensor]) -> No
     assert torch.equal(program(x), written(x))
 
 
-@pytest.mark.parametrize("frequencies", [torch.fft.fftfreq, torch.fft.rfftfreq])
-@pytest.mark.parametrize("n", [7, 8])
-def test_frequencies(frequencies: Callable[..., Tensor], n: int) -> None:
-    """As of a spectral step: in C++ Inductor's call to torch's own does not compile."""
-
-    def scaled(x: Tensor) -> Tensor:
-        return x * frequencies(n, 0.3) + frequencies(n, dtype=torch.float64)
-
-    x = torch.ones(2, 1, dtype=torch.float64)
-    program = make_fx(scaled, decomposition_table=DECOMPOSITIONS, tracing_mode="fake")(x)
-    assert not [node for node in program.graph.nodes if "freq" in str(node.target)]
-    torch.testing.assert_close(program(x), scaled(x))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "is_tried_again"),

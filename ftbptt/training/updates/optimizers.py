@@ -33,7 +33,8 @@ class FunctionalOptimizer(Protocol):
         """update : grads, state, params -> parameters and state after the update
 
         ``grads`` has the structure of ``params``, with zeros for leaves without a gradient. What
-        it returns has the structure of what it was given.
+        it returns has the structure of what it was given. It decides what is trained: buffers that
+        are passed along with the parameters have gradients too, and are to be returned as they are.
         """
 
 
