@@ -140,11 +140,11 @@ def train_stream(
         ``interval=0`` there is one at each update.
     ``on_nonfinite``
         What to do if a loss is not finite; or a gradient, where there is a mask, or gradients are
-        clipped by norm. "stop" ends the run with a warning that says where it began; "raise" raises
-        FloatingPointError; "skip" leaves the window out. On a CPU, and for "skip" on any device,
-        this is noticed before the parameters change; otherwise when losses are next read. In an
-        ensemble "stop" ends it for that model, which stays as it was before that, with a loss of
-        NaN from then on; the run ends with the last one.
+        clipped by norm (``math.inf`` clips none). "stop" ends the run with a warning that says
+        where it began; "raise" raises FloatingPointError; "skip" leaves the window out. On a CPU,
+        and for "skip" on any device, this is noticed before the parameters change; otherwise when
+        losses are next read. In an ensemble "stop" ends it for that model, which stays as it was
+        before that, with a loss of NaN from then on; the run ends with the last one.
     ``events``, ``progress``, ``interval``
         Functions to call (:class:`Events`); whether to draw a progress bar; seconds between
         readings.

@@ -439,9 +439,18 @@ def test_a_target_that_the_loss_leaves_out() -> None:
         y = y.unsqueeze(-1)
         return torch.where(y.isnan(), 0.0, (out - y).square()).mean()
 
-    made, (said,) = noted(started((x, target), loss=loss, clip_norm=1.0))
+    made, (said,) = noted(started((x, target), loss=loss, clip_norm=math.inf))
     assert said == f"ftbptt: the gradient's norm is nan in update 2, though its {MASKED} {STOPS}"
     assert made == [4, 8]
+
+    made, (said,) = noted(started((x, target), loss=loss))
+    assert said.startswith("ftbptt: the loss of update 3 is nan: ")
+    advice = (
+        "If a gradient under a finite loss made it so, clip_norm=math.inf notices that before the "
+        "update."
+    )
+    assert said.endswith(f"{advice} {STOPS}")
+    assert made == [4, 8, 12]
 
 
 def test_a_norm_of_half_precision_that_overflows() -> None:

@@ -78,8 +78,14 @@ class Guard:
                 warn(f"ftbptt: {problem}. {_OTHERS_GO_ON}", RuntimeWarning)
                 return False
         # A NaN from the start is never meant: it would be in every loss.
-        if self.spoiled() or any(p.isnan().any() for p in self.learner.trained):
+        spoiled = self.spoiled()
+        if spoiled or any(p.isnan().any() for p in self.learner.trained):
             self.lost = True
+            if spoiled and self.learner.clip_norm is None:
+                problem += (
+                    ". If a gradient under a finite loss made it so, clip_norm=math.inf notices "
+                    "that before the update"
+                )
             if mode == "skip":  # every later window would be skipped
                 mode = "stop"
                 if_stopped = "The run stops: parameters that are not finite stay so."
