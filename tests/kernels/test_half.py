@@ -12,6 +12,7 @@ from torch import Tensor
 from ftbptt.backends import EAGER
 from ftbptt.kernels.cpu import toolchain
 
+from ..cells import slow_but
 from .scans import Scan, share_all_products
 
 KINDS = ["as this processor can", "shared between threads", "in float"]
@@ -61,17 +62,17 @@ def scan_of_all_sizes(rows: int) -> Scan:
     )
 
 
+@pytest.mark.parametrize("rows", slow_but([1, 33], [1, 2, 33, 80]))
 @pytest.mark.usefixtures("products")
-def test_of_any_size() -> None:
+def test_of_any_size(rows: int) -> None:
     """Sums below 256 are exact in bfloat16, and above are rounded once."""
-    for rows in (1, 2, 33, 80):
-        scan = scan_of_all_sizes(rows)
-        exact = Scan(step, *([t.double() for t in own] for own in scan.given))
-        for reverse in (False, True):
-            for found, wanted in zip(
-                scan.fused(reverse=reverse), exact.run(EAGER, reverse=reverse), strict=True
-            ):
-                assert torch.equal(found, wanted.bfloat16())
+    scan = scan_of_all_sizes(rows)
+    exact = Scan(step, *([t.double() for t in own] for own in scan.given))
+    for reverse in (False, True):
+        for found, wanted in zip(
+            scan.fused(reverse=reverse), exact.run(EAGER, reverse=reverse), strict=True
+        ):
+            assert torch.equal(found, wanted.bfloat16())
 
 
 @pytest.mark.usefixtures("products")

@@ -34,7 +34,7 @@ N = 2  # sequences, or models
 def examples(count: int) -> Any:
     """So many cells, the same each time; or as many as were asked for, others each time."""
     return settings(
-        max_examples=max(1, count * CELLS // 60) if CELLS else count,
+        max_examples=max(1, count * CELLS // 50) if CELLS else count,
         derandomize=not CELLS,
         deadline=None,
         database=None,
@@ -89,7 +89,7 @@ def _other(made: Problem) -> Any:
     return tree_map(lambda leaf: leaf * 0.7 if leaf.is_floating_point() else leaf, made.data(3))
 
 
-@examples(36)
+@examples(24)
 @given(recipe=recipes())
 def test_eager(recipe: Recipe) -> None:
     check_recipe(recipe, "eager")
