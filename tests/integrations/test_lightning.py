@@ -87,14 +87,18 @@ def test_the_carried_state_is_behind_the_last_step(options: Any) -> None:
 
 
 def test_carry_between_batches_in_a_random_order() -> None:
-    """As a strategy for several devices puts them, also on one device."""
+    """As asked for, or as a strategy for several devices puts them, also on one device."""
     data: Any = [stream(8), stream(8)]
     for shuffle in (True, False):
         sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=shuffle)
-        batches = DataLoader(data, batch_size=None, sampler=sampler)
-        words = r"carry: the batches are in a random order.*strategy='auto'"
-        with pytest.raises(ValueError, match=words) if shuffle else nullcontext():
-            trainer().fit(model(carry=True), batches)
+        for order, found in (
+            ({"shuffle": shuffle}, r"RandomSampler, so that .*carry=False"),
+            ({"sampler": sampler}, r"DistributedSampler, so that .*strategy='auto'"),
+        ):
+            batches: Any = DataLoader(data, batch_size=None, **order)
+            words = rf"carry: the batches are in a random order, since their sampler is a {found}"
+            with pytest.raises(ValueError, match=words) if shuffle else nullcontext():
+                trainer().fit(model(carry=True), batches)
 
 
 @pytest.mark.parametrize("time_dim", [1, -1])

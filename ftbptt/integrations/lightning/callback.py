@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import LBFGS, Optimizer
-from torch.utils.data import DistributedSampler
 
 from ..._compat.training import unscales_itself
 from ..._trees import Tree, tree_leaves
@@ -19,7 +18,7 @@ from ..._warnings import warn
 from ...training.checkpoints.file import as_plain, from_plain
 from ...training.updates.learner import Learner, scale_of
 from ...training.updates.window_stats import WindowStats
-from .batches import check_like
+from .batches import check_like, without_shuffling
 
 # Of automatic optimization, around a backward that there is not, and its step.
 _HOOKS_OF_BACKWARD = (
@@ -109,12 +108,12 @@ class TBPTTRun(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data = trainer.train_dataloader
         sampler = getattr(getattr(data, "batch_sampler", None) or data, "sampler", None)
-        if pl_module is self._module and pl_module.carry and _shuffles(sampler):
+        advice = without_shuffling(sampler)
+        if pl_module is self._module and pl_module.carry and advice:
             raise ValueError(
                 "carry: the batches are in a random order, since their sampler is a "
-                "DistributedSampler. Lightning gives one to each loader where the strategy is for "
-                "several devices, also with one: use Trainer(strategy='auto'), or "
-                "use_distributed_sampler=False."
+                f"{type(sampler).__name__}, so that a state would go on in another sequence. "
+                f"{advice}"
             )
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -382,10 +381,6 @@ class TBPTTRun(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
-
-
-def _shuffles(sampler: Any) -> bool:
-    return isinstance(sampler, DistributedSampler) and sampler.shuffle
 
 
 def _same(before: Tree, params: Tree) -> bool:

@@ -52,7 +52,8 @@ class TBPTTModule(LightningModule):
         T]`` and ``[B, T]``. ``reset`` and ``mask`` are ``[T]`` or ``[B, T]``; with ``time_dim=0``
         ``[T, B]``.
     ``carry``
-        Whether a batch begins with the final state of the batch before it; each epoch starts over.
+        Whether a batch begins with the final state of the batch before it, which a loader that
+        shuffles must not be; each epoch starts over.
     ``k_eval``
         The number of steps per chunk in validation, test and prediction.
     ``backend``, ``recompute``
