@@ -33,6 +33,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "busy_before": _busy(),
+        "threads_sleep": os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive",
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -83,9 +84,18 @@ def _commit() -> str | None:
         return None
 
 
-def busy(results: Results) -> bool:
-    """Whether other work ran on the machine when the bench began."""
-    return (results["machine"]["busy_before"] or 0.0) > 0.1
+def disturbances(results: Results) -> list[str]:
+    """Sentences on what was not as it should be when the bench began."""
+    about, found = results["machine"], []
+    if (about["busy_before"] or 0.0) > 0.1:
+        used = f"{about['busy_before']:.0%} of its processors"
+        found.append(f"**Other work was on the machine** ({used}): the figures are off.")
+    if about.get("threads_sleep"):
+        found.append(
+            "**Threads slept when they had to wait** (OMP_WAIT_POLICY=passive): those of nn.LSTM "
+            "do so at each step, and take up to twice as long."
+        )
+    return found
 
 
 def tag(results: Results) -> str:
@@ -135,9 +145,8 @@ def markdown(results: Results) -> str:
             f" {repeated} rounds were taken again: the machine had lost its cores to others, and "
             "several threads were slower than one."
         )
-    if busy(results):
-        used = f"{about['busy_before']:.0%} of its processors"
-        lines += ["", f"**Other work was on the machine** ({used}): the figures are off."]
+    for disturbance in disturbances(results):
+        lines += ["", disturbance]
     lines += ["", "## Times faster than the eager autograd loop", "", *_summary(results)]
     for case in results["cases"].values():
         lines += ["", f"## {case['title']}", "", _floor_line(case["floor"]), ""]
@@ -229,8 +238,8 @@ def _targets_markdown(results: Results) -> str:
         "",
         *table(results["targets"]),
     ]
-    if busy(results):
-        lines[3:3] = ["**Other work was on the machine**: the figures are off.", ""]
+    for disturbance in disturbances(results):
+        lines += ["", disturbance]
     for extra in results.get("tables", ()):
         lines += ["", f"## {extra['title']}", "", extra["about"], ""]
         lines.append("| " + " | ".join(extra["header"]) + " |")

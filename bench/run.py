@@ -282,9 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     results: dict[str, Any] = {"machine": report.machine(), "rounds": options.rounds}
     results.update(suite=options.suite, cases={})
-    if report.busy(results):
-        used = results["machine"]["busy_before"]
-        print(f"other work uses {used:.0%} of the processors: figures will be off", file=sys.stderr)
+    for disturbance in report.disturbances(results):
+        print(disturbance, file=sys.stderr)
     stopped = False
     try:
         measure(options, results)

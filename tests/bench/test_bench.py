@@ -187,6 +187,17 @@ def test_recorded_results_still_render() -> None:
         assert renderer.tag(results) == path.stem
 
 
+@pytest.mark.parametrize("policy", ["passive", "PASSIVE", "active", None])
+def test_threads_that_sleep_are_told(policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They slow down what waits for threads at each step, so that a peer would look slow."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    results = {"machine": report.machine(), "suite": "streams", "rounds": 1, "targets": []}
+    is_told = "**Threads slept when they had to wait**" in report.markdown(results)
+    assert is_told == (policy in ("passive", "PASSIVE"))
+
+
 def test_backends_stand_side_by_side() -> None:
     threads = torch.get_num_threads()  # the plain peers have as many
     choice = ["--backends", "compile,other", "--threads", f"{threads + 1},{threads},{threads + 2}"]
