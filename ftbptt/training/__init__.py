@@ -20,10 +20,12 @@ from .reports.events import Events, SequenceEnd
 from .reports.report import Report, plot_history, write_scalars
 from .stream import Stream
 from .train_stream import train_stream
+from .updates.chained_optimizer import ChainedOptimizer
 from .updates.optimizers import FunctionalOptimizer
 from .updates.update import Update
 
 __all__ = [
+    "ChainedOptimizer",
     "CheckpointError",
     "Chunk",
     "ContiguousStreams",

@@ -25,8 +25,12 @@ from ..sequences import looped, stacked
 from .random_losses import SQUARES, is_by_step
 from .random_steps import Recipe, problem_of, recipes, start_of
 
-# vmap says so where it has no rule for an operation, and does one after the other.
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+pytestmark = [
+    # vmap says so where it has no rule for an operation, and does one after the other.
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    # Of a cell whose only output is detached.
+    pytest.mark.filterwarnings("ignore:ftbptt. the loss of step has no gradient"),
+]
 CELLS = int(os.environ.get("CELLS", "0"))
 N = 2  # sequences, or models
 

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from ftbptt import TrainSegment, make_train_segment
 from ftbptt.training import (
+    ChainedOptimizer,
     Chunk,
     ContiguousStreams,
     EarlyStop,
@@ -218,6 +219,11 @@ def _adam(params: Params) -> Any:
     )  # fmt: skip
 
 
+def _chained(params: Params) -> Any:
+    of_matrices = torch.optim.Muon([p for p in params.values() if p.ndim == 2], lr=0.02)
+    return ChainedOptimizer(of_matrices, _adam({n: p for n, p in params.items() if p.ndim != 2}))
+
+
 def _functional(params: Params) -> Any:
     return FunctionalAdam()
 
@@ -254,6 +260,7 @@ RUNS: dict[str, tuple[str, str, Callable[[Params], Any], dict[str, Any]]] = {
     "fresh": ("tagger", "tensors", _sgd, {"k1": 3, "burn_in": 2, "fresh": True}),
     "fresh, list": ("tagger", "list", _sgd, {"k1": 4, "k2": 9, "fresh": True, "epochs": 2}),
     "fresh, noisy": ("tagger", "noisy", _sgd, {"k1": 2, "k2": 4, "burn_in": 3, "fresh": True}),
+    "chained": ("tagger", "tensors", _chained, {"k1": 4, "epochs": 2, "scheduler": _in_turn}),
     "functional": ("tagger", "tensors", _functional, {"k1": 4, "ema_decay": 0.8}),
     "accumulated": ("tagger", "tensors", _adam, {"k1": 2, "accumulate": 3, "epochs": 2}),
     "micro-batches": ("tagger", "tensors", _sgd, {"k1": 3, "k2": 5, "micro_batches": 2}),
@@ -301,7 +308,9 @@ class Run:
         make, _, state = MODULES[module]
         self.params = dict(make().named_parameters())
         self.optimizer = more.pop("optimizer", optimizer)(
-            self.params if optimizer in (_sgd, _adam, _functional) else self.params.values()
+            self.params
+            if optimizer in (_sgd, _adam, _chained, _functional)
+            else self.params.values()
         )
         options = {"interval": 0, "progress": False, "checkpoint": checkpoint} | options | more
         self.scheduler = self.scaler = self.stop = None

@@ -65,6 +65,11 @@ from .streams import stream, zeros
         ),
         ({"optimizer": torch.optim.SGD}, TypeError, "optimizer: expected a torch.optim.Optimizer"),
         (
+            {"optimizer": [None]},
+            TypeError,
+            r"found list. Several are one as ChainedOptimizer\(\*optim",
+        ),
+        (
             {"optimizer": FunctionalMomentum},
             TypeError,
             r"optimizer: expected .* an object with .* found the class FunctionalMomentum itself\.",

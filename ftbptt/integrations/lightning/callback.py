@@ -76,7 +76,8 @@ class TBPTTRun(Callback):
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"configure_optimizers: expected one optimizer, found {len(trainer.optimizers)}. "
-                "Return one, such as torch.optim.Adam(self.parameters())."
+                "Return one, such as torch.optim.Adam(self.parameters()); several are one as "
+                "ftbptt.training.ChainedOptimizer(*optimizers)."
             )
         if isinstance(trainer.optimizers[0], LBFGS):
             raise TypeError(

@@ -73,9 +73,12 @@ class Learner:
             with torch.no_grad():
                 self.opt_state = optimizer.init(params)
         else:
+            several = isinstance(optimizer, (list, tuple))
             raise TypeError(
                 "optimizer: expected a torch.optim.Optimizer, or an object with init(params) and "
                 f"update(grads, state, params), found {kind_of(optimizer)}."
+                + " Several are one as ChainedOptimizer(*optimizers)."
+                * several
             )
         if clip_value is not None and any(p.is_complex() for p in self.trained):
             raise ValueError(
