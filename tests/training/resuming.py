@@ -307,11 +307,9 @@ class Run:
         numpy.random.seed(seed)
         make, _, state = MODULES[module]
         self.params = dict(make().named_parameters())
-        self.optimizer = more.pop("optimizer", optimizer)(
-            self.params
-            if optimizer in (_sgd, _adam, _chained, _functional)
-            else self.params.values()
-        )
+        takes_names = optimizer in (_sgd, _adam, _chained, _functional)
+        given = self.params if takes_names else self.params.values()
+        self.optimizer = more.pop("optimizer", optimizer)(given)
         options = {"interval": 0, "progress": False, "checkpoint": checkpoint} | options | more
         self.scheduler = self.scaler = self.stop = None
         if options.get("scheduler"):

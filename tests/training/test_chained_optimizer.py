@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Muon, Optimizer
+from torch.optim import LBFGS, SGD, Adam, Muon, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from ftbptt import make_train_segment
@@ -79,7 +79,8 @@ def test_its_state_goes_on() -> None:
 
 
 def test_a_copy() -> None:
-    module, optimizer = copy.deepcopy((module := tagger(), ChainedOptimizer(*parts(module))))
+    module = tagger()
+    module, optimizer = copy.deepcopy((module, ChainedOptimizer(*parts(module))))
     before = [p.detach().clone() for p in module.parameters()]
     trained(module, optimizer)
     assert all(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
@@ -107,6 +108,8 @@ def test_what_is_refused() -> None:
         ChainedOptimizer(first, "adam")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizers\[0\]: .* found Shards"):
         ChainedOptimizer(Shards(module.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"optimizers\[0\]: .* once in a step, found LBFGS"):
+        ChainedOptimizer(LBFGS(module.parameters()))
     with pytest.raises(ValueError, match="parameters appear in more than one parameter group"):
         ChainedOptimizer(first, SGD(module.parameters(), lr=0.1))
     optimizer = ChainedOptimizer(first, second)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from .optimizers import Sharded, load_optimizer
 
@@ -17,7 +17,7 @@ class ChainedOptimizer(Optimizer):
     For optimizers that are meant for some parameters, such as ``torch.optim.Muon`` for matrices. A
     scheduler changes the learning rates of all; a tensor may be in one of them only.
 
-    Raises TypeError for what is no optimizer of torch, or one that is sharded over ranks.
+    Raises TypeError for what is no optimizer of torch, one that is sharded over ranks, and LBFGS.
 
     >>> module = torch.nn.Linear(3, 4)
     >>> ChainedOptimizer(
@@ -29,10 +29,11 @@ class ChainedOptimizer(Optimizer):
 
     def __init__(self, *optimizers: Optimizer) -> None:
         for i, optimizer in enumerate(optimizers):
-            if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Sharded):
+            if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Sharded | LBFGS):
                 raise TypeError(
                     f"optimizers[{i}]: expected a torch.optim.Optimizer that is not sharded over "
-                    f"ranks, found {type(optimizer).__name__}."
+                    "ranks, and evaluates the loss once in a step, found "
+                    f"{type(optimizer).__name__}."
                 )
         self.optimizers = optimizers
         super().__init__(self._groups(), {})

@@ -73,12 +73,11 @@ class Learner:
             with torch.no_grad():
                 self.opt_state = optimizer.init(params)
         else:
-            several = isinstance(optimizer, (list, tuple))
+            several = " Several are one as ChainedOptimizer(*optimizers)."
             raise TypeError(
                 "optimizer: expected a torch.optim.Optimizer, or an object with init(params) and "
                 f"update(grads, state, params), found {kind_of(optimizer)}."
-                + " Several are one as ChainedOptimizer(*optimizers)."
-                * several
+                f"{several if isinstance(optimizer, (list, tuple)) else ''}"
             )
         if clip_value is not None and any(p.is_complex() for p in self.trained):
             raise ValueError(
