@@ -28,6 +28,7 @@ from torch.distributed import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from ftbptt import TrainSegment, as_step, make_train_segment
+from ftbptt.distributed import use_own_cores
 from ftbptt.training import ContiguousStreams, Stream, evaluate_stream, train_stream
 
 from .charmodel import CharLM, sample, save_model
@@ -68,6 +69,8 @@ def ranks(device: str) -> DeviceMesh | None:
         return None
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        use_own_cores()
     dist.init_process_group()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     return init_device_mesh(torch.device(device).type, (dist.get_world_size(),))

@@ -94,8 +94,8 @@ def measured(all_results: dict[int, dict[str, Any]]) -> Table:
         "same if all waited for the slowest at each update, though nothing is sent; and with them. "
         "*Predicted* is in step with the communication of the model, for a ring of the latency and "
         "bandwidth that fit this number of processes' all-reduces. *Efficiency* is without over "
-        "with. Each process keeps to a core of its own; where there are more processes than cores, "
-        "all columns say so.",
+        "with. Each process keeps to a core of its own (`use_own_cores`); where there are more "
+        "processes than cores, all columns say so.",
         [
             *("processes", "without", "in step", "with", "predicted"),
             *("efficiency", "predicted", "fitted"),
