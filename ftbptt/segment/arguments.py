@@ -97,8 +97,12 @@ def _flags_first(
         return None
     first = layout.flags_first(flags)
     if first.shape[0] != steps:
+        where = "" if flags.dim() < 2 else f" on axis {layout.flag_axes(flags.dim())[0]}"
+        is_swapped = flags.dim() == 2 and first.shape[1] == steps
         raise ValueError(
-            f"{name}: has {first.shape[0]} steps, but x has {steps}." + if_not_mapped(name, flags)
+            f"{name}: has {first.shape[0]} steps{where}, but x has {steps}."
+            f"{f' Its other axis has: pass {name}.T.' if is_swapped else ''}"
+            + if_not_mapped(name, flags)
         )
     if mean_axis is None:
         return first

@@ -101,9 +101,10 @@ def train_stream(
     ``data``
         ``(x, y)`` or a :class:`Chunk` of tensors ``[T, B, ...]`` or of arrays such as
         ``numpy.memmap`` or tables of pandas; an iterable of chunks of any lengths, such as a
-        ``DataLoader``, through which the state is carried; or a :class:`Source` such as
-        :class:`ContiguousStreams` and :class:`PackedSequences`. A shorter last window counts by
-        its valid steps.
+        ``DataLoader``, through which the state is carried (which is warned about, RuntimeWarning,
+        if it shuffles them, and neither resets nor ``fresh`` begin them anew); or a
+        :class:`Source` such as :class:`ContiguousStreams` and :class:`PackedSequences`. A shorter
+        last window counts by its valid steps.
     ``optimizer``
         A ``torch.optim.Optimizer`` on the tensors of ``params``, or an object with
         ``init(params) -> opt_state`` and ``update(grads, opt_state, params) -> (params,
@@ -229,7 +230,8 @@ def train_stream(
             "mean of one. An ensemble needs no mesh: each rank trains its own models, "
             "ftbptt.distributed.own_models. For many sequences pass in_dims to make_train_segment."
         )
-    ranks, source = None if mesh is None else Ranks(mesh), as_source(data, segments.axes)
+    ranks = None if mesh is None else Ranks(mesh)
+    source = as_source(data, segments.axes, carries=not fresh)
     if ranks is not None:
         options = asdict(truncation) | asdict(limits) | {
             "clip_norm": clip_norm, "clip_value": clip_value, "ema_decay": ema_decay,

@@ -30,7 +30,8 @@ def test_rows(name: str) -> None:
     )
     wrong(TypeError, r"expected a bool tensor.*found list", [True] * K)
     wrong(ValueError, r"has 4 steps, but x has 5", torch.ones(K - 1).bool())
-    wrong(ValueError, r"has 3 steps, but x has 5", torch.ones(B, K).bool())
+    swapped = rf"has 3 steps on axis 0, but x has 5. Its other axis has: pass {name}.T."
+    wrong(ValueError, swapped, torch.ones(B, K).bool())
     wrong(
         ValueError,
         r"expected \[K\] or \[K, B\], found shape \[5, 3, 1\]",
@@ -164,7 +165,7 @@ def test_flags_beside_a_learned_start(shape: tuple[int, ...]) -> None:
     )
     given = arguments() | {"state": None}
     for name in ("reset", "mask"):
-        with pytest.raises(ValueError, match=f"{name}: has {shape[0]} steps, but x has {K}"):
+        with pytest.raises(ValueError, match=rf"{name}: has {shape[0]} steps( on axis 0)?, but x"):
             segment(**given, **{name: torch.ones(shape, dtype=torch.bool)})
 
 
@@ -183,7 +184,7 @@ def test_in_dims_of_batches_that_differ() -> None:
         ((4, K, 1, 1), r"reset: expected \[K\] or \[K, B\], found shape \[4, 5, 1, 1\]"),
         ((1, K), r"reset: has 1 sequences on axis 0, but x has 3"),
         ((4, K), r"reset: has 4 sequences on axis 0, but x has 3"),
-        ((3, K + 1), r"reset: has 6 steps, but x has 5"),
+        ((3, K + 1), r"reset: has 6 steps on axis 1, but x has 5\.$"),
     ],
 )
 def test_in_dims_with_flags_of_other_shapes(shape: tuple[int, ...], words: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -114,6 +115,9 @@ def segment(module: str) -> TrainSegment:
 # -- data -----------------------------------------------------------------------------------------
 
 LENGTHS = (5, 1, 9, 3, 7)
+
+# For tests of chunks in a random order, through which the state is carried as it comes.
+IN_RANDOM_ORDER = pytest.mark.filterwarnings("ignore:data. the chunks come in a random order")
 
 
 class Pieces(Dataset):

@@ -17,7 +17,9 @@ from ftbptt import TrainSegment, make_train_segment, reference_segment
 from ftbptt._interrupt import uninterrupted
 from ftbptt.training import Events, load_checkpoint
 
-from .resuming import Pieces, Run, assert_same, check, whole
+from .resuming import IN_RANDOM_ORDER, Pieces, Run, assert_same, check, whole
+
+pytestmark = IN_RANDOM_ORDER
 
 NAMES = ["plain", "dropout, noisy", "noisy, accumulated", "micro-batches", "plateau"]
 

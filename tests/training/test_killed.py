@@ -16,7 +16,9 @@ from ftbptt.training import load_checkpoint
 
 from ..forks import fork_context
 from .killable import NAME, train, train_until_interrupted
-from .resuming import Run, assert_same
+from .resuming import IN_RANDOM_ORDER, Run, assert_same
+
+pytestmark = IN_RANDOM_ORDER
 
 Start = Callable[[Callable[[Path], None], Path], BaseProcess]
 

@@ -19,9 +19,11 @@ from ftbptt.training.data import chunk_stream
 from ftbptt.training.data.chunk_stream import ChunkStream
 
 from ..cells import slow_but
-from .resuming import Pieces, Run, assert_same
+from .resuming import IN_RANDOM_ORDER, Pieces, Run, assert_same
 from .sources import of
 from .streams import stream
+
+pytestmark = IN_RANDOM_ORDER
 
 CHUNKS = 12
 

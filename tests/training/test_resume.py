@@ -25,8 +25,20 @@ from ftbptt.training import (
 from ftbptt.training.checkpoints.file import previous
 
 from ..cells import slow_but
-from .resuming import MODULES, RUNS, Pieces, Run, assert_same, check, segment, whole
+from .resuming import (
+    IN_RANDOM_ORDER,
+    MODULES,
+    RUNS,
+    Pieces,
+    Run,
+    assert_same,
+    check,
+    segment,
+    whole,
+)
 from .streams import mean_cross_entropy, stream
+
+pytestmark = IN_RANDOM_ORDER
 
 # Each of these is of another kind; those that differ from one of them in an option are slow.
 QUICK = {

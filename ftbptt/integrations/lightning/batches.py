@@ -9,12 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import (
-    DistributedSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
 
 from ..._autograd_graph import leaves_behind
 from ..._messages import describe_type
@@ -319,15 +313,3 @@ def check_like(state: Tree, start: Tree) -> Tree:
                 "in the same order (drop_last=True, shuffle=False), or carry=False."
             )
     return state
-
-
-def without_shuffling(sampler: Any) -> str:
-    """How to have the batches in order; empty if they are, as far as is known."""
-    if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
-        return "Use shuffle=False, or carry=False."
-    if isinstance(sampler, DistributedSampler) and sampler.shuffle:
-        return (
-            "Lightning gives one to each loader where the strategy is for several devices, also "
-            "with one: use Trainer(strategy='auto'), or use_distributed_sampler=False."
-        )
-    return ""

@@ -11,14 +11,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import LBFGS, Optimizer
+from torch.utils.data import DistributedSampler
 
 from ..._compat.training import unscales_itself
 from ..._trees import Tree, tree_leaves
 from ..._warnings import warn
 from ...training.checkpoints.file import as_plain, from_plain
+from ...training.data.shuffling import shuffling_sampler
 from ...training.updates.learner import Learner, scale_of
 from ...training.updates.window_stats import WindowStats
-from .batches import check_like, without_shuffling
+from .batches import check_like
 
 # Of automatic optimization, around a backward that there is not, and its step.
 _HOOKS_OF_BACKWARD = (
@@ -107,15 +109,20 @@ class TBPTTRun(Callback):
                 )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        data = trainer.train_dataloader
-        sampler = getattr(getattr(data, "batch_sampler", None) or data, "sampler", None)
-        advice = without_shuffling(sampler)
-        if pl_module is self._module and pl_module.carry and advice:
-            raise ValueError(
-                "carry: the batches are in a random order, since their sampler is a "
-                f"{type(sampler).__name__}, so that a state would go on in another sequence. "
-                f"{advice}"
+        sampler = shuffling_sampler(trainer.train_dataloader)
+        if pl_module is not self._module or not pl_module.carry or sampler is None:
+            return
+        if isinstance(sampler, DistributedSampler):
+            advice = (
+                "Lightning gives one to each loader where the strategy is for several devices, "
+                "also with one: use Trainer(strategy='auto'), or use_distributed_sampler=False."
             )
+        else:
+            advice = "Use shuffle=False, or carry=False."
+        raise ValueError(
+            "carry: the batches are in a random order, since their sampler is a "
+            f"{type(sampler).__name__}, so that a state would go on in another sequence. {advice}"
+        )
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._has_begun = True

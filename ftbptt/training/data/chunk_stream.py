@@ -17,6 +17,7 @@ from ..._random_state import random_state, set_random_state
 from ..._trees import Tree, tree_leaves
 from .chunk import Chunk, TimeAxes, as_chunk, as_tensors, error_prefix
 from .randomness import DataRandomness
+from .shuffling import warn_of_shuffling
 
 # The keys of the random numbers before the epoch, and before its first chunk.
 _EPOCH_START, _FIRST_CHUNK = -1, 0
@@ -40,8 +41,11 @@ class ChunkStream:
     :class:`_IteratorReplay`.
     """
 
-    def __init__(self, chunks: Iterable[Any], axes_of: Callable[[Tree], TimeAxes]) -> None:
+    def __init__(
+        self, chunks: Iterable[Any], axes_of: Callable[[Tree], TimeAxes], *, carries: bool = True
+    ) -> None:
         self.chunks, self.axes_of = chunks, axes_of
+        self._warns_of_shuffling = carries  # the state, from one chunk into the next
         self.axes = TimeAxes()  # known with the first chunk
         self.total: int | None = None
         # Whether a run may go back to a reading: what an iterator gave since the last is then kept.
@@ -161,6 +165,9 @@ class ChunkStream:
             if recorded is None:
                 self._taken.clear()
                 self._held_before.clear()
+        if self._warns_of_shuffling and number and chunk.reset is None:
+            self._warns_of_shuffling = False
+            warn_of_shuffling(self.chunks)
         return True
 
     def _take(self) -> bool:

@@ -82,8 +82,8 @@ def check_axes(source: Source, axes: TimeAxes) -> None:
         )
 
 
-def as_source(data: Any, axes_of: Callable[[Tree], TimeAxes]) -> Source:
-    """as_source : data, function x -> TimeAxes -> Source
+def as_source(data: Any, axes_of: Callable[[Tree], TimeAxes], *, carries: bool = True) -> Source:
+    """as_source : data, function x -> TimeAxes, whether the state is carried -> Source
 
     - A ``Source``, such as ``ContiguousStreams`` or ``PackedSequences``, is used as it is.
     - A tuple ``(x, y)`` or a ``Chunk`` of tensors or arrays is the full stream.
@@ -101,7 +101,7 @@ def as_source(data: Any, axes_of: Callable[[Tree], TimeAxes]) -> Source:
             chunk = as_chunk(data)
             return Arrays(chunk, axes_of(chunk.x))
     if isinstance(data, Iterable) and not isinstance(data, (Tensor, dict, str)):
-        return ChunkStream(data, axes_of)
+        return ChunkStream(data, axes_of, carries=carries)
     raise TypeError(
         "data: expected a tuple (x, y), an iterable of such tuples, or a source, found "
         f"{type(data).__name__}. For data without a target: (x, None)."
