@@ -154,6 +154,36 @@ def test_requires_grad_is_as_in_eager() -> None:
     check_both(problem_with(after))
 
 
+def _flags(w: Tensor, x: Tensor, h: Tensor) -> list[bool]:
+    with torch.no_grad():
+        frozen, inside = torch.tanh(h @ w), w.requires_grad
+    written, viewed, asked = torch.zeros_like(x), torch.zeros_like(x), torch.zeros(H)
+    written[:, 0] = frozen[:, 0]
+    viewed[:1].copy_((x @ w)[:1])
+    asked.requires_grad_()
+    alias = (h + 1).detach()
+    alias += x @ w
+    constants = [x, 2 * x + 1, torch.zeros(H), frozen, frozen * x, (h @ w).detach(), w.data]
+    others = [w, x @ w, frozen + w[0], h @ w, viewed, alias, asked, x @ w > 0]
+    return [inside, *(v.requires_grad for v in (*constants, written, *others))]
+
+
+def test_requires_grad_of_what_is_detached() -> None:
+    """Hierarchical models assert it of what they compute under no_grad."""
+
+    def after(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = torch.tanh(h @ w + x)
+        assert not z.requires_grad
+        return torch.tanh(z @ w + x)
+
+    def out(w: Tensor, x: Tensor, h: Tensor) -> Tree:
+        return h, torch.tensor(_flags(w, x, h))
+
+    made = problem_with(after, out, loss=lambda out, y: mse(out[0], y))
+    check(make_train_segment(made.step, made.loss, backend="eager"), made, 4)
+
+
 def test_a_segment_inside_torch_func_grad_is_an_error() -> None:
     """Its results are detached in eager torch; torch.func must not silently return zeros."""
     made = problem_with(lambda w, x, h: torch.tanh(h @ w + x))

@@ -18,7 +18,7 @@ from ..straight_through import with_gradient_of
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_DETACH = {Tensor.detach, torch.detach}
+DETACH = {Tensor.detach, torch.detach}
 _OPERATORS = {
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__",
     "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
@@ -65,7 +65,7 @@ class HiddenAliases:
 
     def note(self, run: Run, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Called after each call that writes nothing: notes the aliases among its results."""
-        hides = func == DATA or func in _DETACH or not torch.is_grad_enabled()
+        hides = func == DATA or func in DETACH or not torch.is_grad_enabled()
         operands = _tensors((args, kwargs))
         if not hides and not any(id(leaf) in self._aliases for leaf in operands):
             return
@@ -90,7 +90,7 @@ class HiddenAliases:
                 # A view of an alias hides the same view of the alias's source.
                 sources = (
                     [*map(self._source, operands)]
-                    if func in _DETACH
+                    if func in DETACH
                     else [*_tensors(run(func, args, kwargs))]
                 )
         pairs = zip(results, sources, strict=True)

@@ -6,7 +6,7 @@ Some read values to validate them, some read a number out of a tensor, some have
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -21,8 +21,9 @@ from ..._compat.tracing import UNTRACEABLE
 from ..._trees import differentiable, tree_leaves, tree_map
 from ..straight_through import with_gradient_of
 from .custom_gradient import apply_operator
-from .detached_writes import DATA, HiddenAliases, written_outside, written_tensor
+from .detached_writes import DATA, DETACH, HiddenAliases, written_outside, written_tensor
 from .embedding_bag import embedding, embedding_bag
+from .gradient_flags import GradientFlags
 from .rnn import RECURRENT
 
 
@@ -291,12 +292,14 @@ _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 class FunctionOverrides(TorchFunctionMode):
     """While active, the functions above and torch's recurrent layers run as plain operations.
 
-    ``argument``: what runs, "step" or "loss", for errors.
+    ``argument``: what runs, "step" or "loss", for errors. ``constants``: those of its arguments
+    that require no gradient.
     """
 
-    def __init__(self, argument: str) -> None:
+    def __init__(self, argument: str, constants: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.argument, self.hidden = argument, HiddenAliases(argument)
+        self._flags = GradientFlags(constants)
         self._refused: Exception | None = None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -319,18 +322,18 @@ class FunctionOverrides(TorchFunctionMode):
                 )
             )
         if func == _REQUIRES_GRAD:  # False for fake tensors, but not in the loop they stand for
-            # torch.func.vjp asks for its own under no_grad as well.
-            known = bool(func(*args, **kwargs))
-            return known or (torch.is_grad_enabled() and differentiable(args[0]))
+            return bool(func(*args, **kwargs)) or self._flags.of(args[0])
         if func is Tensor.requires_grad_ and differentiable(args[0]):
             # It only matters to torch.func.grad, which may call it; elsewhere it fails.
             with suppress(RuntimeError):
                 func(*args, **kwargs)
+            self._flags.require(args[0])
             return args[0]
         target = written_tensor(func, args, kwargs)
         if target is not None:
             if is_from_outside(target):  # it would be written to now
                 raise self._refusal(written_outside(self.argument))
+            self._flags.note_write(target, (args, kwargs))
             return self.hidden.write(self._run, func, target, args, kwargs)
         self._forbid_sparse(args, kwargs)
         try:
@@ -340,9 +343,11 @@ class FunctionOverrides(TorchFunctionMode):
             raise
         self._forbid_sparse(result)
         # What the step hides from autograd must be constant when its graph is differentiated.
-        if func == DATA or not torch.is_grad_enabled():
+        hides = func == DATA or not torch.is_grad_enabled()
+        if hides:
             result = tree_map(lambda v: self._detached(v) if isinstance(v, Tensor) else v, result)
         self.hidden.note(self._run, func, args, kwargs, result)
+        self._flags.note((args, kwargs), result, hides=hides or func in DETACH)
         return result
 
     def _refusal(self, error: Exception) -> Exception:

@@ -39,6 +39,7 @@ from ..._trees import (
     in_groups,
     leaf_names,
     tree_flatten,
+    tree_leaves,
     tree_map,
     tree_unflatten,
 )
@@ -283,7 +284,8 @@ def trace_step(
     def run(*leaves: Tensor, known: KnownTensors | None = None) -> list[Tensor]:
         params, buffers, x_t, state = step_trees(s, buffer_names, leaves)
         given = tree_map(lambda leaf: leaf, params)
-        with known or nullcontext(), FunctionOverrides("step"), with_autocast(s.autocast):
+        overrides = FunctionOverrides("step", tree_leaves((buffers, x_t)))
+        with known or nullcontext(), overrides, with_autocast(s.autocast):
             if known is not None:
                 buffers = step.buffers()
             result = step.apply(params, buffers, x_t, state)
