@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any
 
 
@@ -19,3 +20,18 @@ def describe_type(value: Any) -> str:
     size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}{size}"
+
+
+def registering(leaf: Any) -> str:
+    """How an object becomes a tree with leaves of its own, or "".
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass
+    ... class Cache:
+    ...     keys: object
+    >>> registering(Cache(1)), registering(3)
+    ('register its class, torch.export.register_dataclass(Cache)', '')
+    """
+    if isinstance(leaf, type) or not is_dataclass(leaf):
+        return ""
+    return f"register its class, torch.export.register_dataclass({type(leaf).__name__})"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.modules import COMPILED_PREFIX, is_persistent, own_buffers, own_parameters
-from .._messages import describe_type
+from .._messages import describe_type, registering
 from .._reach import attributes_set_by
 from .._trees import Tree, keystr, tree_flatten_with_path
 from .held_tensors import (
@@ -366,9 +366,11 @@ def out_and_state(result: Any, expected: str, out: str) -> tuple[Tree, Tree]:
         )
     for path, leaf in tree_flatten_with_path(result[0])[0]:
         if not isinstance(leaf, Tensor):
+            registered = registering(leaf)
+            remedy = "Return tensors in dicts, tuples or lists"
             raise TypeError(
                 f"step: expected tensors in {out}, found {type(leaf).__name__} at "
-                f"out{keystr(path)}."
+                f"out{keystr(path)}. {remedy}{registered and ', or '}{registered}."
             )
     return result[0], result[1]
 

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .._checks import warn_of_lost_training
 from .._compat.modules import has_hooks
 from .._compat.running import VmapLevel
+from .._messages import registering
 from .._trees import Tree, keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 from .._warnings import warn
 from ..compiler.signature import Level, Recipe
@@ -56,6 +57,8 @@ class Argument:
                     convert = "torch.from_numpy(value.to_numpy()), or "
                 elif hasattr(leaf, "keys"):
                     convert = "dict(value), or "
+                elif registered := registering(leaf):
+                    convert = f"{registered}, or "
                 raise TypeError(
                     f"{self.path(i)}: expected a tensor, found {type(leaf).__name__}. Every leaf "
                     f"of {name} must be a tensor: {convert}keep what is not data out of it."

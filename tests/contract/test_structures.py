@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -90,3 +90,33 @@ def test_params_as_one_tensor_and_out_as_nothing() -> None:
         draw.sequence(B, D), draw.sequence(B, H), lambda out, y: y.mean(),
     )  # fmt: skip
     check(make_train_segment(made.step, made.loss, backend="eager"), made, K)
+
+
+def test_a_dataclass() -> None:
+    """The state of many sequence models. It is a leaf until it is registered, and then a tree."""
+
+    @dataclass
+    class Cache:
+        h: Tensor
+        seen: Tensor
+
+    def step(params: Tree, x_t: Tensor, cache: Cache) -> tuple[Cache, Cache]:
+        h = torch.tanh(x_t @ params["w"] + cache.h)
+        return Cache(2 * h, cache.seen), Cache(h, cache.seen + 1)
+
+    def no_dataclass(params: Tree, x_t: Tensor, state: Tree) -> tuple[Cache, Tree]:
+        return Cache(state["h"], x_t), state
+
+    draw = Draw(0)
+    params, cache = {"w": draw(D, H)}, Cache(draw(B, H), torch.zeros(B, dtype=torch.long))
+    x, y = draw.sequence(B, D), draw.sequence(B, H)
+    made = Problem(step, params, cache, x, y, lambda out, y: mse(out.h, y))
+    segment = make_train_segment(step, made.loss, backend="eager")
+    register = r"register its class, torch\.export\.register_dataclass\(Cache\)"
+    with pytest.raises(TypeError, match=f"state: expected a tensor, found Cache.*{register}, or"):
+        segment(*made.data(K))
+    other = make_train_segment(no_dataclass, made.loss, backend="eager")
+    with pytest.raises(TypeError, match=f"in out_t, found Cache at out.*, or {register}"):
+        other(params, {"h": cache.h}, *made.data(K)[2:])
+    torch.export.register_dataclass(Cache)
+    check(segment, made, K)
