@@ -23,6 +23,8 @@ from typing import Any
 
 from torch import nn
 
+from ._compat.modules import own_modules
+
 _MOST_ITEMS = 1000  # of a container: what is longer holds data
 # Methods that Python calls, but not for a step or a loss.
 _NOT_OF_STEPS = {
@@ -34,6 +36,12 @@ _CALLED_BY_TORCH = {"forward", "backward", "setup_context"}
 _CACHE = type(cache(lambda: None))
 _OF_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
 _BY_NAME = {"getattr", "hasattr", "setattr", "attrgetter", "vars", "__dict__"}  # given as strings
+# With one of these, code comes to submodules that it does not name.
+_TO_SUBMODULES = {
+    "children", "named_children", "modules", "named_modules", "_modules", "get_submodule", "apply",
+    "parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "functional_call",
+    "deepcopy", "__getattr__", "__getattribute__", "eval", "exec", "methodcaller", *_BY_NAME,
+}  # fmt: skip
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _OWN_PACKAGE = __name__.partition(".")[0]
 _NOT_OF_CALLER = {"torch", "functorch", "numpy", _OWN_PACKAGE, *sys.stdlib_module_names}
@@ -51,15 +59,18 @@ def reached_by(root: Any) -> Iterator[Any]:
     Itself and what it reads, each once. A function reads what it closes over, its defaults, and
     what it names as globals; a method what it is bound to, a ``partial`` what it binds, a module
     or an object what it holds, a container its items, and a Python module what any code so far
-    names. All of this only where it is a module, a container, or the caller's own: of the program
-    that runs, of the root's package, or of a file of what is reached. Of the classes of all these:
-    the methods whose names occur in any code so far, and those that Python and torch call.
+    names. Of a module of the program, the submodules that code names; all of them, if any code may
+    come to them otherwise. All of this only where it is a module, a container, or the caller's
+    own: of the program that runs, of the root's package, or of a file of what is reached. Of the
+    classes of all these: the methods whose names occur in any code so far, and those that Python
+    and torch call.
     """
     seen: dict[int, Any] = {}  # kept alive, so that no other object gets their ids
     own = _Own()
     classes: dict[type, None] = {}  # in order
     python_modules: dict[ModuleType, None] = {}
     names = {*_CALLED_BY_TORCH}  # then those in code as well
+    by_name: list[nn.Module] = []  # whose submodules are read if their names are in code
     waiting = [root]
 
     def wait_for(values: Iterable[Any]) -> None:
@@ -73,8 +84,11 @@ def reached_by(root: Any) -> Iterator[Any]:
                 yield value
                 own.add_file(type(value).__module__)
                 classes |= dict.fromkeys(own_classes(type(value)))
-                wait_for(value.children())  # all of them, unlike what a container holds
-                wait_for(vars(value).values())
+                if _names_submodules(type(value)):
+                    by_name.append(value)
+                else:
+                    wait_for(value.children())  # all of them, unlike what a container holds
+                wait_for(held for name, held in vars(value).items() if name != "_modules")
             elif isinstance(value, MethodType):
                 waiting += [value.__func__, value.__self__]
             elif isinstance(value, partial):
@@ -101,7 +115,21 @@ def reached_by(root: Any) -> Iterator[Any]:
                 wait_for(vars(value).values())
         if not waiting:  # what code names comes last: that may be reached after its owner
             wait_for(vars(m)[name] for m in python_modules for name in vars(m).keys() & names)
+            are_all = not names.isdisjoint(_TO_SUBMODULES)
+            for module in by_name:
+                held = own_modules(module).items()  # one that it holds twice has two names
+                wait_for(child for name, child in held if are_all or name in names)
             waiting += [method for method in _methods_of(classes, names) if id(method) not in seen]
+
+
+def _names_submodules(kind: type[nn.Module]) -> bool:
+    """Whether code that is followed reads the submodules of such a module, by their names.
+
+    Those of torch's own modules, such as ``Sequential``, are read by code that is not, and so may
+    be those of installed libraries.
+    """
+    packages = {_package(base.__module__) for base in kind.__mro__ if base is not nn.Module}
+    return _is_of_program(kind.__module__) and "torch" not in packages
 
 
 class _Own:
