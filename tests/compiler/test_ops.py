@@ -389,3 +389,16 @@ def test_a_row_is_not_broadcast(kind: Any) -> None:
         )
         with pytest.raises(ValueError, match=words):
             segment(params, (h, h) if kind is torch.nn.LSTMCell else h, x, torch.zeros(4, 2, H))
+
+
+def test_points_in_another_dtype_than_the_data() -> None:
+    """As the loop rounds them: the edges of a value's bins in float32, of logits in float64."""
+
+    def out(w: Tensor, x: Tensor, h: Tensor) -> Tensor:
+        return h[..., None] * torch.linspace(-20, 20, 255).to(h) + torch.logspace(-1, 2, 255).to(h)
+
+    def loss(out: Tensor, y: Any) -> Tensor:
+        over_time = torch.linspace(0, 1, len(out)).to(out)  # of a K that is a symbol
+        return (out.square().mean((1, 2)) @ torch.linspace(-20, 20, 255).to(out)) @ over_time
+
+    check_both(problem_with(lambda w, x, h: torch.tanh(h @ w + x), out, loss))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._compat.inductor import inductor_decompositions, torch_decompositions
-from ..._compat.tracing import DynamicOutputShapeException
+from ..._compat.tracing import LARGEST_KNOWN, DynamicOutputShapeException, not_traced
 from ..graphs import aten
 
 
@@ -119,6 +119,25 @@ _BY_VECTORS: dict[Any, Callable[..., Any]] = {
     aten.index_select.default: _by_vector(aten.index_select.default),
     aten.index_add.default: _by_vector(aten.index_add.default),
     aten.take.default: _take,
+}
+
+
+def _points(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A constant, as torch makes it: Inductor's decomposition rounds it otherwise."""
+
+    def run(*numbers: Any, **options: Any) -> Tensor:
+        is_known = all(isinstance(number, int | float | complex) for number in numbers)
+        if not is_known or numbers[2] > LARGEST_KNOWN:  # of K points, which is a symbol
+            return NotImplemented
+        with not_traced():
+            points = make(*numbers, **options)
+        return aten.lift_fresh_copy.default(points)
+
+    return run
+
+
+_BY_POINTS: dict[Any, Callable[..., Any]] = {
+    op.default: _points(op.default) for op in (aten.linspace, aten.logspace)
 }
 
 
@@ -311,6 +330,7 @@ BEFORE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.index_put.default: _index_put,
     aten.masked_select.default: _masked_select,
     **_BY_VECTORS,
+    **_BY_POINTS,
     aten._neg_view.default: torch.neg,
     aten._pack_padded_sequence.default: _pack_padded_sequence,
     **torch_decompositions(_RESIZES),
@@ -343,8 +363,10 @@ def past_autograd() -> dict[Any, Callable[..., Any]]:
     ):
         for overload in op.overloads():
             table.pop(getattr(op, overload), None)
-    # Their indices are vectors by then, and Inductor's own are for every K.
-    table.update({op: run for op, run in BEFORE_AUTOGRAD.items() if op not in _BY_VECTORS})
+    # Their indices are vectors by then, and Inductor's own are for every K. Points that are left
+    # have another number for every K too, or are autograd's own.
+    own = _BY_VECTORS.keys() | _BY_POINTS.keys()
+    table.update({op: run for op, run in BEFORE_AUTOGRAD.items() if op not in own})
     # vmap has no rule for the prims that other decompositions are made of.
     table[torch.ops.prims.convert_element_type.default] = lambda x, dtype: x.to(dtype)
     if hasattr(torch.ops.prims, "fma"):
