@@ -21,6 +21,7 @@ from ftbptt.training import train_stream
 
 from ..cells.problems import named
 from ..oracle import assert_close
+from ..training.resuming import IN_RANDOM_ORDER
 from ..training.streams import mean_cross_entropy, stream, tagger
 from .rank_runs import (
     CharModel,
@@ -48,6 +49,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@IN_RANDOM_ORDER
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_two_ranks_are_one_process(kind: str, options: dict[str, Any], two: Ranks) -> None:
     check_as_one(two, kind, options)
