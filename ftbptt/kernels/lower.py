@@ -38,14 +38,17 @@ from .rowloop import (
     with_reads,
 )
 
+# Rows of fewer numbers leave the vectors of CPUs partly empty, unless fewer rows than these remain.
+_LEAST_NUMBERS, _LEAST_ROWS = 32, 8
+
 
 def make_row_loop(block: ScanBlock, *, on_gpu: bool = False) -> RowLoop:
     """make_row_loop : ScanBlock -> RowLoop
 
-    As many leading axes of the carries as possible become rows, but not the last one.
-    ``on_gpu``: also that one, and an axis of heads, each of which has a weight of its own; and
-    loads and stores convert to and from the dtype that is computed in. Raises Unsupported, which
-    names the node, if no kernel can be generated.
+    As many leading axes of the carries as possible become rows, but not the last one, nor any that
+    would leave a row few numbers. ``on_gpu``: also those, and an axis of heads, each of which has a
+    weight of its own; and loads and stores convert to and from the dtype that is computed in.
+    Raises Unsupported, which names the node, if no kernel can be generated.
     """
     shapes = [tuple(value_of(node).shape) for node in block.carries]
     shared = 0
@@ -55,13 +58,29 @@ def make_row_loop(block: ScanBlock, *, on_gpu: bool = False) -> RowLoop:
     error: Unsupported | None = None
     for rank in range(most, -1, -1):
         try:
-            return _Builder(block, RowView(shapes[0][:rank]), on_gpu).build()
+            loop = _Builder(block, RowView(shapes[0][:rank]), on_gpu).build()
+            return loop if on_gpu else _with_long_rows(block, loop)
         except Unsupported as reason:
             # The reason to report is that of the smallest rank above 0: rank 0, all of the batch
             # as one row, is refused for other reasons.
             error = reason if error is None or rank > 0 else error
     assert error is not None
     raise error
+
+
+def _with_long_rows(block: ScanBlock, loop: RowLoop) -> RowLoop:
+    """The loop with the last row axes as features, where that fills the vectors of few numbers.
+
+    Not where products take rows, nor where few rows would be left for the threads.
+    """
+    axes = loop.rows.shape[:-1]
+    numbers = max(memory.size for memory in loop.carries)
+    if loop.products or numbers >= _LEAST_NUMBERS or math.prod(axes) < _LEAST_ROWS:
+        return loop
+    try:
+        return _with_long_rows(block, _Builder(block, RowView(axes), on_gpu=False).build())
+    except Unsupported:
+        return loop
 
 
 class _Builder:

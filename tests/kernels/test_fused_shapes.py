@@ -18,7 +18,7 @@ from ftbptt.kernels.lower import make_row_loop
 from ..cells import problem, slow_but
 from ..cells.problems import Problem, mse
 from ..oracle import assert_close, check, reference
-from .scans import KERNEL, Scan, assert_same, random, scan_of
+from .scans import KERNEL, Scan, assert_same, random, scan_of, source_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 Tensors = Sequence[Tensor]
@@ -64,6 +64,40 @@ def test_row_axes(rows: tuple[int, ...]) -> None:
 
 def test_no_rows() -> None:
     Scan(gated, *data_for(3, (0,), 3)).check()
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 5), (9, 2, 1)])
+def test_rows_that_share_parts(sizes: tuple[int, int, int], threads: SetThreads) -> None:
+    """Inputs of one or two of three axes of rows: tiles that begin in the middle of a part."""
+
+    def step(given: Tensors, x: Tensors, carried: Tensors) -> Any:
+        first, middle, last = given
+        drive = x[0][:, :, None] * first[:, None, None]
+        h = torch.tanh(carried[0] * middle[:, None] + drive + last)
+        return [h], [h.sum(-1) * last[:, 0]]
+
+    a, b, c = sizes
+    given = [random(a, 33, seed=1), random(b, 33, seed=2), random(c, 33, seed=3)]
+    for count in (1, 2, 4):
+        threads(count)
+        scan = Scan(step, given, [random(3, a, b, 33, seed=4)], [random(a, b, c, 33, seed=5)])
+        scan.check()
+        assert "Part part" in source_of(scan.block)
+
+
+@pytest.mark.parametrize("rows, units, expected", [(8, 5, 1), (8, 31, 1), (8, 32, 2), (7, 5, 2)])
+def test_rows_of_few_numbers(rows: int, units: int, expected: int) -> None:
+    """The channels of a state space model with few states each are features of longer rows."""
+
+    def step(given: Tensors, x: Tensors, carried: Tensors) -> Any:
+        (decay,), (drive, read), (h,) = given, x, carried
+        h = torch.exp(-decay) * h + torch.tanh(drive)[..., None]
+        return [h], [(h * read[:, None]).sum(-1)]
+
+    given, x = [random(3, units, seed=1)], [random(4, rows, 3), random(4, rows, units, seed=2)]
+    scan = Scan(step, given, x, [random(rows, 3, units, seed=3)])
+    scan.check()
+    assert len(make_row_loop(scan.block).rows.dims) == expected
 
 
 def test_history_of_some_carries() -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import torch
 
-from ..accesses import RowPattern
 from ..rowloop import Memory, Product, RowLoop, compute_dtype, reads
 from .nest import NestPrinter, c_type, memory_name
 from .schedule import Nest, make_schedule
@@ -308,23 +307,28 @@ class _Printer:
         name = memory_name(memory)
         if memory.kind in ("invariant", "sequence"):
             base = f"{name} + t * step{memory.index}" if memory.kind == "sequence" else name
-            index = self._row_index(memory.pattern, row)
-            return f"{base} + {index} * {memory.pattern.unit}" if index else base
+            start, stop = memory.pattern.axes
+            if start == stop:
+                return base
+            index = f"(first + {row})"
+            if self._is_shared(memory):
+                part = _part(memory) if row == "r" else f"Part({self._part_of(memory, row)})"
+                index = f"{part}.index"
+            return f"{base} + {index} * {memory.pattern.unit}"
         if memory.kind == "total" or memory in self.schedule.one_row:
             return name
         return f"{name} + {row} * {memory.size}"
 
-    def _row_index(self, pattern: RowPattern, row: str) -> str:
-        """``row // after % count`` of the pattern; empty if all rows share one part."""
-        start, stop = pattern.axes
-        if start == stop:
-            return ""
-        index = f"(first + {row})"
-        if stop < len(self.loop.rows.dims):
-            index = f"({index} / ({self._axes(stop, len(self.loop.rows.dims))}))"
-        if start > 0:
-            index = f"({index} % ({self._axes(start, stop)}))"
-        return index
+    def _is_shared(self, memory: Memory) -> bool:
+        """Whether some rows have the same part of it, but not all."""
+        start, stop = memory.pattern.axes
+        return start < stop and (start, stop) != (0, len(self.loop.rows.dims))
+
+    def _part_of(self, memory: Memory, row: str) -> str:
+        """The arguments of the C++ class ``Part``, for a row in the tile."""
+        start, stop = memory.pattern.axes
+        after, count = self._axes(stop, len(self.loop.rows.dims)), self._axes(start, stop)
+        return f"first + {row}, {after}, {count}"
 
     def _tile_pointer(self, memory: Memory, offset: int) -> str:
         """Pointer to the tile's first row."""
@@ -357,7 +361,6 @@ class _Printer:
         )
 
     def _rows(self, nests: list[Nest]) -> Iterator[str]:
-        yield "for (int64_t r = tile.begin; r < tile.end; ++r) {"
         used: dict[Memory, None] = {}  # an ordered set
         for nest in nests:
             for op in nest.operations:
@@ -366,6 +369,11 @@ class _Printer:
                         used[read.memory] = None
                 if op.value in self.schedule.stored and op.value.memory is not None:
                     used[op.value.memory] = None
+        yield "{"
+        parts = {_part(memory): memory for memory in used if self._is_shared(memory)}
+        for part, memory in parts.items():
+            yield f"Part {part}({self._part_of(memory, 'tile.begin')});"
+        yield "for (int64_t r = tile.begin; r < tile.end; ++r) {"
         for memory in used:
             constant = "const " if memory.kind in ("invariant", "sequence", "carry") else ""
             is_internal = memory.kind in ("scratch", "total")
@@ -374,4 +382,12 @@ class _Printer:
             yield f"{constant}{c_type(dtype)}* const {name} = {self._row_pointer(memory, 'r')};"
         for nest in nests:
             yield from NestPrinter(nest, self.schedule.stored).lines()
+        for part in parts:
+            yield f"{part}.next();"
         yield "}"
+        yield "}"
+
+
+def _part(memory: Memory) -> str:
+    """The C++ name of the part that a loop over rows has come to: one for each pattern."""
+    return "part{}_{}".format(*memory.pattern.axes)

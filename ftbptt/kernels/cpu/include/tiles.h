@@ -23,6 +23,20 @@ struct Tile {
   int64_t group, first, rows, begin, end;
 };
 
+// Which part of a tensor is a row's: ``row / after % count``, for one row after the other, without a division for each.
+struct Part {
+  int64_t after, count, index, left;  // rows until the next part
+
+  Part(int64_t row, int64_t after, int64_t count)
+      : after(after), count(count), index(row / after % count), left(after - row % after) {}
+
+  void next() {
+    if (--left > 0) return;
+    left = after;
+    if (++index == count) index = 0;
+  }
+};
+
 // When threads share the products of a tile.
 struct Sharing {
   int64_t few;   // if there are at most so many rows for each of them
