@@ -33,9 +33,8 @@ from ..kernels.expressions import Unsupported, is_elementwise
 from ..kernels.gpu.kernel import describe_triton, print_triton
 from ..kernels.gpu.module import launch, write
 from ..kernels.lower import make_row_loop
-from ..kernels.normalize import is_small_product
-from ..kernels.row_order import inverse
-from ..kernels.rowloop import RowLoop
+from ..kernels.products import is_small_product
+from ..kernels.rowloop import EmitLayout, RowLoop
 from .base import Backend, Function, histories_by_carry
 from .compile import COMPILE, at_once
 from .compile import build as build_program
@@ -163,9 +162,10 @@ def run_scan(
         *map(_contiguous, carries),
     ]
     numbers = [steps, *loop.rows.dims, *(sequence.stride(0) for sequence in sequences)]
-    for weight in weights:
-        numbers += weight.stride() if weight.dim() == 3 else (0, *weight.stride())
-    parts = _results(block, loop.emit_orders, steps)
+    for i, weight in zip(loop.weight_dtypes, weights, strict=True):
+        *group, k, n = weight.stride()
+        numbers += [*(group or [0]), *((n, k) if i in loop.transposed else (k, n))]
+    parts = _results(block, loop.emit_layouts, steps)
     results = [result for part in parts for result in part]
     written = iter(
         torch.ops.ftbptt.scan(
@@ -179,28 +179,37 @@ def run_scan(
     )
     finals, histories, emits, totals = ([*islice(written, len(part))] for part in parts)
     emits = [
-        emit if order is None else emit.permute(0, *(1 + axis for axis in inverse(order)))
-        for emit, order in zip(emits, loop.emit_orders, strict=True)
+        _as_in_block(emit, layout, tuple(value_of(node).shape), steps)
+        for emit, layout, node in zip(emits, loop.emit_layouts, block.emits, strict=True)
     ]
     return ScanResult(finals, histories_by_carry(block, histories), emits, totals)
 
 
+def _as_in_block(written: Tensor, layout: EmitLayout, shape: tuple[int, ...], steps: Any) -> Tensor:
+    """An emit as the block has it, in this shape; nothing is traced where it is so already."""
+    if layout.back != tuple(range(len(layout.back))):
+        written = written.permute(0, *(1 + axis for axis in layout.back))
+    if tuple(layout.shape[axis] for axis in layout.back) != shape:
+        written = written.reshape(steps, *shape)
+    return written
+
+
 def _results(
-    block: ScanBlock, emit_orders: Sequence[Sequence[int] | None], steps: Any
+    block: ScanBlock, emit_layouts: Sequence[EmitLayout], steps: Any
 ) -> list[list[tuple[tuple[Any, ...], torch.dtype]]]:
     """Shapes and dtypes of what a kernel writes: final carries, histories, emits, totals."""
-    carries, with_history, totals = (
-        list(map(value_of, nodes)) for nodes in (block.carries, block.with_history, block.totals)
+    carries, with_history, emits, totals = (
+        list(map(value_of, nodes))
+        for nodes in (block.carries, block.with_history, block.emits, block.totals)
     )
-    # Not by permuting the values: that would be traced.
-    emits = [
-        (value_of(node), range(value_of(node).dim()) if order is None else order)
-        for node, order in zip(block.emits, emit_orders, strict=True)
+    written = [
+        ((steps, *layout.shape), emit.dtype)
+        for layout, emit in zip(emit_layouts, emits, strict=True)
     ]
     return [
         [(tuple(value.shape), value.dtype) for value in carries],
         [((steps + 1, *value.shape), value.dtype) for value in with_history],
-        [((steps, *(value.shape[axis] for axis in order)), value.dtype) for value, order in emits],
+        written,
         [(tuple(value.shape), value.dtype) for value in totals],
     ]
 

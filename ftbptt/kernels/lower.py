@@ -101,7 +101,7 @@ class _Builder:
         self.carries = placeholders[n_inv + n_seq :]
         self.loop = RowLoop(
             rows, block.history, block.reverse, self.operations, {}, {}, [], [], [],
-            normal.emit_orders,
+            normal.emit_layouts,
         )  # fmt: skip
         for i, node in enumerate(self.carries):
             self.memories[node] = self._memory("carry", i, node)
@@ -264,7 +264,11 @@ class _Builder:
         if read.strides != contiguous(features) or not self._is_operand(read):
             read = self._copied(a, shape, rank)
         index = self.invariants[weight]
+        transposed = node.meta.get("transposed", False)
+        if index in self.loop.weight_dtypes and transposed != (index in self.loop.transposed):
+            raise refuse(node, "a weight that is multiplied with from both sides")
         self.loop.weight_dtypes[index] = value_of(weight).dtype
+        self.loop.transposed |= {index} if transposed else set()
         self.operations.append(
             Product(self._value(node), read, index, vectors, k, n, grouped, by_vector, trailing)
         )

@@ -20,22 +20,19 @@ from torch import Tensor, fx
 
 from .._compat.running import is_view_of
 from ..compiler.blocks import ScanBlock
-from ..compiler.gemms import MOST_VECTORS
 from ..compiler.graphs import VIEWS, Node, aten, join_axis, value_of
 from .accesses import RowView
-from .expressions import Unsupported, is_constant, is_elementwise, reduced_axes, refuse
-from .row_order import RowOrder, is_same_everywhere, new_meta_node
+from .expressions import is_constant, is_elementwise, reduced_axes, refuse
+from .products import PRODUCTS, joined, rewrite_product
+from .row_order import RowOrder, inverse, is_same_everywhere, new_meta_node
+from .rowloop import EmitLayout
 
 
 class NormalForm(NamedTuple):
-    """A block's step with fewer kinds of nodes.
-
-    ``emit_orders``: where the rows of an emit are not its first axes, the order of its axes in
-    which the graph returns it, with the rows first.
-    """
+    """A block's step with fewer kinds of nodes, and how it returns the emits: their rows first."""
 
     graph: fx.Graph
-    emit_orders: list[list[int] | None]
+    emit_layouts: list[EmitLayout]
 
 
 def normalize(block: ScanBlock, rows: RowView, *, heads_are_rows: bool = False) -> NormalForm:
@@ -55,27 +52,48 @@ def normalize(block: ScanBlock, rows: RowView, *, heads_are_rows: bool = False) 
     totals = output.args[0][len(output.args[0]) - len(block.totals) :]
     for node in list(graph.nodes):
         with graph.inserting_before(node):
-            if node.target in _PRODUCTS and node.args[1] in weights:
-                if not (heads_are_rows and _put_heads_last(node, order.rows)):
-                    _put_rows_first(node, order.rows)
-            elif node.target in _PRODUCTS:
-                _replace_product(node, rows)
+            if node.target in PRODUCTS:
+                rewrite_product(node, weights, order, heads_are_rows=heads_are_rows)
             elif node.op == "call_function" and node not in totals:
                 order.put_first(node)
-    results, first_emit = list(output.args[0]), len(block.carries)
-    emits = results[first_emit : first_emit + len(block.emits)]
-    emit_orders = [order.order_of(node) for node in emits]
+    results, emit_layouts = list(output.args[0]), []
     with graph.inserting_before(output):
-        for i, emit_order in enumerate(emit_orders, first_emit):
-            if emit_order is not None:
-                results[i] = new_meta_node(graph, aten.permute.default, results[i], emit_order)
+        for i in range(len(block.carries), len(block.carries) + len(block.emits)):
+            results[i], layout = _rows_first(results[i], order)
+            emit_layouts.append(layout)
     output.args = (results,)
     graph.eliminate_dead_code()
     for node in reversed(list(graph.nodes)):
         if is_elementwise(node) and not is_constant(node):
             _push_views(node, rows, weights)
     graph.eliminate_dead_code()
-    return NormalForm(graph, emit_orders)
+    return NormalForm(graph, emit_layouts)
+
+
+def _rows_first(emit: Node, order: RowOrder) -> tuple[Node, EmitLayout]:
+    """The emit as a kernel writes it."""
+    source = joined(emit)
+    axes = order.order_of(source)
+    if axes is not None:
+        emit = new_meta_node(emit.graph, aten.permute.default, source, axes)
+        return emit, EmitLayout(tuple(value_of(emit).shape), tuple(inverse(axes)))
+    emit = _with_rows(emit, order.rows)
+    shape = tuple(value_of(emit).shape)
+    return emit, EmitLayout(shape, tuple(range(len(shape))))
+
+
+def _with_rows(emit: Node, rows: RowView) -> Node:
+    """The emit with its rows apart, where a view has joined them to the axis after them."""
+    shape = list(value_of(emit).shape)
+    before = list(accumulate(shape, operator.mul, initial=1))
+    if rows.has_rows(emit) or not rows.total or 0 in shape:
+        return emit
+    for axis, size in enumerate(shape):
+        part, rest = divmod(rows.total, before[axis])
+        if not rest and not size % part:
+            apart = [*shape[:axis], part, size // part, *shape[axis + 1 :]]
+            return new_meta_node(emit.graph, aten.view.default, emit, apart)
+    return emit
 
 
 def _reduced(node: Node) -> tuple[list[int], int]:
@@ -175,135 +193,6 @@ def _joined(parts: list[Node], dim: int, like: Tensor) -> Node:
     cat = parts[0].graph.call_function(aten.cat.default, (parts, dim))
     cat.meta["val"] = like.new_empty(like.shape, device="meta")
     return cat
-
-
-_PRODUCTS = (aten.mm.default, aten.bmm.default)
-
-
-def is_small_product(node: Node) -> bool:
-    """Whether it is a product that a kernel can compute for the matrices of each row."""
-    if node.target not in _PRODUCTS or value_of(node).dtype.is_complex:
-        return False
-    (n, k), m = value_of(node.args[0]).shape[-2:], value_of(node).shape[-1]
-    return min(n, k, m) <= MOST_VECTORS
-
-
-def _put_rows_first(node: Node, rows: RowView) -> None:
-    """A product of several vectors of each row with a weight: ``[rows, vectors, k]``.
-
-    They were ``[rows * vectors, k]`` with one weight, or ``[groups * vectors, rows of a group, k]``
-    with a weight for each vector, of each group of rows.
-    """
-    graph, (a, weight) = node.graph, node.args
-    shape, n = list(value_of(a).shape), value_of(node).shape[-1]
-    vectors, rest = divmod(math.prod(shape[:-1]), max(rows.total, 1))
-    if vectors <= 1 or rest or not rows.shape:  # without rows, BLAS is faster
-        return
-    by_vector = _split_by_vector(a, vectors, rows)
-    first = a if by_vector is None else new_meta_node(graph, *_swapped(by_vector))
-    first = new_meta_node(graph, aten.reshape.default, first, [rows.total, vectors, shape[-1]])
-    try:
-        rows.strided(first)
-    except (Unsupported, ValueError):  # the latter while K is a symbol
-        raise refuse(node, "the vectors of a row are not side by side in memory") from None
-    product = graph.call_function(node.target, (first, weight))
-    product.meta["val"] = value_of(node).new_empty(rows.total, vectors, n, device="meta")
-    # Shapes do not tell, for as many rows as vectors.
-    product.meta["by_vector"] = by_vector is not None
-    result = product
-    if by_vector is not None:
-        groups, _, of_group, _ = value_of(by_vector).shape
-        result = new_meta_node(graph, aten.view.default, product, [groups, of_group, vectors, n])
-        result = new_meta_node(graph, *_swapped(result))
-    _replace_reshaped(node, result)
-
-
-def _replace_reshaped(node: Node, result: Node) -> None:
-    """Replaces a product by a result of another shape."""
-    for user in list(node.users):  # they may split what the product had joined
-        if user.target is aten.reshape.default:
-            shape = list(value_of(user).shape)
-            user.replace_all_uses_with(new_meta_node(node.graph, user.target, result, shape))
-    shape = list(value_of(node).shape)
-    node.replace_all_uses_with(new_meta_node(node.graph, aten.reshape.default, result, shape))
-
-
-def _swapped(node: Node) -> tuple[Any, ...]:
-    return aten.permute.default, node, [0, 2, 1, 3]
-
-
-def _put_heads_last(node: Node, rows: RowView) -> bool:
-    """A product with a weight for each of the last row axes, such as heads: ``[rows, k]``.
-
-    It was ``[groups * heads, rows of a group and head, k]``. Whether it was one.
-    """
-    graph, (a, weight) = node.graph, node.args
-    if node.target is not aten.bmm.default or not rows.total:
-        return False
-    source = a.args[0] if a.target is aten.reshape.default else a
-    batch, of_group, k = value_of(a).shape
-    for trailing in range(1, len(rows.dims) + 1):
-        heads = math.prod(rows.last(trailing))
-        groups, rest = divmod(batch, heads)
-        if rest or batch * of_group != rows.total:
-            continue
-        split = new_meta_node(graph, aten.reshape.default, source, [groups, heads, of_group, k])
-        try:
-            strides = rows.strided(split).strides
-        except Unsupported:
-            continue
-        # Shapes do not tell, for as many heads as rows.
-        if strides[2] != heads * strides[1] or (groups > 1 and strides[0] != of_group * strides[2]):
-            continue
-        first = new_meta_node(graph, *_swapped(split))
-        first = new_meta_node(graph, aten.reshape.default, first, [rows.total, k])
-        product = graph.call_function(node.target, (first, weight))
-        n = value_of(node).shape[-1]
-        product.meta["val"] = value_of(node).new_empty(rows.total, n, device="meta")
-        product.meta["trailing"] = trailing
-        result = new_meta_node(graph, aten.view.default, product, [groups, of_group, heads, n])
-        _replace_reshaped(node, new_meta_node(graph, *_swapped(result)))
-        return True
-    return False
-
-
-def _split_by_vector(a: Node, vectors: int, rows: RowView) -> Node | None:
-    """``a`` as ``[groups, vectors, rows of a group, k]``, where each vector has its own weight."""
-    shape, k = value_of(a).shape[:-1], value_of(a).shape[-1]
-    source = a.args[0] if a.target is aten.reshape.default else a
-    for groups in accumulate((1, *rows.shape), operator.mul):
-        of_group = rows.total // max(groups, 1)
-        if list(shape) != [groups * vectors, of_group]:
-            continue
-        split = new_meta_node(a.graph, aten.reshape.default, source, [groups, vectors, of_group, k])
-        # It may also be ``[rows, vectors, k]``, with a weight for each group of rows.
-        by_group = groups * vectors in accumulate(rows.shape, operator.mul)
-        strides = rows.strided(split).strides
-        if not by_group or strides[1] < strides[2]:
-            return split
-    return None
-
-
-def _replace_product(node: Node, rows: RowView) -> None:
-    """``a @ b`` as a sum of elementwise products, if each row has matrices of its own."""
-    graph, value = node.graph, value_of(node)
-    count = value.shape[0] if value.dim() == 3 else 1
-    if not rows.total or count % rows.total or not is_small_product(node):
-        return
-    # A row may have several matrices, such as one for each of its heads.
-    lead = [rows.total, count // rows.total]
-
-    def of_rows(matrix: Node) -> Node:
-        return new_meta_node(
-            graph, aten.view.default, matrix, [*lead, *value_of(matrix).shape[-2:]]
-        )
-
-    a = new_meta_node(graph, aten.unsqueeze.default, of_rows(node.args[0]), 3)
-    b = new_meta_node(graph, aten.transpose.int, of_rows(node.args[1]), 2, 3)
-    b = new_meta_node(graph, aten.unsqueeze.default, b, 2)
-    products = new_meta_node(graph, aten.mul.Tensor, a, b)
-    result = new_meta_node(graph, aten.sum.dim_IntList, products, [4])
-    node.replace_all_uses_with(new_meta_node(graph, aten.view.default, result, list(value.shape)))
 
 
 def _replace_view_as_real(node: Node) -> None:

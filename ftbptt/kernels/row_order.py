@@ -73,14 +73,17 @@ class RowOrder:
 
         None if these are the first axes, or if the operands do not agree, or do not show it.
         """
-        found = {self._axes(node, len(shape)) for node in operands} - {None}
+        found = {self.row_axes(node, len(shape)) for node in operands} - {None}
         axes = found.pop() if len(found) == 1 else None
         if axes is None or axes == tuple(a for a, n in enumerate(shape) if n != 1)[: len(axes)]:
             return None
         return axes
 
-    def _axes(self, node: Node, dims: int) -> Axes | None:
-        """The axes that are the node's rows, in their order, counted as in ``dims`` axes."""
+    def row_axes(self, node: Node, dims: int) -> Axes | None:
+        """The axes that are the node's rows, in their order, counted as in ``dims`` axes.
+
+        None if it does not show, or if all rows share the node.
+        """
         try:
             strided = self.rows.strided(node)
             expected_unit = self.rows.size(strided.base)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -123,15 +124,25 @@ class Product:
 Operation = Map | Reduce | Product
 
 
+class EmitLayout(NamedTuple):
+    """How a kernel writes an emit at a step: ``shape``, which has the rows first.
+
+    The emit is that, its axes in the order ``back``, in the shape that the block has it in.
+    """
+
+    shape: tuple[int, ...]
+    back: tuple[int, ...]
+
+
 @dataclass
 class RowLoop:
     """A scan block, for a kernel (see the module).
 
     ``history`` flags the carries that are wanted at every step; ``reverse``: the last step comes
     first. ``invariants`` and ``sequences``: the inputs that expressions and products read
-    directly, by their index in the block. ``nexts``: the next carries. ``emit_orders``: the order
-    of the axes in which an emit is written, with its rows first; None if they are.
-    ``weight_dtypes``: the invariants that products multiply with, by index, as a kernel takes them.
+    directly, by their index in the block. ``nexts``: the next carries. ``weight_dtypes``: the
+    invariants that products multiply with, by index, as a kernel takes them, and ``transposed``
+    which of those are ``[n, k]``.
     """
 
     rows: RowView
@@ -143,9 +154,10 @@ class RowLoop:
     carries: list[Memory]
     nexts: list[Memory]
     emits: list[Memory]
-    emit_orders: list[list[int] | None]
+    emit_layouts: list[EmitLayout]
     totals: list[Memory] = field(default_factory=list)
     weight_dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+    transposed: set[int] = field(default_factory=set)
 
     @property
     def products(self) -> list[Product]:
