@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from .._compat.running import is_view_of
-from ..compiler.graphs import VIEWS, Node, value_of
+from ..compiler.graphs import VIEWS, Node, aten, value_of
 from .expressions import Unsupported, refuse
+
+_RESHAPES = {aten.reshape.default, aten.view.default}
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ class RowView:
         shape = value_of(node).shape
         if node.op != "call_function" or node.target not in VIEWS:
             return Strided(node, 0, contiguous(shape))
-        source = self.strided(node.args[0])
-        value = value_of(node.args[0])
+        origin = node.args[0] if node.target not in _RESHAPES else before_reshape(node)
+        source, value = self.strided(origin), value_of(origin)
         memory = torch.empty(value_of(source.base).numel(), device="meta", dtype=value.dtype)
         before = memory.as_strided(value.shape, source.strides, source.offset)
         try:
@@ -158,6 +160,13 @@ class RowView:
             if math.prod(self.dims[:axis]) == rows:
                 return axis
         raise refuse(node, "it splits the rows of the batch differently from the carries")
+
+
+def before_reshape(node: Node) -> Node:
+    """What a value was reshaped from: axes that are joined need not lie side by side in memory."""
+    while node.target in _RESHAPES:
+        node = node.args[0]
+    return node
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -21,9 +21,9 @@ from torch import Tensor, fx
 from .._compat.running import is_view_of
 from ..compiler.blocks import ScanBlock
 from ..compiler.graphs import VIEWS, Node, aten, join_axis, value_of
-from .accesses import RowView
+from .accesses import RowView, before_reshape
 from .expressions import is_constant, is_elementwise, reduced_axes, refuse
-from .products import PRODUCTS, joined, rewrite_product
+from .products import PRODUCTS, rewrite_product
 from .row_order import RowOrder, inverse, is_same_everywhere, new_meta_node
 from .rowloop import EmitLayout
 
@@ -55,7 +55,9 @@ def normalize(block: ScanBlock, rows: RowView, *, heads_are_rows: bool = False) 
             if node.target in PRODUCTS:
                 rewrite_product(node, weights, order, heads_are_rows=heads_are_rows)
             elif node.op == "call_function" and node not in totals:
-                order.put_first(node)
+                operation = _cast_first(node)
+                with graph.inserting_before(operation.next):
+                    order.put_first(operation)
     results, emit_layouts = list(output.args[0]), []
     with graph.inserting_before(output):
         for i in range(len(block.carries), len(block.carries) + len(block.emits)):
@@ -70,9 +72,23 @@ def normalize(block: ScanBlock, rows: RowView, *, heads_are_rows: bool = False) 
     return NormalForm(graph, emit_layouts)
 
 
+def _cast_first(node: Node) -> Node:
+    """A cast, as of autocast, of what its operand was reshaped from: rows show there."""
+    if node.target is not aten._to_copy.default:
+        return node
+    source = before_reshape(node.args[0])
+    if source is node.args[0]:
+        return node
+    cast = node.graph.call_function(node.target, (source,), node.kwargs)
+    cast.meta["val"] = value_of(node).new_empty(value_of(source).shape, device="meta")
+    shape = list(value_of(node).shape)
+    node.replace_all_uses_with(new_meta_node(node.graph, aten.reshape.default, cast, shape))
+    return cast
+
+
 def _rows_first(emit: Node, order: RowOrder) -> tuple[Node, EmitLayout]:
-    """The emit as a kernel writes it."""
-    source = joined(emit)
+    """The emit as a kernel writes it, and how: before a reshape that joins its rows to others."""
+    source = before_reshape(emit)
     axes = order.order_of(source)
     if axes is not None:
         emit = new_meta_node(emit.graph, aten.permute.default, source, axes)

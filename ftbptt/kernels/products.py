@@ -14,9 +14,9 @@ from typing import Any
 
 from ..compiler.gemms import MOST_VECTORS
 from ..compiler.graphs import Node, aten, value_of
-from .accesses import RowView
+from .accesses import RowView, before_reshape
 from .expressions import Unsupported, refuse
-from .row_order import RowOrder, new_meta_node
+from .row_order import Axes, RowOrder, new_meta_node
 
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 
@@ -56,12 +56,8 @@ def _put_rows_first(node: Node, rows: RowView) -> None:
     if vectors <= 1 or rest or not rows.shape:  # without rows, BLAS is faster
         return
     by_vector = _split_by_vector(a, vectors, rows)
-    first = joined(a) if by_vector is None else new_meta_node(graph, *_swapped(by_vector))
-    first = new_meta_node(graph, aten.reshape.default, first, [rows.total, vectors, shape[-1]])
-    try:
-        rows.strided(first)
-    except (Unsupported, ValueError):  # the latter while K is a symbol
-        raise refuse(node, "the vectors of a row are not side by side in memory") from None
+    first = before_reshape(a) if by_vector is None else new_meta_node(graph, *_swapped(by_vector))
+    first = _with_vectors(node, first, [rows.total, vectors, shape[-1]], rows)
     product = graph.call_function(node.target, (first, weight))
     product.meta["val"] = value_of(node).new_empty(rows.total, vectors, n, device="meta")
     # Shapes do not tell, for as many rows as vectors.
@@ -71,7 +67,7 @@ def _put_rows_first(node: Node, rows: RowView) -> None:
         groups, _, of_group, _ = value_of(by_vector).shape
         result = new_meta_node(graph, aten.view.default, product, [groups, of_group, vectors, n])
         result = new_meta_node(graph, *_swapped(result))
-    _replace_reshaped(node, result)
+    _replace_reshaped(node, result, rows)
 
 
 def _put_weight_second(node: Node, order: RowOrder) -> None:
@@ -80,26 +76,18 @@ def _put_weight_second(node: Node, order: RowOrder) -> None:
     They were ``[rows, k, columns of a row]``, or ``[k, columns]`` with those of all rows.
     """
     graph, rows, (weight, columns) = node.graph, order.rows, node.args
-    source, (*batch, n, m) = joined(columns), value_of(node).shape
-    shape, k = value_of(source).shape, value_of(columns).shape[-2]
+    *batch, n, _ = value_of(node).shape
     is_one = node.target is aten.mm.default or batch == [1] or value_of(weight).stride(0) == 0
-    row_axes = () if rows.total == 1 else order.row_axes(source, value_of(source).dim())
-    if row_axes is None or not is_one or not rows.shape or not n * m * k:
+    found = _find_columns(columns, order) if is_one and rows.shape else None
+    if found is None:
         return
-    # The axes of the source that were joined to those of the matrices.
-    ends = list(accumulate(shape, operator.mul, initial=1))
-    start, stop = math.prod(batch), math.prod(batch) * k
-    if start not in ends or stop not in ends:
-        return
-    terms = range(ends.index(start), ends.index(stop))
-    if not set(terms).isdisjoint(row_axes):
-        return
+    source, row_axes, terms = found
+    shape, k = value_of(source).shape, value_of(columns).shape[-2]
     others = [axis for axis in range(len(shape)) if axis not in (*terms, *row_axes)]
     axes = [*row_axes, *others]
     first = new_meta_node(graph, aten.permute.default, source, [*axes, *terms])
     vectors = math.prod(shape) // (rows.total * k)
-    first = new_meta_node(graph, aten.reshape.default, first, [rows.total, vectors, k])
-    rows.strided(first)  # refuses what it would have to copy
+    first = _with_vectors(node, first, [rows.total, vectors, k], rows)
     product = graph.call_function(node.target, (first, weight))
     product.meta["val"] = value_of(node).new_empty(rows.total, vectors, n, device="meta")
     product.meta |= {"by_vector": False, "transposed": True}
@@ -108,22 +96,55 @@ def _put_weight_second(node: Node, order: RowOrder) -> None:
     left = sorted(axes)
     places = [axes.index(axis) for axis in left]
     places.insert(sum(axis < terms.start for axis in left), len(axes))
-    _replace_reshaped(node, new_meta_node(graph, aten.permute.default, result, places))
+    _replace_reshaped(node, new_meta_node(graph, aten.permute.default, result, places), rows)
 
 
-def joined(node: Node) -> Node:
-    """What a reshape joins: axes that need not be side by side in memory."""
-    return node.args[0] if node.target is aten.reshape.default else node
+def _find_columns(columns: Node, order: RowOrder) -> tuple[Node, Axes, range] | None:
+    """(what was reshaped to the columns or they themselves, its axes of rows, those of k)"""
+    *batch, k, m = value_of(columns).shape
+    start, stop = math.prod(batch), math.prod(batch) * k
+    source = columns
+    while stop * m:
+        shape = value_of(source).shape
+        ends = list(accumulate(shape, operator.mul, initial=1))
+        row_axes = order.row_axes(source, len(shape))
+        if row_axes is not None and start in ends and stop in ends:
+            terms = range(ends.index(start), ends.index(stop))
+            return (source, row_axes, terms) if set(terms).isdisjoint(row_axes) else None
+        if source.target is not aten.reshape.default:
+            break
+        source = source.args[0]
+    return None
 
 
-def _replace_reshaped(node: Node, result: Node) -> None:
+def _with_vectors(product: Node, source: Node, shape: list[int], rows: RowView) -> Node:
+    """The source as ``[rows, vectors, k]``, of which a kernel reads the vectors of a row."""
+    first = new_meta_node(product.graph, aten.reshape.default, source, shape)
+    try:
+        rows.strided(first)
+    except (Unsupported, ValueError):  # the latter while K is a symbol
+        raise refuse(product, "the vectors of a row are not side by side in memory") from None
+    return first
+
+
+def _replace_reshaped(node: Node, result: Node, rows: RowView) -> None:
     """Replaces a product by a result of another shape."""
+    graph = node.graph
+
+    def reshaped(like: Node) -> Node:
+        shape = list(value_of(like).shape)
+        view = new_meta_node(graph, aten.reshape.default, result, shape)
+        try:
+            rows.strided(view)
+        except (Unsupported, ValueError):
+            copy = new_meta_node(graph, aten.clone.default, result)
+            view = new_meta_node(graph, aten.reshape.default, copy, shape)
+        return view
+
     for user in list(node.users):  # they may split what the product had joined
         if user.target is aten.reshape.default:
-            shape = list(value_of(user).shape)
-            user.replace_all_uses_with(new_meta_node(node.graph, user.target, result, shape))
-    shape = list(value_of(node).shape)
-    node.replace_all_uses_with(new_meta_node(node.graph, aten.reshape.default, result, shape))
+            user.replace_all_uses_with(reshaped(user))
+    node.replace_all_uses_with(reshaped(node))
 
 
 def _swapped(node: Node) -> tuple[Any, ...]:
@@ -138,7 +159,7 @@ def _put_heads_last(node: Node, rows: RowView) -> bool:
     graph, (a, weight) = node.graph, node.args
     if node.target is not aten.bmm.default or not rows.total:
         return False
-    source = joined(a)
+    source = before_reshape(a)
     batch, of_group, k = value_of(a).shape
     for trailing in range(1, len(rows.dims) + 1):
         heads = math.prod(rows.last(trailing))
@@ -160,7 +181,7 @@ def _put_heads_last(node: Node, rows: RowView) -> bool:
         product.meta["val"] = value_of(node).new_empty(rows.total, n, device="meta")
         product.meta["trailing"] = trailing
         result = new_meta_node(graph, aten.view.default, product, [groups, of_group, heads, n])
-        _replace_reshaped(node, new_meta_node(graph, *_swapped(result)))
+        _replace_reshaped(node, new_meta_node(graph, *_swapped(result)), rows)
         return True
     return False
 
@@ -168,7 +189,7 @@ def _put_heads_last(node: Node, rows: RowView) -> bool:
 def _split_by_vector(a: Node, vectors: int, rows: RowView) -> Node | None:
     """``a`` as ``[groups, vectors, rows of a group, k]``, where each vector has its own weight."""
     shape, k = value_of(a).shape[:-1], value_of(a).shape[-1]
-    source = joined(a)
+    source = before_reshape(a)
     for groups in accumulate((1, *rows.shape), operator.mul):
         of_group = rows.total // max(groups, 1)
         if list(shape) != [groups * vectors, of_group]:

@@ -100,7 +100,7 @@ class RowOrder:
             if strides[axis] != expected:
                 return None
             expected *= shape[axis]
-        if not axes or expected != expected_unit * self.rows.total:
+        if expected != expected_unit * self.rows.total:
             return None
         return tuple(axis + dims - len(shape) for axis in axes)
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ftbptt import Explanation, make_train_segment, reference_segment
+from ftbptt import Explanation, compare_to_reference, make_train_segment, reference_segment
+from ftbptt.kernels.expressions import Unsupported
+from ftbptt.kernels.lower import make_row_loop
 
 from ..oracle import assert_close
-from .scans import KERNEL, random
+from .scans import KERNEL, random, scan_of
 
 # More than kernels multiply without a weight.
 NODES, UNITS, ROWS, STEPS = 18, 17, 3, 4
@@ -41,6 +43,12 @@ def twice(p: Params, h: Tensor) -> Tensor:
     return p["a"] @ (torch.sigmoid(p["a"] @ h) * h)
 
 
+def of_flat(p: Params, h: Tensor) -> Tensor:
+    """A state that a program keeps as one vector for each row."""
+    rows, nodes, units = h.shape
+    return (p["a"] @ h.reshape(rows, -1).view(rows, nodes, units)).reshape(rows, -1).view_as(h)
+
+
 PRODUCTS: dict[str, Callable[[Params, Tensor], Tensor]] = {
     "matmul": lambda p, h: p["a"] @ h,
     "einsum": lambda p, h: torch.einsum("nm,bmd->bnd", p["a"], h),
@@ -51,6 +59,7 @@ PRODUCTS: dict[str, Callable[[Params, Tensor], Tensor]] = {
     "learned graph": lambda p, h: (p["a"] @ p["a"].T).softmax(-1) @ h,
     "of both sides": of_both_sides,
     "twice": twice,
+    "of flat": of_flat,
 }
 
 
@@ -95,6 +104,18 @@ def test_in_a_kernel(name: str, kernels: None) -> None:
     check(*problem(name))
 
 
+def test_the_same_weight_on_both_sides() -> None:
+    """Which a kernel packs once, from one side."""
+
+    def step(given: Any, x: Any, carried: Any) -> Any:
+        h = rows_between({"a": given[0]}, carried[0])
+        return [torch.mm(h.reshape(-1, NODES), given[0]).view_as(h) + x[0]], []
+
+    _, (params, h, x, _) = problem("rows between", units=NODES)
+    with pytest.raises(Unsupported, match="a weight that is multiplied with from both sides"):
+        make_row_loop(scan_of(step, [params["a"]], [x], [h]))
+
+
 @pytest.mark.parametrize("sizes", [(NODES, UNITS, 1), (18, 18, 18), (18, 17, 18), (17, 18, 18)])
 def test_equal_sizes(sizes: tuple[int, int, int], kernels: None) -> None:
     """Rows are told from nodes and units by where they lie."""
@@ -118,6 +139,17 @@ def test_reset_and_mask(kernels: None) -> None:
     assert all(
         text.endswith(KERNEL) for text in how_scans_run(segment.explain(*arguments, **given))
     )
+
+
+@pytest.mark.parametrize("name", ["matmul", "einsum", "rows last"])
+def test_autocast(name: str, kernels: None) -> None:
+    step, arguments = problem(name)
+    arguments = tree_map(lambda leaf: leaf.float(), arguments)
+    segment = make_train_segment(step, mse, backend="fused")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compare_to_reference(segment, *arguments).agrees
+        explanation = segment.explain(*arguments)
+    assert all(text.endswith(KERNEL) for text in how_scans_run(explanation))
 
 
 @pytest.mark.parametrize("name", ["matmul", "einsum", "rows last", "many graphs"])
