@@ -91,7 +91,7 @@ class RowView:
         shape = value_of(node).shape
         if node.op != "call_function" or node.target not in VIEWS:
             return Strided(node, 0, contiguous(shape))
-        origin = node.args[0] if node.target not in _RESHAPES else before_reshape(node)
+        origin = before_reshape(node) if node.target in _RESHAPES else node.args[0]
         source, value = self.strided(origin), value_of(origin)
         memory = torch.empty(value_of(source.base).numel(), device="meta", dtype=value.dtype)
         before = memory.as_strided(value.shape, source.strides, source.offset)

@@ -268,7 +268,8 @@ class _Builder:
         if index in self.loop.weight_dtypes and transposed != (index in self.loop.transposed):
             raise refuse(node, "a weight that is multiplied with from both sides")
         self.loop.weight_dtypes[index] = value_of(weight).dtype
-        self.loop.transposed |= {index} if transposed else set()
+        if transposed:
+            self.loop.transposed.add(index)
         self.operations.append(
             Product(self._value(node), read, index, vectors, k, n, grouped, by_vector, trailing)
         )

@@ -104,14 +104,14 @@ def _find_columns(columns: Node, order: RowOrder) -> tuple[Node, Axes, range] | 
     *batch, k, m = value_of(columns).shape
     start, stop = math.prod(batch), math.prod(batch) * k
     source = columns
-    while stop * m:
+    while stop * m:  # of no numbers, no axis shows where it lies
         shape = value_of(source).shape
         ends = list(accumulate(shape, operator.mul, initial=1))
         row_axes = order.row_axes(source, len(shape))
         if row_axes is not None and start in ends and stop in ends:
             terms = range(ends.index(start), ends.index(stop))
             return (source, row_axes, terms) if set(terms).isdisjoint(row_axes) else None
-        if source.target is not aten.reshape.default:
+        if before_reshape(source) is source:
             break
         source = source.args[0]
     return None

@@ -164,9 +164,16 @@ def test_vmap(name: str, kernels: None) -> None:
         assert_close(own, reference_segment(step, mse, *arguments))
 
 
-def test_nodes_that_are_rows_mix(kernels: None) -> None:
-    """Of one graph without a batch: all of it is one row, for which BLAS is faster."""
+def test_one_graph_without_a_batch(kernels: None) -> None:
+    """Its units are the rows. If they mix, all of it is one row, for which BLAS is faster."""
     step, (params, h, x, y) = problem("matmul", rows=1)
-    segment = make_train_segment(step, mse, backend="fused")
     arguments = params, h[0], x[:, 0], y[:, 0]
-    assert_close(segment(*arguments), reference_segment(step, mse, *arguments))
+    check(step, arguments)
+
+    def mixing(p: Params, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(p["a"] @ h @ p["v"] + x)
+        return h, h
+
+    segment = make_train_segment(mixing, mse, backend="fused")
+    assert_close(segment(*arguments), reference_segment(mixing, mse, *arguments))
+    assert all("no kernel" in text for text in how_scans_run(segment.explain(*arguments)))
